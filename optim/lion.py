@@ -1,4 +1,6 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675), by torch's foreach kernels, with skip flag and factor on the device."""
+"""Lion (Chen et al. 2023, arXiv:2302.06675) with torch's foreach kernels, and with skip flag and gradient scale on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion: steps of equal size in every element, by the sign of a momentum.
+    """Lion optimizer: every element moves by the same amount, in the direction of the sign of a momentum.
 
         m, w: momentum (state ``"exp_avg"``), weight
         w <- w (1 - lr weight_decay) - lr sign(b1 m + (1 - b1) g)
@@ -18,25 +20,28 @@ class Lion(torch.optim.Optimizer):
 
         optimizer = ParallelOptimizer(Lion(model.parameters(), lr=1e-4), registry, max_norm=1.0)
 
-    Like torch's fused optimizers it reads the attributes ``grad_scale`` and ``found_inf`` on the device. Where
-    ``found_inf`` is 1, weights and momenta keep their values, also if gradients are not finite. Weights may be sharded,
-    because the update is elementwise. Every update has the same size, so clipping does not shorten it: it reduces the
-    share of a long gradient in the momentum.
+    Like torch's fused optimizers it reads the attributes ``grad_scale`` and ``found_inf`` on the device. If
+    ``found_inf`` is 1, weights and momenta are unchanged, even if gradients are not finite. Weights may be sharded,
+    because the update is elementwise. Clipping does not reduce the size of an update; it reduces the share of a long
+    gradient in the momentum.
 
-    Not supported: sparse and complex gradients, ``maximize``. It is not a single kernel: a step makes about ten foreach
-    calls and one call per parameter (the mask of a skipped step). It needs temporary memory for three tensors of each
-    parameter's shape in float32, five for parameters in half precision.
-    Weights and momenta in bfloat16 and float16 are cast one by one, computed in float32 and rounded to nearest, so small
-    updates are lost; use float32 masters. There are no C loops and no Triton kernel for Lion.
+    Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls, and
+    one call per parameter for the mask of a skipped step. It needs temporary memory for three tensors of each
+    parameter's shape in float32, or five for parameters in half precision. Weights and momenta in bfloat16 and float16
+    are computed in float32 and rounded to nearest, so small updates are lost; use float32 master weights. There are no
+    compiled loops and no Triton kernels for Lion.
 
     Args:
-        params: As for any torch optimizer.
-        lr: A number, or a 0-dim tensor; >= 0.
+        params: Parameters or param groups.
+        lr: A number or a 0-dim tensor, >= 0.
         betas: (b1, b2), each >= 0 and < 1.
-        weight_decay: Decoupled; >= 0. 0: none.
+        weight_decay: Decoupled weight decay, >= 0. Default 0: none.
+
     Raises:
         ValueError: An option is out of range.
-    Collectives: none. Host reads: none.
+
+    Collectives: none.
+    Host synchronization: none.
     """
 
     elementwise = True
@@ -51,12 +56,19 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"lr={lr}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, in [0, 1)")
-        # ``fused`` tells the update engine that every group reads `found_inf` and `grad_scale`.
+        # ``fused`` declares to the update engine that every group reads `found_inf` and `grad_scale`
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "fused": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update. ``closure``: evaluated once before it, with gradients enabled; its result is returned."""
+        """Take one step.
+
+        Args:
+            closure: Evaluated once before the step, with gradients enabled; its result is returned. None: not called.
+
+        Collectives: none.
+        Host synchronization: none.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,7 +95,7 @@ class Lion(torch.optim.Optimizer):
         skips = None if skip is None else skip.to(device) > 0
 
         def number(value: float | Tensor, if_skipped: float) -> Tensor:
-            """Return a 0-dim tensor. A fill, unlike a copy of a tensor from the host, does not synchronize."""
+            # torch.full does not synchronize, unlike a copy of a tensor from the host
             made = (
                 value.to(device, work)
                 if isinstance(value, Tensor)
@@ -96,12 +108,12 @@ class Lion(torch.optim.Optimizer):
         grads = list(torch._foreach_div(grads, one))
         if skips is not None:
             for grad in grads:
-                grad.masked_fill_(skips, -0.0)  # x + -0.0 is x, to the bit; 0 times NaN would be NaN
+                grad.masked_fill_(skips, -0.0)  # x + -0.0 is bitwise x; 0 times NaN would be NaN
         weights, momenta = _in(work, params), _in(work, states)
-        # Products and sums are rounded one by one: a fused multiply-add rounds the end of a piece differently.
+        # Products and sums are rounded separately, because a fused multiply-add rounds the end of a shard differently.
         updates = torch._foreach_mul(momenta, number(b1, 0.0))
         torch._foreach_add_(updates, torch._foreach_mul(grads, 1 - b1))
-        torch._foreach_sign_(updates)  # of a skipped step +0, so that what is added is -0
+        torch._foreach_sign_(updates)  # +0 in a skipped step, so that -0 is added below
         torch._foreach_mul_(updates, number(-lr, -0.0))
         if group["weight_decay"]:
             torch._foreach_mul_(weights, number(1 - lr * group["weight_decay"], 1.0))
@@ -116,5 +128,4 @@ class Lion(torch.optim.Optimizer):
 
 
 def _in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in a dtype; a tensor that has it already is returned itself."""
     return [tensor.detach().to(dtype) for tensor in tensors]

@@ -1,8 +1,8 @@
-"""Which kernels compute: the library's own, or torch's.
+"""Choice of the kernels: the library's own or torch's.
 
-"auto"    on a CPU the compiled ones (`native`), where the installation has them; else torch's
-"torch"   torch's everywhere
-"triton"  on a GPU those in Triton (`triton`), on a CPU as "auto"; with Triton's interpreter they are for the CPU, in tests
+"auto"    on a CPU the compiled kernels (`native`) if the installation has them, otherwise torch's; on a GPU torch's
+"torch"   torch's everywhere "triton"  on a GPU the Triton kernels (`triton`), on a CPU as "auto"; in tests, Triton's
+interpreter runs them on a CPU
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from .native import Native, built
 
-if TYPE_CHECKING:  # triton is not everywhere where torch is, and takes a second to import
+if TYPE_CHECKING:  # triton is optional, and takes a second to import
     from .triton import Triton
 
 Kernels = Literal["auto", "torch", "triton"]
@@ -26,16 +26,16 @@ _said: list[Kernels] = []
 
 
 class Chosen:
-    """The kernels of this process, looked up once and not in each step; anew after `use_kernels`."""
+    """The kernels of this process, cached until `use_kernels` is called."""
 
     @cached_property
     def native(self) -> Native | None:
-        """The compiled loops, if they are to be used and are there."""
+        """Return the compiled kernels; None if they are not chosen or not installed."""
         return None if kernels_chosen() == "torch" or _is_interpreted() else _found()
 
     @cached_property
     def triton(self) -> Triton | None:
-        """The kernels in Triton, if they are to be used; `triton_on` says on which device."""
+        """Return the Triton kernels; None if they are not chosen. `triton_on` decides by device."""
         return _loaded() if kernels_chosen() == "triton" else None
 
 
@@ -43,41 +43,46 @@ chosen = Chosen()
 
 
 def use_kernels(kernels: Kernels) -> None:
-    """Choose the kernels of this process, from now on: before optimizers are made, on all ranks alike.
+    """Choose the kernels of this process. Call it before optimizers are created, with the same choice on all ranks.
 
-    All compute the same formulas; results differ by rounding (the optimizers' agreement compares what ranks have chosen).
-    Until it is called the environment's ``MESHSTEP_KERNELS`` says it, and "auto" where that is not set.
+    All kernels compute the same formulas, and their results differ by rounding. `ParallelOptimizer` checks that all
+    ranks chose the same. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
+
+        use_kernels("torch")
 
     Args:
-        kernels: "auto": on a CPU powers of gradients and the updates of torch's fused Adam, AdamW, SGD and Adagrad by
-            compiled loops, in one pass over memory; on a GPU torch's kernels. "torch": torch's own kernels everywhere.
-            "triton": the same powers and updates on a GPU by kernels in Triton, on a CPU as "auto". These **have never run
-            on a GPU**: they pass their tests in Triton's interpreter and compile for one. A step that is captured in a
-            CUDA graph is torch's all the same.
+        kernels: "auto": on a CPU, compiled loops compute the powers of gradients and the updates of torch's fused Adam,
+            AdamW, SGD and Adagrad in one pass over memory; on a GPU, torch's kernels do. "torch": torch's own kernels
+            everywhere. "triton": Triton kernels compute these powers and updates on a GPU; on a CPU as "auto". The
+            Triton kernels **have never run on a GPU**: they pass their tests in Triton's interpreter, and compile for
+            GPUs. A step captured in a CUDA graph uses torch's kernels in any case.
+
     Raises:
-        ValueError: It is none of them.
-        ImportError: "triton", and the package triton can't be imported.
+        ValueError: ``kernels`` is none of the three.
+        ImportError: "triton" is chosen and the package triton can't be imported.
+
     Collectives: none.
+    Host synchronization: none.
     """
     _said[:] = [_checked(kernels, "kernels")]
     vars(chosen).clear()
 
 
 def kernels_chosen() -> Kernels:
-    """What `use_kernels`, or the environment, has said."""
+    """Return the choice of `use_kernels` or of the environment."""
     if not _said:
         _said.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
     return _said[0]
 
 
 def triton_on(device: torch.device) -> Triton | None:
-    """The kernels in Triton, if they are to be used and run on this device."""
+    """Return the Triton kernels if they are chosen and run on ``device``; otherwise None."""
     kernels = chosen.triton
     return kernels if kernels is not None and kernels.runs_on(device) else None
 
 
 def kernels_here() -> str:
-    """What computes, for the ranks' agreement: on a CPU "native" or "torch", and what else there is on a GPU."""
+    """Return the names of the kernels in use, for comparison between ranks."""
     if _is_interpreted():
         return "triton, interpreted"
     on_cpu = "torch" if chosen.native is None else "native"
@@ -92,9 +97,9 @@ def _is_interpreted() -> bool:
 def _found() -> Native | None:
     found, log = built(), logging.getLogger("meshstep")
     if found is None:
-        log.info("CPU kernels: torch's (the installation has no compiled ones of this version)")
+        log.info("CPU kernels: torch's (this installation has no compiled kernels of this version)")
     else:
-        log.info("CPU kernels: native, %s (MESHSTEP_KERNELS=torch takes torch's)", found.instructions)
+        log.info("CPU kernels: native, %s (set MESHSTEP_KERNELS=torch for torch's)", found.instructions)
     return found
 
 
@@ -104,9 +109,9 @@ def _loaded() -> Triton:
 
     found, log = Triton(), logging.getLogger("meshstep")
     if found.interpreted:
-        log.info("kernels: triton %s by its interpreter, on the CPU", found.version)
+        log.info("kernels: triton %s, interpreted on the CPU", found.version)
     else:
-        log.info("GPU kernels: triton %s, which have never run on a GPU ('auto' takes torch's)", found.version)
+        log.info("GPU kernels: triton %s, never tested on a GPU ('auto' uses torch's)", found.version)
     return found
 
 
@@ -120,8 +125,8 @@ def _checked(kernels: str, name: str) -> Kernels:
             _loaded()
         except ImportError as error:
             raise ImportError(
-                f"{name}='triton' needs the package triton, which can't be imported here ({error}): torch brings it on "
-                "Linux, with its CUDA builds; install it (pip install triton), or give 'auto' or 'torch'"
+                f"{name}='triton' needs the package triton, which can't be imported ({error}); install it (pip install "
+                "triton; torch's CUDA builds for Linux include it), or give 'auto' or 'torch'"
             ) from error
         return "triton"
     raise ValueError(f"{name}={kernels!r}: give 'auto', 'torch' or 'triton'")

@@ -1,4 +1,4 @@
-"""Tensors made of numbers of the host, on a GPU without waiting for it, and made once."""
+"""Small tensors on a device with values from the host, cached and copied without host synchronization."""
 
 from __future__ import annotations
 
@@ -17,20 +17,30 @@ KEPT = 64
 
 
 class Constants:
-    """The `KEPT` that were asked for last; which gradients there are may differ from step to step."""
+    """Cache of the `KEPT` constants used last. The set may differ between steps, because the parameters with gradients
+    may.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._of_graphs: dict[Hashable, Tensor] = {}  # graphs read them where they lie, as long as they are replayed
+        self._of_graphs: dict[Hashable, Tensor] = {}  # CUDA graphs keep reading these addresses
 
     def __call__(
         self, key: Hashable, values: Callable[[], Sequence[float]], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """1-dim, on ``device``: what ``values`` returns, which is called where there is none under the key. Host reads:
-        none.
+        """Return a 1-dim tensor on ``device`` with the given values.
+
+        Args:
+            key: Identifies the values.
+            values: Called if the cache has no tensor for ``key``.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
 
         Raises:
-            RuntimeError: A CUDA graph is made, in which they can't be brought from the host.
+            RuntimeError: A CUDA graph is being captured and the tensor is not cached; a copy from the host can't be
+                captured.
+
+        Host synchronization: none.
         """
         key = (key, dtype, device)
         if key in self._of_graphs:
@@ -39,8 +49,8 @@ class Constants:
             self._kept.move_to_end(key)
         elif is_captured():
             raise RuntimeError(
-                "other parameters have gradients in the step that is captured in a CUDA graph than in the steps before: "
-                "make a step before with the same ones"
+                "the step captured in a CUDA graph has gradients for other parameters than the earlier steps; make a step "
+                "before the capture, with gradients for the same parameters"
             )
         else:
             host = torch.tensor(values(), dtype=dtype, pin_memory=device.type == "cuda")
@@ -54,7 +64,7 @@ class Constants:
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
-# Tables on a device that kernels read, of numbers of the host: addresses of tensors, which program takes which chunk.
+# Tables that kernels read: the addresses of tensors, and the assignment of chunks to programs.
 
 T = TypeVar("T")
 TABLES_KEPT = 64
@@ -63,13 +73,13 @@ DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 @dataclass(frozen=True)
 class Chunks:
-    """How tensors are cut, which depends on their sizes alone.
+    """Division of tensors into chunks, which depends on their sizes only.
 
     Args:
-        numels: [n] int64.
-        chunks: [chunks, 2] int64: the tensor, and the chunk's number within it.
-        first: [n + 1] int64: of each tensor the first of its chunks; at the end how many there are.
-        count: That number, on the host.
+        numels: Number of elements per tensor, [n] int64.
+        chunks: Per chunk, the index of its tensor and its number within the tensor, [chunks, 2] int64.
+        first: Index of each tensor's first chunk, followed by the number of chunks, [n + 1] int64.
+        count: Number of chunks, on the host.
     """
 
     numels: Tensor
@@ -79,22 +89,29 @@ class Chunks:
 
 
 class Tables:
-    """The last `TABLES_KEPT`, by what is in them: as long as gradients stay where they are, nothing is copied.
+    """Cache of the last `TABLES_KEPT` tables by content; nothing is copied while the addresses of gradients remain the
+    same.
 
-    A table is never written again: a kernel that is still to run reads what it was launched with. On a GPU it travels from
-    pinned memory, and nobody waits. It belongs to the stream on which it was asked for.
+    A table is never overwritten, because a kernel that has not run yet may still read it. It is copied to a GPU from
+    pinned memory, without host synchronization. A table belongs to the stream that was current at the request.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
 
     def of(self, values: array[int] | array[float], device: torch.device) -> Tensor:
-        """[len(values)] int64 or float64, on ``device``. Host reads: none."""
+        """Return the values as a tensor on ``device``: [len(values)], int64 or float64.
+
+        Host synchronization: none.
+        """
         key = (values.typecode, values.tobytes(), device, _stream(device))
         return self._one(key, lambda: _brought(torch.frombuffer(values, dtype=DTYPES[values.typecode]).clone(), device))
 
     def chunks_of(self, numels: array[int], size: int, device: torch.device) -> Chunks:
-        """Tensors of these sizes in chunks of ``size`` elements. Host reads: none."""
+        """Return the division of tensors with these sizes into chunks of ``size`` elements.
+
+        Host synchronization: none.
+        """
         key = (size, numels.tobytes(), device, _stream(device))
         return self._one(key, lambda: _cut(numels, size, device))
 

@@ -1,7 +1,8 @@
-"""How elements lie in memory: what kernels that walk through memory linearly need to know, and how to give it to them.
+"""Memory formats of tensors, for kernels that read memory linearly.
 
-A kernel gets addresses, so the tensors that it pairs (parameter, gradient, states, remainder, half-precision copy) must
-have equal strides, and their memory must hold their values: a tensor with torch's negative bit holds the negated values.
+A kernel receives addresses. So the tensors that it combines (parameter, gradient, states, remainder, half-precision
+copy) must have equal strides, and their memory must contain their values. A tensor with torch's negative bit, for
+example, stores the negated values.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ except ImportError:  # a private name of torch
     TensorGuards = None  # type: ignore[assignment, misc]
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes whose memory holds their values: no subclass of them."""
+"""Classes whose memory contains their values; subclasses may store something else."""
 
 
 class Signature:
-    """Class, dtype, device, shape, strides and lazy bits of tensors.
+    """Class, dtype, device, shape, strides and lazy bits of a list of tensors. Addresses are not part of it.
 
-    torch's guards compare them in C++, in 0.05 us per tensor; without those Python takes forty times as long. Addresses are
-    not part of it.
+    torch's guards compare a signature in C++, in 0.05 us per tensor. Without them Python takes forty times as long.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -35,7 +35,7 @@ class Signature:
             self._described = list(map(_describe, tensors))
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Return whether these tensors have the same; False where one of them is None."""
+        """Return True if ``tensors`` have this signature. A None never fits."""
         if len(tensors) != self._count:
             return False
         if self._guards is not None:
@@ -47,8 +47,8 @@ def _guards_of(tensors: Sequence[Tensor]) -> Any:
     if TensorGuards is None:
         return None
     try:
-        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # none is dynamic
-    except TypeError:  # another version's arguments
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # all sizes are static
+    except TypeError:  # another torch version has other arguments
         return None
 
 
@@ -60,34 +60,36 @@ def _describe(tensor: Tensor | None) -> tuple[object, ...]:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Return whether the tensor's memory holds other values than its own: negated or conjugated ones, or none for zeros."""
+    """Return True if the memory differs from the values: negated, conjugated, or missing for a tensor of zeros."""
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def resolve_(tensor: Tensor) -> None:
-    """Give a plain tensor that `is_lazy` memory with its own values. The tensor stays the same object."""
+    """Write the values of a lazy plain tensor to new memory. The tensor object remains the same."""
     if type(tensor) in PLAIN and is_lazy(tensor):
         tensor.data = torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
 
 
 def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
-    """Return whether its elements fill a stretch of memory, in whatever order."""
+    """Return True if the elements fill a contiguous range of memory, in any order."""
     return tensor.is_contiguous() or is_dense(tensor)
 
 
 def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
-    """Return whether the memory of both holds their elements in one order; ``param`` is dense and not lazy."""
+    """Return True if both tensors store their elements in the same order. ``param`` must be dense and not lazy."""
     same = (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
     return tensor.shape == param.shape and same and not is_lazy(tensor)
 
 
 def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy of it, with its elements in the parameter's order."""
+    """Return ``tensor`` in the element order of ``param``: the tensor itself or a copy."""
     return tensor if same_memory_format(tensor, param) else torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
 
 
 def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
-    """Give a tensor of the shape of ``param``, which is dense, the strides of it. The tensor stays the same object."""
+    """Give a plain tensor the strides of the dense tensor ``param``, which has the same shape. The object remains the
+    same.
+    """
     if type(tensor) in PLAIN and tensor.shape == param.shape and not same_memory_format(tensor, param):
         tensor.data = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(
             tensor

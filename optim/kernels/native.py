@@ -1,11 +1,12 @@
-"""The compiled loops (`csrc/native.c`), called with the addresses of tensors.
+"""Compiled CPU kernels (`csrc/native.c`), called with the addresses of tensors.
 
-One pass over memory where torch's kernels take two or more: powers of gradients of any float dtype are summed in float64 as
-they are read; an update reads the gradient, in half precision too, multiplies it, steps, and writes the half-precision
-copy of what it has stepped. The gradients stay as they are.
+They need one pass over memory where torch's kernels need two or more. Powers of gradients of any float dtype are summed
+in float64 as the gradients are read. An update reads the gradient in its own precision, multiplies it by a factor,
+steps, and writes the half-precision copy of the stepped parameter. The gradients are unchanged.
 
-All instruction sets, and all numbers of threads, give the same bits. What a call does not change is what torch counts: who
-writes to tensors that autograd has saved says so himself (`torch.autograd.graph.increment_version`).
+The results are bitwise identical for all instruction sets and all numbers of threads. The kernels don't increase
+torch's version counters. A caller that writes to tensors saved by autograd must call
+`torch.autograd.graph.increment_version` itself.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 3  # as `meshstep_interface` in csrc/native.c
+INTERFACE = 3  # must equal `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
-NO_MEMORY = "the kernels got no memory for their tables"
+NO_MEMORY = "the kernels could not allocate memory for their tables"
 
 
 class Kind(IntEnum):
-    """An update's formula, as in `reference`."""
+    """Formula of an update, as in `reference`."""
 
     ADAM = 0
     SGD = 1
@@ -37,15 +38,15 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class PointerColumns:
-    """What one call updates, a row a tensor, as addresses: 0 where there is none.
+    """Addresses of the tensors that one call updates, one row per tensor; 0 for a missing tensor.
 
     Args:
-        fixed: Of the params, the first, second and third state, and the step counts, one column after another.
-        grads: Of the gradients, all of one dtype.
-        numels: Of the params.
-        halves: Of half-precision copies of the params.
-        rests: Of the remainders of params that are bfloat16, and are stepped as the masters that both are
-            (`meshstep.amp.split_masters`).
+        fixed: Addresses of the parameters, the first, second and third states, and the step counts, column by column.
+        grads: Addresses of the gradients, which all have the same dtype.
+        numels: Numbers of elements of the parameters.
+        halves: Addresses of the half-precision copies of the parameters. None: there are none.
+        rests: Addresses of the remainders of bfloat16 parameters that are stepped as split master weights
+            (`meshstep.amp.split_masters`). None: there are none.
     """
 
     fixed: array[int]
@@ -56,19 +57,20 @@ class PointerColumns:
 
 
 class Native:
-    """The loops of one compiled library: C functions of addresses, which return 0, or else had no memory for their tables.
+    """Functions of one compiled library. They take addresses and return 0, or another value if memory for their tables
+    ran out.
 
     Args:
-        path: Of the library.
+        path: Path of the library.
 
     Attributes:
-        powers: Of (number of tensors, their addresses, numels, dtype, the norm's type, the result's address, threads): in
-            float64 the sum of |x|^p of each tensor, p 1 or 2, or the largest |x|.
-        update: Of (kind, number of rows, `PointerColumns`: fixed, grads, halves, rests, numels, dtypes of gradients and
-            halves, numbers, factor, found_inf, threads): step rows, or nothing where ``found_inf`` is not 0. Numbers are
-            float64: of Adam lr, beta1, beta2, eps, weight decay, whether that is decoupled, amsgrad; of SGD lr, momentum,
-            dampening, weight decay, nesterov; of Adagrad lr, lr decay, eps, weight decay. A negative factor maximizes.
-        instructions: The instruction set in use: "plain", "avx2", "avx512".
+        powers: Called with (number of tensors, their addresses, numels, dtype, norm type, address of the result,
+            threads). Writes the sum of |x|^p of each tensor for p = 1 or 2, or the largest |x|, in float64.
+        update: Called with (kind, number of rows, `PointerColumns`: fixed, grads, halves, rests, numels, dtypes of
+            gradients and halves, numbers, factor, found_inf, threads). Steps the rows, unless ``found_inf`` is not 0.
+            The numbers are float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr, momentum,
+            dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay. A negative factor maximizes.
+        instructions: The instruction set in use: "plain", "avx2" or "avx512".
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,44 +86,48 @@ class Native:
         self.borrow(torchs_threads())
 
     def take(self, instructions: str | None) -> str:
-        """Use this instruction set, or the best one that runs here, and return its name; for tests.
+        """Select an instruction set and return its name. Used in tests.
+
+        Args:
+            instructions: Its name; None: the best one that this machine supports.
 
         Raises:
-            ValueError: It does not run here.
+            ValueError: This machine does not support it.
         """
         found: bytes | None = self._take(instructions.encode() if instructions else None)
         if found is None:
-            raise ValueError(f"{instructions!r} does not run on this machine")
+            raise ValueError(f"this machine does not support the instruction set {instructions!r}")
         self.instructions = found.decode()
         return self.instructions
 
     def borrow(self, parallel: int | None) -> None:
-        """Work on the threads of an OpenMP runtime, whose ``GOMP_parallel`` is at this address; None: on own ones."""
+        """Use the threads of the OpenMP runtime whose ``GOMP_parallel`` has this address; None: use own threads."""
         self._borrow(parallel)
 
 
 def torchs_threads() -> int | None:
-    """The address of ``GOMP_parallel`` in the OpenMP runtime of torch's kernels; None: it has none, as on a Mac."""
-    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # who asks it is told of what it is linked to
+    """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime; None if it has none, as on macOS."""
+    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # also resolves symbols of linked libraries
     parallel = getattr(ctypes.CDLL(str(torchs)), "GOMP_parallel", None) if torchs.exists() else None
     return None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value
 
 
 def built() -> Native | None:
-    """The library that was compiled when the package was installed, if it was, and from these sources."""
+    """Return the library compiled at installation; None if there is none, or if its sources were other ones."""
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
         return None
     interface = getattr(ctypes.CDLL(str(found[0])), "meshstep_interface", None)
     if interface is None or interface() != INTERFACE:
         logging.getLogger("meshstep").warning(
-            "%s was compiled from other sources than these, and is not used: install again (pip install -e .)", found[0]
+            "%s was compiled from other sources, so it is not used; install the package again (pip install -e .)",
+            found[0],
         )
         return None
     return Native(found[0])
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """[numel]: a view of a dense tensor as it lies in memory; a copy of one that is not dense."""
+    """Return the elements in memory order, [numel]: a view of a dense tensor, otherwise a copy."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).reshape(-1).contiguous()

@@ -1,6 +1,6 @@
-"""What the loops compute, plain: the same formulas in torch's operations, in the dtype of what they are given.
+"""Reference formulas of the kernels, in torch operations and in the dtype of the arguments.
 
-g is the gradient times the factor (negative to maximize), t the number of the step, counted from 1.
+g is the gradient times the factor (negative to maximize), and t the number of the step, counted from 1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Adam:
-    """Kingma, Ba 2015, arXiv:1412.6980; Loshchilov, Hutter 2019, arXiv:1711.05101 (``decoupled``); Reddi et al. 2018
-    (``amsgrad``). States: first moment, second moment, its largest."""
+    """Adam and AdamW. States: first moment, second moment, largest second moment.
+
+    Kingma, Ba 2015 (arXiv:1412.6980); Loshchilov, Hutter 2019 (arXiv:1711.05101) for ``decoupled``; Reddi et al. 2018
+    for ``amsgrad``.
+    """
 
     lr: float
     beta1: float = 0.9
@@ -42,7 +45,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class SGD:
-    """torch's, with momentum as in Sutskever et al. 2013 where it is Nesterov's. State: momentum, from zeros."""
+    """torch's SGD, with Nesterov momentum as in Sutskever et al. 2013. State: the momentum, initially zeros."""
 
     lr: float
     momentum: float = 0.0
@@ -61,7 +64,7 @@ class SGD:
 
 @dataclass(frozen=True)
 class Adagrad:
-    """Duchi, Hazan, Singer 2011. State: the sum of squares."""
+    """Adagrad (Duchi, Hazan, Singer 2011). State: the sum of squares."""
 
     lr: float
     lr_decay: float = 0.0

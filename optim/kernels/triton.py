@@ -1,8 +1,8 @@
-"""Triton's kernels (`triton_powers`, `triton_updates`), launched on tensors as `native` calls the compiled loops.
+"""Launcher of the Triton kernels (`triton_powers`, `triton_updates`), with the same inputs as the compiled CPU kernels.
 
-They have been run by Triton's interpreter on a CPU, and compiled for GPUs, but never run on one. With
-``TRITON_INTERPRET=1`` in the environment before triton is imported they compute on tensors of the CPU, slowly: that is
-how they are tested. Without it, on those of a GPU.
+The kernels compile for GPUs but have never run on one. Their tests use Triton's interpreter: if the environment has
+``TRITON_INTERPRET=1`` before triton is imported, the kernels run on CPU tensors, slowly. Otherwise they run on GPU
+tensors.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .device_constants import Tables
 from .memory import PLAIN
 from .native import DTYPES, Kind, PointerColumns, in_memory_order
 
-MOST = 11  # p from which on powers leave the range of float64
+MOST = 11  # largest p whose powers remain in the range of float64
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """What a param group brings into an update: tensors whose gradients are of one dtype.
+    """Tensors of one param group in an update; their gradients have the same dtype.
 
     Args:
-        columns: What is stepped; steps are float32, on the device.
-        hyper: As for `native.Native.update`.
-        rate: The learning rate, where it is a tensor on the device, of float32 or float64, instead of ``hyper``'s.
-        maximize: The gradients are multiplied by -1 as well.
-        grad_dtype: Of the gradients: float32, bfloat16 or float16.
-        half_dtype: Of the half-precision copies.
+        columns: Addresses of the tensors. The step counts are float32, on the device.
+        hyper: Numbers as for `native.Native.update`.
+        rate: The learning rate as a float32 or float64 tensor on the device; None: the one in ``hyper``.
+        maximize: True: multiply the gradients by -1.
+        grad_dtype: Dtype of the gradients: float32, bfloat16 or float16.
+        half_dtype: Dtype of the half-precision copies.
     """
 
     columns: PointerColumns
@@ -51,7 +51,7 @@ class KernelLaunch:
 
 
 class Variant(NamedTuple):
-    """What one launch has in common; see `triton_updates`."""
+    """Compile-time options of one launch; see `triton_updates`."""
 
     decoupled: bool
     option: int
@@ -60,7 +60,9 @@ class Variant(NamedTuple):
 
 
 class Together(NamedTuple):
-    """The rows of several parts, as one launch has them; then what is one a part: numbers, and addresses of rates."""
+    """Rows of several `KernelLaunch` objects for one launch, followed by numbers and learning-rate addresses per
+    object.
+    """
 
     fixed: array[int]
     grads: array[int]
@@ -72,11 +74,11 @@ class Together(NamedTuple):
 
 
 class Triton:
-    """The kernels of this process.
+    """The Triton kernels of this process.
 
     Attributes:
-        version: Triton's.
-        interpreted: They are run by its interpreter, on the CPU.
+        version: Triton's version.
+        interpreted: True if Triton's interpreter runs them, on the CPU.
     """
 
     def __init__(self) -> None:
@@ -85,16 +87,20 @@ class Triton:
         self._tables = Tables()
 
     def runs_on(self, device: torch.device) -> bool:
-        """Whether they compute on tensors of this device."""
+        """Return True if the kernels run on tensors of ``device``."""
         return device.type == ("cpu" if self.interpreted else "cuda")
 
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        """[n] float64, on their device: the sum of |x|^p of each tensor, or the largest |x|; None where it is nothing for
-        these: p is neither a whole number up to `MOST` nor inf, dtypes differ, a tensor is no plain one.
+        """Return the sum of |x|^p, or the largest |x|, of each tensor: [n] float64, on the tensors' device.
+
+        Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf,
+        dtypes differ, or a tensor is a subclass.
 
         Args:
-            tensors: Dense, on one device that they run on.
-        Host reads: none.
+            tensors: Dense tensors on one device on which the kernels run.
+            norm_type: p.
+
+        Host synchronization: none.
         """
         power = 0 if norm_type == inf else int(norm_type) if norm_type in range(1, MOST + 1) else None
         dtypes = {tensor.dtype for tensor in tensors}
@@ -104,7 +110,7 @@ class Triton:
         tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
         with _on(device):
             found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
-            if 0 in found_at:  # no elements, or zeros that torch has given no memory
+            if 0 in found_at:  # no elements, or zeros without memory
                 tensors = [tensor.clone() if tensor._is_zerotensor() else tensor for tensor in tensors]
                 found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
             addresses = self._tables.of(found_at, device)
@@ -130,12 +136,17 @@ class Triton:
         return found
 
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
-        """Step float32 tensors of all param groups, or change nothing where ``found_inf`` is not 0.
+        """Step float32 tensors of all param groups, unless ``found_inf`` is not 0.
+
+        Launches two kernels per combination of dtypes and flags.
 
         Args:
+            kind: The formula.
+            parts: The tensors.
             found_inf: 0-dim float32, on the device.
-            factor: 0-dim, on the device: the gradients are multiplied by it, in float32. None for 1.
-        Host reads: none. Launches: two for each combination of dtypes and flags.
+            factor: 0-dim tensor on the device by which the gradients are multiplied in float32. None: 1.
+
+        Host synchronization: none.
         """
         alike: defaultdict[Variant, list[KernelLaunch]] = defaultdict(list)
         for part in parts:
@@ -218,7 +229,7 @@ def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
 
 
 def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
-    """A row of `triton_updates.count_steps`' ``hyper``."""
+    """Return a row of ``hyper`` for `triton_updates.count_steps`."""
     hyper = part.hyper
     logs = [log(beta) if beta else -inf for beta in hyper[1:3]] if kind == Kind.ADAM else [0.0, 0.0]
     own = [*hyper[:5], *[0.0] * (5 - len(hyper[:5]))]
@@ -226,11 +237,14 @@ def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
 
 
 def _are_aligned(*tables: array[int]) -> bool:
-    """Whether all addresses are multiples of 16, by their last bytes: they are many, and looked at in each step."""
+    """Return True if all addresses are multiples of 16.
+
+    Only their last bytes are compared, because the addresses are many and are checked in each step.
+    """
     last = slice(None, None, 8) if sys.byteorder == "little" else slice(7, None, 8)
     return all(byte % 16 == 0 for byte in set[int]().union(*(table.tobytes()[last] for table in tables)))
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to the current GPU."""
+    """Return a context in which ``device`` is current; Triton launches on the current GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

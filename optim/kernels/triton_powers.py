@@ -1,26 +1,28 @@
-"""Powers of gradients in Triton: a chunk of a tensor a program, its sum in a cell of its own, and cells added by tensor.
+"""Triton kernels for powers of gradients: one program sums a chunk of a tensor, and a second kernel adds the sums by
+tensor.
 
     cells[chunk] = sum over the chunk of |x|^p          out[tensor] = sum of the tensor's cells
 
-No atomics: every sum is made in one order, whatever runs first. The largest |x| (p = inf) is found by the bits of float64:
-without the sign they are ordered as the values are, and NaN is above all. Addresses come from tables, so that one launch
-serves tensors that lie anywhere; where in a tensor a chunk lies does not depend on its address, and so the sums don't.
-Loops say ``while``: the interpreter of Triton 3.6 has no ``range`` up to a number that it has loaded, with a new numpy.
+There are no atomics: every sum has a fixed order, whichever program runs first. The largest |x| (p = inf) is found in
+the bits of float64, which without the sign are ordered like the values, with NaN as the largest. Addresses come from
+tables, so one launch covers tensors at arbitrary addresses. The division into chunks does not depend on the addresses,
+so the sums do not either. Loops use ``while``: with a new numpy, the interpreter of Triton 3.6 does not support
+``range`` with a loaded bound.
 """
 
-# Triton reads annotations: no `from __future__ import annotations`, which would make them strings.
+# Triton reads the annotations, which `from __future__ import annotations` would turn into strings.
 
 import triton
 import triton.language as tl
 
-CHUNK = 16384  # elements a program reads
-BLOCK = 1024  # at a time
+CHUNK = 16384  # elements per program
+BLOCK = 1024  # elements per loop iteration
 WITHOUT_SIGN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
 def together(total: tl.tensor, POWER: tl.constexpr) -> tl.tensor:
-    """All lanes as one float64."""
+    """Reduce all lanes to one float64."""
     return tl.max(total, 0).to(tl.float64, bitcast=True) if POWER == 0 else tl.sum(total, 0)
 
 
@@ -35,7 +37,7 @@ def powers_of_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """cells[chunk] of chunk (tensor, number within it) of ``chunks``; POWER: p, 0 for inf."""
+    """Write ``cells[chunk]`` for a chunk, given in ``chunks`` as (tensor, number within it). POWER is p, or 0 for inf."""
     cell = tl.program_id(0)
     tensor = tl.load(chunks + 2 * cell)
     start = tl.load(chunks + 2 * cell + 1) * CHUNK
@@ -75,7 +77,7 @@ def powers_of_chunks(
 def sums_of_cells(
     cells: tl.tensor, first_chunk: tl.tensor, out: tl.tensor, POWER: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """out[tensor] of the cells from first_chunk[tensor] to the next tensor's."""
+    """Write ``out[tensor]``, the sum of the cells from ``first_chunk[tensor]`` up to the next tensor's first chunk."""
     tensor = tl.program_id(0)
     begin = tl.load(first_chunk + tensor)
     count = (tl.load(first_chunk + tensor + 1) - begin).to(tl.int32)

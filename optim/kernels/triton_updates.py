@@ -1,26 +1,27 @@
-"""Updates of optimizers in Triton, with the formulas of `reference`: one pass over memory, as in `csrc/loops.h`.
+"""Triton kernels for the updates of optimizers, with the formulas of `reference`, in one pass over memory.
 
-Two launches. `count_steps`, a lane a tensor: counts its steps on the device, and makes of learning rate and count what the
-update needs of them, in float64. `update_chunks`, a chunk of a tensor a program: reads the gradient in whatever precision
-it has, multiplies it, steps, and writes the half-precision copy of what it has stepped; the gradient stays as it is. Both
-look at ``found_inf`` where it lies, and change nothing where it is not 0.
+There are two launches. `count_steps` uses one lane per tensor: it increments the step counts on the device, and
+computes the factors that depend on learning rate and step count in float64. `update_chunks` uses one program per chunk
+of a tensor: it reads the gradient in its own precision, multiplies it by a factor, steps, and writes the half-precision
+copy of the stepped parameter. The gradient is unchanged. Both kernels read ``found_inf`` on the device and change
+nothing if it is not 0.
 
-Divisions and roots are those of IEEE 754, and nothing is contracted (the launch says so): Triton's own are approximate, and
-an element's bits would depend on how its launch was compiled. Rounding to bfloat16 is done by the bits, which is right in
-the interpreter too: its own cast cuts them off.
+Divisions and roots follow IEEE 754, and the launch disables contraction to fused multiply-add. Triton's own divisions
+and roots are approximate, and an element's bits would depend on the compilation. Rounding to bfloat16 uses bit
+operations, because the cast of Triton's interpreter truncates.
 """
 
-# Triton reads annotations: no `from __future__ import annotations`, which would make them strings.
+# Triton reads the annotations, which `from __future__ import annotations` would turn into strings.
 
 import triton
 import triton.language as tl
 
-CHUNK = 16384  # elements a program steps
-BLOCK = 1024  # at a time
-ROWS = 128  # tensors that a program counts the steps of
-HYPER = 8  # float64 a param group: the formula's, from 5 on log(beta1), log(beta2), the sign of the gradient
-BY_ROW = 4  # float32 a tensor: rate, root, decay
-ADAM, SGD = tl.constexpr(0), tl.constexpr(1)  # native.Kind; the other is Adagrad
+CHUNK = 16384  # elements per program
+BLOCK = 1024  # elements per loop iteration
+ROWS = 128  # step counts per program
+HYPER = 8  # float64 numbers per param group: 5 of the formula, log(beta1), log(beta2), sign of the gradient
+BY_ROW = 4  # float32 numbers per tensor: rate, root, decay, unused
+ADAM, SGD = tl.constexpr(0), tl.constexpr(1)  # values of native.Kind; any other value means Adagrad
 GROUP, ROW = tl.constexpr(HYPER), tl.constexpr(BY_ROW)
 
 
@@ -37,13 +38,19 @@ def count_steps(
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write ``by_row`` of all rows, and their steps, unless ``found_inf``.
+    """Write the factors ``by_row`` of all rows, and increment their steps unless ``found_inf`` is not 0.
 
     Args:
-        fixed: [5, rows] addresses: param, first, second and third state, step; 0: none.
-        group_of: [rows]: which row of ``hyper``.
-        hyper: [groups, HYPER] float64.
-        rates: [groups, 2]: the address of a learning rate that is a tensor, or 0; whether it is float64.
+        fixed: Addresses [5, rows] of parameter, first, second and third state, and step; 0: none.
+        group_of: Row of ``hyper`` for each tensor, [rows].
+        hyper: Numbers per param group, [groups, HYPER] float64.
+        rates: Per group, the address of a learning rate tensor or 0, and whether it is float64, [groups, 2].
+        found_inf: A single float32.
+        by_row: Output, [rows, BY_ROW] float32.
+        rows: Number of tensors.
+        KIND: Value of `native.Kind`.
+        DECOUPLED: Whether Adam's weight decay is decoupled.
+        BLOCK: Tensors per program.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
@@ -101,15 +108,16 @@ def step_block(
     GRAD: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Step the elements at ``params``, those that are ``here``.
+    """Step the elements at ``params`` whose lane is set in ``here``.
 
     Args:
-        one, two, three: Adam's beta1, beta2, eps; SGD's momentum and dampening; Adagrad's eps as ``two``.
-        OPTION: Adam: amsgrad. SGD: 0 without momentum, 1 with it, 2 Nesterov's.
+        one, two, three: Adam: beta1, beta2, eps. SGD: momentum, dampening. Adagrad: eps as ``two``.
+        rest_of_one, rest_of_two: 1 - ``one`` and 1 - ``two``.
+        OPTION: Adam: amsgrad. SGD: 0 without momentum, 1 with momentum, 2 with Nesterov momentum.
     """
     p = tl.load(params, mask=here, other=0.0)
     g = tl.load(grads, mask=here, other=0)
-    if GRAD == 2:  # bfloat16: the upper half of a float32
+    if GRAD == 2:  # bfloat16 is the upper half of a float32
         g = (g.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     g = g.to(tl.float32) * factor
     if KIND == ADAM:
@@ -139,8 +147,8 @@ def step_block(
         tl.store(firsts, square, mask=here)
         p = p - tl.div_rn(rate * g, tl.sqrt_rn(square) + two)
     tl.store(params, p, mask=here)
-    if HALF:  # noqa: SIM102 (this one the compiler decides)
-        if has_half:  # to the nearest, ties to even; NaN as torch writes it
+    if HALF:  # noqa: SIM102 (the outer condition is decided at compile time)
+        if has_half:  # round to nearest, ties to even; NaN as in torch
             if HALF == 2:
                 bits = p.to(tl.uint32, bitcast=True)
                 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -173,13 +181,14 @@ def update_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Step chunk (row, number within it) of ``chunks``; see `count_steps` and `step_block`.
+    """Step one chunk, given in ``chunks`` as (row, number within it). Other arguments as in `count_steps` and
+    `step_block`.
 
     Args:
-        grads, halves: [rows] addresses, of the half-precision copies 0 where there is none.
-        GRAD, HALF: `native.DTYPES` of them; HALF 0: no copies at all, and ``halves`` is not looked at for more.
-        SCALED: ``factor`` is to be read.
-        ALIGNED: All addresses are multiples of 16.
+        grads, halves: Addresses [rows]; 0 for a missing half-precision copy.
+        GRAD, HALF: Values of `native.DTYPES`. HALF 0: there are no copies.
+        SCALED: True: the gradients are multiplied by ``factor``.
+        ALIGNED: True: all addresses are multiples of 16.
     """
     if tl.load(found_inf) == 0:
         chunk = tl.program_id(0)

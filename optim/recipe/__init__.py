@@ -1,1 +1,1 @@
-"""The whole recipe as one object."""
+"""The training recipe: `Booster` and its parts."""

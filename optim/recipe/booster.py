@@ -1,4 +1,4 @@
-"""The training recipe in a few lines: one object that makes a model, optimizer, criterion and schedule fit together.
+"""`Booster`, which prepares a model, optimizer, criterion, data loader and learning-rate schedule for training.
 
     booster = Booster(mixed_precision="fp16", data_parallel="ddp")
     loader = booster.prepare_dataloader(dataset, batch_size=128, shuffle=True)
@@ -11,8 +11,8 @@
         optimizer.step()
         schedule.step()
 
-It decides nothing itself: precision modes are `meshstep.amp`'s, the step is `ParallelOptimizer`'s, and all that it puts
-together here can be had one by one.
+It only combines other parts of the library, which can also be used alone: the precision modes of `meshstep.amp`, and
+`ParallelOptimizer` for the step.
 """
 
 from __future__ import annotations
@@ -64,21 +64,25 @@ from ..step.window import Window
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
 from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
 
-# What a `Booster` checks and fills in before it puts anything together ------------------------------------------------
+# Checks and defaults of a `Booster` -----------------------------------------------------------------------------------
 
 
 def registry_of_replicas() -> ProcessGroupRegistry:
-    """All ranks on one data axis; RuntimeError where torchrun started several that have not been joined."""
+    """Return a registry with all ranks on one data axis.
+
+    Raises:
+        RuntimeError: torchrun started several processes, and `init_distributed` has not been called.
+    """
     if not dist.is_initialized() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise RuntimeError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes, which do not know of each other yet: call "
-            "meshstep.parallel.launch.init_distributed() before making the Booster"
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, and torch.distributed is not initialised; call "
+            "meshstep.parallel.launch.init_distributed() before you create the Booster"
         )
     return ProcessGroupRegistry(Topology(data=dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError for what is no argument of `ParallelOptimizer`, or follows from one of Booster's."""
+    """Raise TypeError for an unknown option of `ParallelOptimizer`, or one that an argument of Booster determines."""
     here = {
         "precision": "mixed_precision",
         "average_data": "data_parallel",
@@ -88,16 +92,16 @@ def check_options(options: dict[str, Any]) -> None:
     known = set(signature.parameters) - {"self", "optimizer", "other"} - here.keys()
     for name in options:
         if name in here:
-            raise TypeError(f"{name}= is ParallelOptimizer's; here it is {here[name]}")
+            raise TypeError(f"{name}= is an argument of ParallelOptimizer; for Booster, give {here[name]}")
         if name not in known:
             instead = what_instead(name, sorted(known), {**ELSEWHERE, "dtype": "mixed_precision=..."})
-            raise TypeError(f"{name}= is no argument of Booster, and none of ParallelOptimizer: {instead}")
+            raise TypeError(f"{name}= is an argument of neither Booster nor ParallelOptimizer: {instead}")
 
 
 def name_parameters(model: nn.Module, topology: Topology) -> None:
-    """Let every declared parameter carry its name in the model, for errors, norms and checkpoints.
+    """Record the name of every declared parameter, for errors, norms and checkpoints.
 
-    Where there are no model axes, those that nobody declared are replicated.
+    On a mesh without model axes, parameters without a declaration are declared replicated.
     """
     for name, param in model.named_parameters():
         known = annotation_of(param)
@@ -108,7 +112,7 @@ def name_parameters(model: nn.Module, topology: Topology) -> None:
 
 
 def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
-    """The criterion on the registry's device, run as the mode wants it."""
+    """Return the criterion on the registry's device, prepared for the precision mode."""
     if criterion is None:
         return None
     if isinstance(criterion, nn.Module) and registry.device.type == "cuda":
@@ -116,51 +120,57 @@ def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGro
     return precision.prepare_criterion(criterion)
 
 
-# Each gives all samples of a dataset; where that is a part of them, nobody can tell.
+# Samplers that yield all samples of their dataset. They cannot detect a dataset that is already this rank's part.
 _EVERYTHING = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _ADVICE = (
-    "make the loader with booster.prepare_dataloader(dataset, batch_size, ...), or give it a sampler or batch sampler of "
-    "your own class that chooses by registry.rank(*registry.topology.sample_axes)"
+    "create the loader with booster.prepare_dataloader(dataset, batch_size, ...), or with a sampler or batch sampler of "
+    "your own class that selects samples by registry.rank(*registry.topology.sample_axes)"
 )
 
 
 def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError where torch's DataLoader gives data ranks the same samples, or model peers different ones, by what
-    its sampler is. Samplers and batch samplers of other classes are trusted."""
+    """Raise ValueError if a torch DataLoader gives data ranks the same samples, or model peers different ones.
+
+    The check uses the classes of its sampler and batch sampler. Other classes than torch's are trusted.
+    """
     axes = registry.topology.sample_axes
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
         return
     batch_sampler = loader.batch_sampler
-    # A loader with a batch sampler has a sampler that it does not use.
+    # a loader with a batch sampler does not use its own sampler attribute
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ValueError(
-                f"the loader's DistributedSampler is part {sampler.rank} of {sampler.num_replicas}, but this rank is data "
-                f"coordinate {rank} of {size} in {registry.topology!r}; {_ADVICE}"
+                f"the loader's DistributedSampler has rank {sampler.rank} of {sampler.num_replicas}, but this rank has "
+                f"data coordinate {rank} of {size} in {registry.topology!r}; {_ADVICE}"
             )
     elif size > 1 and type(sampler) in _EVERYTHING and type(batch_sampler) in (BatchSampler, type(None)):
         raise ValueError(
-            f"each of the {size} data ranks would see all of the loader's samples, by {type(sampler).__name__}; {_ADVICE}"
+            f"the loader's {type(sampler).__name__} would give all samples to each of the {size} data ranks; {_ADVICE}"
         )
 
 
 def first_samples(loader: Any) -> str | None:
-    """A digest of the first samples of a DataLoader's IterableDataset, which are read for it; None: nobody can tell."""
+    """Return a digest of the first samples of a DataLoader's IterableDataset; None if there is none or it can't be
+    read.
+
+    The samples are read from the dataset for this purpose.
+    """
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     if not isinstance(dataset, IterableDataset):
         return None
     try:
         with cpu_random_state_kept():
             samples = pickle.dumps([_plain(sample) for sample in islice(dataset, 4)])
-    except Exception:  # the loop that iterates over it will say what is wrong
+    except Exception:  # the training loop will raise the same error
         return None
     return hashlib.blake2b(samples).hexdigest()
 
 
 def _plain(sample: Any) -> Any:
-    """Without tensors, whose pickles name the memory that they were in."""
+    """Replace tensors by their contents, because a pickled tensor depends on its memory address."""
     if isinstance(sample, Tensor):
         value = sample.detach().cpu().contiguous()
         return str(value.dtype), tuple(value.shape), bytes(value.flatten().view(torch.uint8).tolist())
@@ -170,12 +180,13 @@ def _plain(sample: Any) -> Any:
 
 
 def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
-    """Raise ValueError where IterableDatasets give data ranks the same samples, or model peers different ones.
+    """Raise ValueError if IterableDatasets give data ranks the same samples, or model peers different ones.
 
     Args:
         digests: `first_samples` of every rank.
+        topology: The mesh.
     """
-    advice = "let each choose its part by registry.rank(*registry.topology.sample_axes)"
+    advice = "select each rank's samples by registry.rank(*registry.topology.sample_axes)"
     seen: dict[tuple[int, ...], tuple[int, str]] = {}
     for rank, digest in enumerate(digests):
         if digest is not None:
@@ -183,39 +194,44 @@ def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
             first, begins = seen.setdefault(place, (rank, digest))
             if begins != digest:
                 raise ValueError(
-                    f"the IterableDatasets of ranks {first} and {rank}, which are on the same data coordinate, begin with "
-                    f"different samples; {advice}"
+                    f"the IterableDatasets of ranks {first} and {rank} begin with different samples, but the ranks have "
+                    f"the same data coordinate; {advice}"
                 )
     first_with: dict[str, int] = {}
     for rank, digest in seen.values():
         if (other := first_with.setdefault(digest, rank)) != rank:
             raise ValueError(
-                f"the IterableDatasets of ranks {other} and {rank}, which are on different data coordinates, begin with "
-                f"the same samples; {advice}"
+                f"the IterableDatasets of ranks {other} and {rank} begin with the same samples, but the ranks have "
+                f"different data coordinates; {advice}"
             )
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError for a model that is data parallel already."""
+    """Raise ValueError if the model is already wrapped in DistributedDataParallel or `fully_shard`."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
             raise ValueError(
-                f"a {type(module).__name__} is data parallel already; give the bare model and Booster(data_parallel='ddp' "
-                "or 'fsdp'), or pass the wrapped one to ParallelOptimizer(data_parallel=...)"
+                f"the model contains a {type(module).__name__}, which is already data parallel; give the bare model to a "
+                "Booster(data_parallel='ddp' or 'fsdp'), or the wrapped model to ParallelOptimizer(data_parallel=...)"
             )
 
 
 def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Raise TypeError for what is no plain torch optimizer, ValueError for one of parameters that are not the model's, or
-    that have no spec though the mesh has model axes; or which can't follow the model to the registry's device."""
+    """Raise an error if the optimizer can't step the model.
+
+    Raises:
+        TypeError: It is no plain torch optimizer.
+        ValueError: A parameter is not the model's, lacks a spec on a mesh with model axes, or can't be moved to the
+            registry's device.
+    """
     if isinstance(optimizer, ParallelOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, it is wrapped here")
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, which boost wraps")
     params = {id(param) for param in model.parameters()}
     strangers = sum(id(param) not in params for group in optimizer.param_groups for param in group["params"])
     if strangers:
         raise ValueError(
-            f"{strangers} of the optimizer's parameters are not the model's: it was made of another model, or before the "
-            "model got new parameters; make it of model.parameters(), last"
+            f"{strangers} of the optimizer's parameters are not in the model, which is another one or got new parameters "
+            "later; create the optimizer from model.parameters(), as the last step"
         )
     if (topology := registry.topology).model_axes:
         entries_of([[(name, param) for name, param in model.named_parameters() if param.requires_grad]], topology)
@@ -223,32 +239,34 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
 
 
 def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raise ValueError where the model can't be moved to ``device``, if that is a CUDA device, with its optimizer: whose
-    parameters stay the same objects, but whose state stays where it is."""
+    """Raise ValueError if the model can't be moved to the CUDA device ``device`` after its optimizer was created.
+
+    A move keeps the parameter objects, but leaves the optimizer's state on the old device.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
-                f"{name} is on the meta device and has no elements: call model.to_empty(device=registry.device), and "
-                "initialise or load the model, before the optimizer is made"
+                f"{name} is on the meta device and has no elements; call model.to_empty(device=registry.device), and "
+                "initialise or load the model, before you create the optimizer"
             )
     elsewhere = sorted({str(param.device) for param in model.parameters() if param.device != device})
     if device.type != "cuda" or not elsewhere:
         return
-    advice = f"call model.to(registry.device), which is {device}, before the optimizer is made"
+    advice = f"call model.to(registry.device), which is {device}, before you create the optimizer"
     if any(optimizer.state.values()):
-        raise ValueError(f"the model is on {', '.join(elsewhere)}, and the optimizer has state there already: {advice}")
+        raise ValueError(f"the model is on {', '.join(elsewhere)}, where the optimizer already has a state; {advice}")
     if torch.__future__.get_overwrite_module_params_on_conversion():
         raise ValueError(
-            "torch.__future__.set_overwrite_module_params_on_conversion is set, so that to move the model would give it "
-            f"parameters that the optimizer does not have: {advice}"
+            "torch.__future__.set_overwrite_module_params_on_conversion is set, so a move of the model would create new "
+            f"parameters that the optimizer does not have; {advice}"
         )
 
 
-# A run on disk, with the loader's position in its epoch: what a `Booster` saves and loads -----------------------------
+# Checkpoints that include the loader's position in its epoch ----------------------------------------------------------
 
 
 class Saving:
-    """Saves and loads what `Booster.boost` returned."""
+    """Saves and loads the objects that `Booster.boost` returned."""
 
     def save(
         self,
@@ -261,9 +279,19 @@ class Saving:
         extra: Any = None,
         keep: int = 1,
     ) -> Path:
-        """`save_checkpoint`, with the loader's position in its epoch. Every rank calls it.
+        """Save a checkpoint as `save_checkpoint` does, with the loader's position in its epoch. Every rank calls it.
 
-        Args, returns, raises, collectives: as there; all of them as `boost` returned them.
+        Args:
+            path, model, optimizer, lr_scheduler, extra, keep: As in `save_checkpoint`; pass the objects that `boost`
+                returned.
+            dataloader: The loader that `boost` returned. None: no position is saved.
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            As `save_checkpoint`.
+
+        Collectives: as in `save_checkpoint`.
         """
         from ..checkpoint import save_checkpoint
 
@@ -279,12 +307,22 @@ class Saving:
         lr_scheduler: LRScheduler | None = None,
         dataloader: ShardedDataLoader[Any] | None = None,
     ) -> Any:
-        """`load_checkpoint` of what `save` wrote, into what `boost` returned, on this mesh or another. Every rank calls it.
+        """Load a checkpoint of `save` into the objects that `boost` returned, on this mesh or another. Every rank calls
+        it.
 
-        The next ``for`` over the loader has what was left of the saved epoch; see `ShardedDataLoader.load_state_dict`.
+        The next ``for`` loop over the loader continues the saved epoch; see `ShardedDataLoader.load_state_dict`.
 
-        Returns, raises, collectives: as there; and ValueError, once all else is loaded, where the loader does not have the
-            saved epoch's order.
+        Args:
+            path, model, optimizer, lr_scheduler: As in `load_checkpoint`; pass the objects that `boost` returned.
+            dataloader: The loader that `boost` returned. None: no position is loaded.
+        Returns:
+            The ``extra`` value that was saved.
+
+        Raises:
+            ValueError: The loader does not have the order of the saved epoch; all else is loaded by then. Other errors
+                as in `load_checkpoint`.
+
+        Collectives: as in `load_checkpoint`.
         """
         from ..checkpoint import load_checkpoint
 
@@ -309,29 +347,35 @@ Schedule = TypeVar("Schedule")
 
 
 class Booster(Saving, Generic[Stats_co]):
-    """Prepares what a training loop uses, in one precision mode and one form of data parallelism.
+    """Prepares the objects of a training loop for one precision mode and one kind of data parallelism.
 
     Args:
-        mixed_precision: A mode's name (``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16_naive"``, ``"fp16_apex"``, ``"fp8"``) or
-            object.
-        registry: The mesh. None: all ranks are replicas, on one axis ``data``.
-        data_parallel: Who averages gradients over the data axes, and what is sharded over them. All take the same steps::
+        mixed_precision: Name of a mode (``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16_naive"``, ``"fp16_apex"``,
+            ``"fp8"``) or a precision object. Default: ``"fp32"``.
+        registry: The process groups. None: all ranks are replicas on one axis ``data``.
+        data_parallel: How gradients are averaged over the data axes, and what is sharded over these axes. The steps are
+            the same with all values::
 
-                None      the optimizer, in `step`, a few collectives a window; for every layout
-                "ddp"     torch's DistributedDataParallel, while backward runs
-                "zero1"   the optimizer, which shards its states and masters over the last data axis
-                "zero2"   the same, and gradients are sharded too, while backward runs
-                "fsdp"    torch's fully_shard: parameters as well
+                None      the optimizer averages in `step`, in a few collectives per window; for every layout
+                "ddp"     torch's DistributedDataParallel averages during backward
+                "zero1"   the optimizer averages; optimizer states and master weights are sharded over the last data
+                    axis
+                "zero2"   as "zero1", and gradients are sharded too, during backward
+                "fsdp"    torch's fully_shard averages and shards; parameters are sharded too
 
-        max_norm: Clip the global norm in every step, or another rule; see also the optimizer's ``clip_grad_by_norm``.
-        accumulation_steps: K: windows of K micro-batches; `ParallelOptimizer` says what `step` and the tail of an epoch do
-            then. 1: gradients add up until you call `step`, which may be after several micro-batches (see `no_sync`).
-        **options: Other arguments of `ParallelOptimizer`, such as ``check_replicas``, ``overlap`` or ``states``.
-            With "zero1" and "zero2", ``compression`` is also that of the sharded gradients.
+        max_norm: Threshold of the global gradient norm, or another clipping rule, applied in every step. None: no
+            clipping, except by the optimizer's ``clip_grad_by_norm``.
+        accumulation_steps: Number of micro-batches per accumulation window; `ParallelOptimizer` describes `step` and
+            the end of an epoch with windows. Default 1: gradients accumulate until you call `step`, after any number of
+            micro-batches (see `no_sync`).
+        **options: Other arguments of `ParallelOptimizer`, such as ``check_replicas``, ``overlap`` or ``states``. With
+            "zero1" and "zero2", ``compression`` also applies to the sharded gradients.
+
     Raises:
-        ValueError: No such mode; the mesh has no data axis for ``data_parallel``; an argument is out of range.
-        TypeError: An option is none of `ParallelOptimizer`'s, or is decided here.
-        RuntimeError: ``registry`` is None under torchrun, but `init_distributed` has not been called.
+        ValueError: There is no such mode, the mesh has no data axis for ``data_parallel``, or an argument is out of
+            range.
+        TypeError: An option is no argument of `ParallelOptimizer`, or an argument of Booster determines it.
+        RuntimeError: ``registry`` is None under torchrun, and `init_distributed` has not been called.
     """
 
     @overload
@@ -372,12 +416,12 @@ class Booster(Saving, Generic[Stats_co]):
         check_options(options)
         if options.get("overlap") and data_parallel is not None:
             raise ValueError(
-                f"overlap=True with data_parallel={data_parallel!r}: overlap is for data_parallel=None, where the "
-                "optimizer itself averages gradients; leave one out"
+                f"overlap=True with data_parallel={data_parallel!r}: overlap needs data_parallel=None, with which the "
+                "optimizer itself averages gradients; leave one of them out"
             )
         clip_of(max_norm)
         self.data_parallel = data_parallel
-        # In managed windows of one a second backward before `step` is an error; here it is the caller's own window.
+        # With windows of one micro-batch, a second backward before `step` would be an error; here it accumulates.
         steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
         self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
@@ -414,30 +458,34 @@ class Booster(Saving, Generic[Stats_co]):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Prepare all of them, in place as far as possible. Every rank calls it at the same point.
+        """Prepare all given objects, in place as far as possible. Every rank calls it at the same point.
 
-        Replicas start equal: the weights and buffers of data coordinate 0 are broadcast. Where the mesh has model axes,
-        the layout must have been declared; else everything is replicated.
+        The weights and buffers of data coordinate 0 are broadcast, so that replicas start equal. On a mesh with model
+        axes, the layout must have been declared. On other meshes all parameters are replicated.
 
         Args:
-            model: Bare, and not stepped yet; it is moved to the registry's device if that is a CUDA device. Or a schedule
-                of `torch.distributed.pipelining` with its loss function, over this rank's bare stages; see `Pipeline`.
-            optimizer: A torch optimizer over its parameters; or a list of them, which take one step with one norm. None:
-                the model is prepared for evaluation.
-            criterion: A function or module, run as the precision mode wants it.
-            dataloader: Returned as it is, once data ranks are seen to share its samples: by its sampler, or by the first
-                samples of an IterableDataset, which are read for it. Samplers of your own class are trusted.
-            lr_scheduler: A torch or meshstep schedule that was made on ``optimizer``. torch's own move with every call of
-                their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped. With a list of
-                optimizers there is none to make it on before: make it on the one that is returned.
+            model: A model without wrapper that has not been stepped. It is moved to the registry's device if that is a
+                CUDA device. Or a schedule of `torch.distributed.pipelining` with its loss function, over this rank's
+                stages; see `Pipeline`.
+            optimizer: A torch optimizer of the model's parameters, or a list of optimizers, which take one step with
+                one norm. None: prepare the model for evaluation.
+            criterion: A function or module, prepared for the precision mode. None: there is none.
+            dataloader: Returned unchanged after a check that the data ranks share its samples. The check uses its
+                sampler, or reads the first samples of an IterableDataset. Samplers of your own class are trusted. None:
+                there is none.
+            lr_scheduler: A torch or meshstep schedule that was created with ``optimizer``. torch's schedules move with
+                every call of their ``step`` (except with `HoldOnSkip`); meshstep's only if the optimizer took a step.
+                With a list of optimizers, create the schedule with the returned optimizer instead. None: there is none.
         Returns:
-            (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
-            `ParallelOptimizer`; the model is wrapped with ``"ddp"``: yours, as the type says, is its ``.module`` then; of a
-            schedule comes a `Pipeline`, to be run in its place.
+            (model, optimizer, criterion, dataloader, lr_scheduler), with None for omitted objects. The optimizer is a
+                `ParallelOptimizer`. With ``"ddp"`` the model is wrapped, and the original is its ``.module``. A
+                schedule of `torch.distributed.pipelining` becomes a `Pipeline`, which replaces it.
+
         Raises:
-            ValueError, TypeError: On every rank, before anything is changed: things that don't fit together. Or as
-                `ParallelOptimizer` does, when the model has been prepared; build it anew then.
-        Collectives: gathers of Python objects, broadcasts of the model over the data axes.
+            ValueError, TypeError: On every rank, before any change: the objects don't fit together. Or as
+                `ParallelOptimizer` raises after the model was prepared; then build the model again.
+
+        Collectives: gathers of Python objects, and broadcasts of the model over the data axes.
         """
         several = isinstance(optimizer, (list, tuple))
         one: Any = as_one(optimizer, self.registry) if several else optimizer  # type: ignore[arg-type]
@@ -476,7 +524,10 @@ class Booster(Saving, Generic[Stats_co]):
         return boosted, stepped, criterion, dataloader, lr_scheduler
 
     def _check(self, schedule: Any, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
-        """Raise ValueError or TypeError for what does not fit together; issues no collective. Returns `first_samples`."""
+        """Raise ValueError or TypeError if the objects don't fit together, and return `first_samples`.
+
+        Collectives: none.
+        """
         if schedule is not None:
             check_pipeline(schedule, self.registry, self.data_parallel, optimizer)
         check_unwrapped(model)
@@ -485,11 +536,14 @@ class Booster(Saving, Generic[Stats_co]):
         if optimizer is not None:
             check_optimizer(optimizer, model, self.registry)
             if lr_scheduler is not None and isinstance(optimizer, CombinedOptimizer):
-                raise ValueError("lr_scheduler is of one of several optimizers; make it on the one that boost returns")
+                raise ValueError(
+                    "lr_scheduler was created with one of several optimizers; create it with the optimizer that boost "
+                    "returns"
+                )
             if lr_scheduler is not None:
                 followers(lr_scheduler, optimizer)
         elif lr_scheduler is not None:
-            raise ValueError("lr_scheduler is given without the optimizer it was made on; give that too")
+            raise ValueError("lr_scheduler is given without its optimizer; give both")
         return first_samples(dataloader)
 
     # Training --------------------------------------------------------------------------------------------------------
@@ -503,35 +557,46 @@ class Booster(Saving, Generic[Stats_co]):
         seed: int = 0,
         **loader_kwargs: Any,
     ) -> ShardedDataLoader[T]:
-        """`meshstep.parallel.data.prepare_dataloader` on this mesh; ``batch_size`` is that of one data coordinate."""
+        """Call `meshstep.parallel.data.prepare_dataloader` on this mesh.
+
+        Args:
+            dataset: The dataset.
+            batch_size: Number of samples per batch and data coordinate.
+            shuffle, drop_last, seed, **loader_kwargs: As in `meshstep.parallel.data.prepare_dataloader`.
+        """
         return prepare_dataloader(dataset, self.registry, batch_size, shuffle, drop_last, seed, **loader_kwargs)
 
     def backward(
         self, loss: Tensor | None, optimizer: ParallelOptimizer, *, weight: float | Tensor | None = None, **kwargs: Any
     ) -> None:
-        """`ParallelOptimizer.backward`.
+        """Call `ParallelOptimizer.backward`.
+
+        Args:
+            loss, weight, **kwargs: As in `ParallelOptimizer.backward`.
+            optimizer: The optimizer that `boost` returned.
 
         Raises:
-            TypeError: The optimizer is not the one that `boost` returned; else as there.
+            TypeError: The optimizer is not a `ParallelOptimizer`. Other errors as in `ParallelOptimizer.backward`.
         """
         if not isinstance(optimizer, ParallelOptimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}; give the one that boost returned")
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; give the optimizer that boost returned")
         optimizer.backward(loss, weight=weight, **kwargs)
 
     def no_sync(
         self, model: nn.Module | Pipeline | None = None, optimizer: ParallelOptimizer | None = None
     ) -> AbstractContextManager[None]:
-        """`ParallelOptimizer.no_sync`: for the forward and backward of all micro-batches of your own window but the last.
+        """Return `ParallelOptimizer.no_sync`, for all micro-batches of your own window except the last.
 
         Args:
-            model: As `boost` returned it.
-            optimizer: The same of the optimizer; either says which one is meant.
+            model: The model that `boost` returned. None: ``optimizer`` is given.
+            optimizer: The optimizer that `boost` returned. None: ``model`` is given.
+
         Raises:
-            ValueError: Neither was boosted here.
+            ValueError: Neither argument comes from `boost`.
         """
         found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
         if not isinstance(found, ParallelOptimizer):
-            raise ValueError("give no_sync the model or the optimizer that boost returned")
+            raise ValueError("no_sync needs the model or the optimizer that boost returned")
         return found.no_sync()
 
     def __repr__(self) -> str:

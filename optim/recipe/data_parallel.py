@@ -1,4 +1,4 @@
-"""Forms of data parallelism by name: what each needs of the mesh, the model and the optimizer, and how a model gets it."""
+"""The kinds of data parallelism of a `Booster`: their requirements on mesh, model and optimizer, and their application."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def check_data_parallel(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise ValueError where the mode can't be, with what can.
+    """Raise ValueError if the mode is not possible.
 
     Args:
         mode: None: the optimizer averages over the data axes, which is always possible.
-        model, optimizer: Checked too where they are given.
+        registry: The process groups.
+        model: None: not checked.
+        optimizer: None: not checked.
     """
     topology = registry.topology
     if mode is None:
@@ -45,20 +47,20 @@ def check_data_parallel(
         raise ValueError(f"data_parallel={mode!r}: give one of {names}, or None")
     if topology.world_size > 1 and not topology.data_axes:
         raise ValueError(
-            f"data_parallel={mode!r} needs a data axis, and {topology!r} has none: give data_parallel=None, or name an "
-            "axis 'data', or say which one it is: Topology(roles={'name': 'data'}, ...)"
+            f"data_parallel={mode!r} needs a data axis, and {topology!r} has none; give data_parallel=None, name an axis "
+            "'data', or give another axis that role: Topology(roles={'name': 'data'}, ...)"
         )
     if mode == "fsdp" and len(topology.data_axes) > 2 and data_alias(topology) is None:
         raise ValueError(
-            f"data_parallel='fsdp' replicates over one data axis and shards over another; {topology!r} has "
-            f"{len(topology.data_axes)}: make them two, or take 'zero1' or 'zero2'"
+            f"data_parallel='fsdp' needs at most two data axes, one for replicas and one for shards, and {topology!r} has "
+            f"{len(topology.data_axes)}; use two, or give 'zero1' or 'zero2'"
         )
     if mode in ("ddp", "fsdp") and model is not None and data_size(registry) > 1:
         _check_no_data_spec(mode, registry, model)
     if mode == "fsdp" and optimizer is not None and optimizer.state and data_size(registry) > 1:
         raise ValueError(
-            "data_parallel='fsdp' gives the model new parameters, and this optimizer has state of the old ones: boost it "
-            "before its first step, and load a checkpoint afterwards; or take 'zero1' or 'zero2', which keep the state"
+            "data_parallel='fsdp' creates new parameters, and this optimizer already has states of the old ones; call "
+            "boost before its first step and load a checkpoint afterwards, or give 'zero1' or 'zero2', which keep states"
         )
 
 
@@ -68,34 +70,35 @@ def _check_no_data_spec(mode: str, registry: ProcessGroupRegistry, model: nn.Mod
         named = annotation.spec.on(registry.topology).named_axes if annotation is not None else ()
         if over := [axis for axis in registry.topology.data_axes if axis in named]:
             raise ValueError(
-                f"data_parallel={mode!r} treats all parameters alike over the data axes, but {name} is declared "
-                f"{annotation.spec if annotation else None}, which names {over[0]!r}: take data_parallel=None, 'zero1' or "
-                "'zero2', which go by the specs"
+                f"data_parallel={mode!r} treats all parameters equally over the data axes, but {name} is declared "
+                f"{annotation.spec if annotation else None}, which names {over[0]!r}; give data_parallel=None, 'zero1' or "
+                "'zero2', which follow the specs"
             )
 
 
 def data_alias(topology: Topology) -> str | None:
-    """The alias that stands for all data axes, if there is one."""
+    """Return the alias of all data axes together; None if there is none."""
     return next((alias for alias, atoms in topology.aliases.items() if atoms == topology.data_axes), None)
 
 
 def data_size(registry: ProcessGroupRegistry) -> int:
-    """Ranks along all data axes; 1 where there are none."""
+    """Return the number of ranks along all data axes; 1 if there are none."""
     axes = registry.topology.data_axes
     return registry.size(*axes) if axes else 1
 
 
 @torch.no_grad()
 def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Give all replicas the parameters and buffers of data coordinate 0; of what some data axes split, over the others.
+    """Broadcast the parameters and buffers of data coordinate 0 to all replicas. Tensors sharded over a data axis are
+    broadcast over the other data axes only.
 
-    Collectives: one broadcast over the data axes for each of them; none where there is one data coordinate.
+    Collectives: one broadcast per tensor over the data axes; none with a single data coordinate.
     """
     if data_size(registry) == 1:
         return
     with in_call(registry, "share_weights"):
         _broadcast((*model.parameters(), *model.buffers()), registry)
-        forget_rounded()  # a collective's writes are counted by nobody
+        forget_rounded()  # a collective does not increase the tensors' version counters
 
 
 def _broadcast(tensors: Iterable[Tensor], registry: ProcessGroupRegistry) -> None:
@@ -105,9 +108,8 @@ def _broadcast(tensors: Iterable[Tensor], registry: ProcessGroupRegistry) -> Non
         named = () if annotation is None else annotation.spec.on(topology).named_axes
         axes = tuple(axis for axis in topology.data_axes if axis not in named)
         if axes and registry.size(*axes) > 1:
-            dense = (
-                tensor.detach().contiguous().resolve_neg()
-            )  # the tensor itself, unless its memory is laid out otherwise
+            # a copy only if the memory is not contiguous or is negated
+            dense = tensor.detach().contiguous().resolve_neg()
             dist.broadcast(dense, registry.ranks(*axes)[0], group=registry.group(*axes))
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
@@ -119,11 +121,13 @@ def wrap(
     registry: ProcessGroupRegistry,
     mode: DataParallel | None,
 ) -> list[nn.Module]:
-    """The model, data parallel where it is the model that has to be: wrapped with "ddp", changed in place with "fsdp".
+    """Apply the mode to the model: wrap it for "ddp", change it in place for "fsdp", and return it.
 
     Args:
         parts: The model, or its stages on this rank.
-        optimizer: Gets the new parameters that "fsdp" makes.
+        optimizer: Receives the new parameters that "fsdp" creates. None: there is none.
+        registry: The process groups.
+        mode: The mode; for other modes the model is returned unchanged.
     """
     if data_size(registry) == 1:
         return list(parts)
@@ -148,7 +152,7 @@ def wrap(
 
 
 def _shared(parts: Sequence[Mapping[str, nn.Parameter]]) -> set[nn.Parameter]:
-    """The parameters that are in several parts: `fully_shard` gives a parameter to one module."""
+    """Return the parameters of several parts, because `fully_shard` can assign a parameter to one module only."""
     counts = Counter(param for params in parts for param in params.values())
     return {param for param, count in counts.items() if count > 1}
 
@@ -167,7 +171,7 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements of its outermost ModuleLists and Sequentials that are made of several modules: a model's blocks."""
+    """Yield a model's blocks: elements of its outermost ModuleLists and Sequentials that contain other modules."""
     for child in module.children():
         composite = next(child.children(), None) is not None
         if composite and isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -177,7 +181,9 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
-    """The modules whose own parameters are not of the dtype that most are: what is sharded together must be of one."""
+    """Return the modules whose direct parameters have another dtype than most; `fully_shard` needs one dtype per
+    module.
+    """
     sizes: Counter[torch.dtype] = Counter()
     for param in model.parameters():
         sizes[param.dtype] += param.numel()
@@ -188,10 +194,13 @@ def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
 def optimizer_options(
     parts: Sequence[nn.Module], registry: ProcessGroupRegistry, mode: DataParallel | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of `ParallelOptimizer` that the mode comes to, with what `wrap` returned.
+    """Return the arguments of `ParallelOptimizer` for the mode.
 
     Args:
-        options: Those that the user gave.
+        parts: The result of `wrap`.
+        registry: The process groups.
+        mode: The mode.
+        options: The user's options.
     """
     if data_size(registry) == 1 or mode is None:
         return {}

@@ -1,4 +1,4 @@
-"""A pipeline: a schedule of `torch.distributed.pipelining`, and the optimizer that steps the stages of this rank.
+"""`Pipeline`, which runs a schedule of `torch.distributed.pipelining` within the optimizer's accumulation window.
 
     stage = PipelineStage(chunk, index, stages, device, group=registry.group("pipe"))
     pipeline = Pipeline(Schedule1F1B(stage, 4, loss_fn=criterion), optimizer)
@@ -7,10 +7,14 @@
         loss = pipeline.backward(inputs, target=targets)
         optimizer.step()
 
-The schedule says who computes what, and when, and calls backward itself. Afterwards it would divide the gradients by the
-number of micro-batches (``scale_grads=True``), each stage its own: those of a parameter that two stages of a rank share (a
-tied embedding, in a V-shaped schedule) twice, those of an earlier call of the same window again, and those that were
-reduced by then not at all. Here it is the loss that is divided, each once, where it is multiplied by the loss scale.
+The schedule calls backward itself. With ``scale_grads=True`` torch would afterwards divide each stage's gradients by
+the number of micro-batches. This division is wrong in three cases:
+
+* A parameter that two stages of a rank share (a tied embedding in a V-shaped schedule) is divided twice.
+* Gradients of an earlier call in the same window are divided again.
+* Gradients that were already reduced are not divided.
+
+So `Pipeline` divides each loss once instead, together with the multiplication by the loss scale.
 """
 
 from __future__ import annotations
@@ -37,27 +41,31 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Runs a schedule's micro-batches within the optimizer's window.
+    """Runs the micro-batches of a schedule within the optimizer's accumulation window.
 
-    The loss function is run as the precision mode wants it. With ``scale_grads=True``, torch's default, it gives the mean
-    over a micro-batch, and a call counts as the mean over all of them; with ``scale_grads=False`` it gives a sum: then say
-    what that is divided by, ``weight=`` in `backward`.
+    The loss function is prepared for the precision mode. With ``scale_grads=True``, torch's default, it must return the
+    mean over a micro-batch, and the objective of a call is the mean over all micro-batches. With ``scale_grads=False``
+    it must return a sum; give `backward` the divisor as ``weight=``.
 
     Args:
-        schedule: Any of `torch.distributed.pipelining`, with its ``loss_fn``; changed in place. Its stages' modules may be
-            split over model axes, and `fully_shard` (give the optimizer ``data_parallel=[...]``, one a stage; a parameter
-            that two stages of a rank share is left out of it: ``ignored_params=``). Those that compute a backward in two
-            (zero-bubble) keep its weights whole for the time of a call, ``reshard_after_forward=False``.
-        optimizer: It steps their parameters.
+        schedule: A schedule of `torch.distributed.pipelining` with a ``loss_fn``; it is changed in place. The modules
+            of its stages may be sharded over model axes, or by `fully_shard`. With `fully_shard`, create the optimizer
+            with ``data_parallel=[...]``, one entry per stage, and exclude a parameter that two stages of a rank share
+            (``ignored_params=``). Zero-bubble schedules, which split a backward into two parts, then keep gathered
+            weights during a call (``reshard_after_forward=False``).
+        optimizer: The optimizer of the stages' parameters.
+
     Raises:
-        TypeError, ValueError: On every rank: it is no schedule, or has no loss function; its stages don't talk over the
-            mesh's pipeline axes; or it divides a backward in two (the zero-bubble ones) with a stage in
-            `DistributedDataParallel`, which never hears of the second half.
-    Collectives: here, an object all-gather.
+        TypeError: On every rank: ``schedule`` is no such schedule.
+        ValueError: On every rank: the schedule has no loss function, its stages don't communicate over the mesh's
+            pipeline axes, or a zero-bubble schedule has a stage in `DistributedDataParallel`, which never receives the
+            gradients of the second part.
+
+    Collectives: an object all-gather in the constructor.
 
     Attributes:
-        schedule, optimizer: As given.
-        modules: Of this rank's stages, in the schedule's order.
+        schedule, optimizer: As the arguments.
+        modules: The modules of this rank's stages, in the schedule's order.
     """
 
     def __init__(self, schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> None:
@@ -69,35 +77,39 @@ class Pipeline:
         self._loss = _Loss.of(schedule, optimizer)
         if _computes_in_two(schedule):
             _keep_whole(self.modules)
-        # Not public: there is no other way to a schedule that exists.
+        # torch has no public way to change an existing schedule
         schedule._loss_fn, schedule.scale_grads = self._loss, False
 
     def backward(
         self, *args: Any, target: Any = None, weight: float | Tensor | None = None, **kwargs: Any
     ) -> Tensor | None:
-        """All micro-batches of this data coordinate, forward and backward; for the optimizer's window they are one.
+        """Run forward and backward of all micro-batches; for the optimizer they are a single micro-batch of its window.
 
-        Every rank calls it, with the same samples on the ranks of a data coordinate: the first stage takes ``args``, the
-        last one ``target``, and the others leave them alone. torch's data parallelism reduces at the end of every call.
+        Every rank calls it, with the same samples on the ranks of one data coordinate. The first stage uses ``args``,
+        the last one ``target``; other stages ignore them. torch's data parallelism reduces gradients at the end of
+        every call.
 
         Args:
             args, kwargs: As for the schedule's ``step``, which splits tensors along dim 0 into micro-batches.
-            target: Of the loss function.
+            target: Second argument of the loss function.
             weight: As for `ParallelOptimizer.backward`.
         Returns:
-            On ranks of the last stage the mean of the losses, or, with ``scale_grads=False``, their sum: 0-dim, detached,
-            as the loss function gave them. None on others.
+            On ranks of the last stage, the mean of the unscaled losses, or their sum with ``scale_grads=False``: 0-dim,
+                detached. None on other ranks.
+
         Raises:
-            ValueError: A tensor can't be cut into equal micro-batches; a weight is given for losses that are means. Else as
-                `ParallelOptimizer.window`.
-        Collectives: those of the schedule, of the model's and data_parallel's backward, of `Sharded` and ``overlap=True``.
-            Host reads: none.
+            ValueError: A tensor can't be split into equal micro-batches, or ``weight`` is given although the losses are
+                means. Other errors as in `ParallelOptimizer.window`.
+
+        Collectives: the schedule's, the gradient reductions of model and data parallelism, and those of `Sharded` and
+            ``overlap=True``.
+        Host synchronization: none.
         """
         self._check_even([*args, *kwargs.values(), target])
         if weight is not None and self._loss.is_mean:
             raise ValueError(
-                "weight= is what a sum is divided by, and this schedule's loss_fn gives means: let it sum, and make the "
-                "schedule with scale_grads=False"
+                "weight= divides a sum of losses, and this schedule's loss_fn returns means; leave weight= out, or return "
+                "sums and create the schedule with scale_grads=False"
             )
         if isinstance(self.optimizer.grad_sync, TorchGradSync):
             self.optimizer.window_ends()
@@ -106,14 +118,17 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
-        """The loss alone: given and returned as in `backward`. Every rank calls it. Collectives: the schedule's."""
+        """Return the loss without a backward. Arguments and result as in `backward`; every rank calls it.
+
+        Collectives: the schedule's.
+        """
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):
             loss = self._run(self.schedule.eval, args, target, kwargs)
         for module in (part for stage in self.modules for part in stage.modules()):
-            if hasattr(module, "reshard"):  # fully_shard leaves weights whole for a backward, which does not come
+            if hasattr(module, "reshard"):  # fully_shard keeps weights gathered for a backward, and there is none
                 module.reshard()  # type: ignore[operator]
-        # torch 2.11 makes what stages receive into once, and without a gradient if the first call evaluates.
+        # torch 2.11 creates the receive buffers once, and without requires_grad if the first call is an evaluation.
         for info in (info for s in _stages(self.schedule) for infos in s.args_recv_info.values() for info in infos):
             if isinstance(buffer := getattr(info, "buffer", None), Tensor) and buffer.is_floating_point():
                 buffer.requires_grad_()
@@ -128,15 +143,18 @@ class Pipeline:
         return total
 
     def _check_even(self, values: Sequence[Any]) -> None:
-        """Micro-batches of other sizes would have other weights in the mean, and don't fit the schedule's buffers."""
+        """Raise ValueError unless all micro-batches have the same size.
+
+        Micro-batches of other sizes would have another weight in the mean, and would not fit the schedule's buffers.
+        """
         parts = self.schedule._n_microbatches
         if self.schedule._args_chunk_spec is not None or self.schedule._kwargs_chunk_spec is not None:
-            return  # what is cut, and along which dim, only they know
+            return  # the user's chunk specs decide how tensors are split
         for value in values:
             if isinstance(value, Tensor) and (value.dim() == 0 or value.size(0) % parts):
                 raise ValueError(
-                    f"a tensor of shape {tuple(value.shape)} can't be cut into {parts} equal micro-batches along dim 0: "
-                    f"give a multiple of {parts} samples (drop_last=True), or the schedule chunk specs"
+                    f"a tensor of shape {tuple(value.shape)} can't be split into {parts} equal micro-batches along dim 0; "
+                    f"give a multiple of {parts} samples (drop_last=True), or create the schedule with chunk specs"
                 )
 
     def __repr__(self) -> str:
@@ -147,10 +165,11 @@ class Pipeline:
 
 
 class _Loss:
-    """The schedule's loss function, times the loss scale, and divided by the number of micro-batches where it is a mean.
+    """The schedule's loss function, multiplied by the loss scale and, for means, divided by the number of
+    micro-batches.
 
     Attributes:
-        given: What it returned since it was cleared, by id, with the loss as it was.
+        given: The scaled losses since it was cleared, by id, each with its unscaled loss.
     """
 
     def __init__(self, criterion: Callable[..., Tensor], schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> None:
@@ -163,7 +182,7 @@ class _Loss:
         given: Any = schedule._loss_fn
         if not isinstance(given, _Loss):
             return cls(optimizer.precision.prepare_criterion(given), schedule, optimizer)
-        new = cls(given.criterion, schedule, optimizer)  # for another optimizer now
+        new = cls(given.criterion, schedule, optimizer)  # the schedule had another optimizer before
         new.is_mean = given.is_mean
         return new
 
@@ -178,7 +197,7 @@ class _Loss:
         return scaled
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """Of what a call gave: the mean, or the sum."""
+        """Return the mean or the sum of the unscaled losses of a call."""
         plain = torch.stack([self.given[id(loss)][1] if id(loss) in self.given else loss.detach() for loss in losses])
         return plain.mean() if self.is_mean else plain.sum()
 
@@ -186,27 +205,33 @@ class _Loss:
 def check_pipeline(
     schedule: Any, registry: ProcessGroupRegistry, data_parallel: str | None = None, optimizer: object = ...
 ) -> None:
-    """Raise TypeError for what is no schedule of torch's, ValueError for one that would not train rightly; see `Pipeline`.
+    """Raise an error for a schedule that would not train correctly; see `Pipeline`.
 
     Args:
-        data_parallel: That of a `Booster`.
-        optimizer: None: there is none, by mistake.
+        schedule: The schedule.
+        registry: The process groups.
+        data_parallel: The mode of a `Booster`; None: no mode.
+        optimizer: None: the caller gave no optimizer, which is an error. Default: not checked.
+
+    Raises:
+        TypeError: It is no schedule of torch.
+        ValueError: It would not train correctly.
     """
     if not is_schedule(schedule):
         raise TypeError(
-            f"the schedule is a {type(schedule).__name__}: give one of torch.distributed.pipelining, such as "
+            f"the schedule is a {type(schedule).__name__}; give a schedule of torch.distributed.pipelining, such as "
             "Schedule1F1B(stage, n_microbatches, loss_fn=...)"
         )
     kind = type(schedule).__name__
     if schedule._loss_fn is None:
-        raise ValueError(f"{kind} has no loss_fn, so it runs no backward: give it one, on every rank")
+        raise ValueError(f"{kind} has no loss_fn, so it runs no backward; give it a loss_fn on every rank")
     _check_group(schedule, registry)
     if optimizer is None:
-        raise ValueError(f"{kind} is given without an optimizer; to evaluate only, call its eval()")
+        raise ValueError(f"{kind} is given without an optimizer; give one, or call {kind}.eval() to evaluate only")
     if data_parallel == "ddp":
         raise ValueError(
-            "data_parallel='ddp' puts a wrapper around the stages that the schedule was made of: take None, 'zero1', "
-            "'zero2' or 'fsdp'"
+            "data_parallel='ddp' would wrap the stages, but the schedule already contains them without wrapper; give "
+            "None, 'zero1', 'zero2' or 'fsdp'"
         )
     _check_ddp(schedule)
 
@@ -215,16 +240,16 @@ def _check_group(schedule: Any, registry: ProcessGroupRegistry) -> None:
     axes = registry.topology.pipe_axes
     if not axes:
         raise ValueError(
-            f"a pipeline needs an axis for its stages, and {registry.topology!r} has none: name one 'pipe', or say which "
-            "one it is: Topology(roles={'name': 'pipe'}, ...)"
+            f"a pipeline needs a pipeline axis, and {registry.topology!r} has none; name an axis 'pipe', or give another "
+            "axis that role: Topology(roles={'name': 'pipe'}, ...)"
         )
     expected = list(registry.ranks(*axes))
     for stage in _stages(schedule):
         if (found := dist.get_process_group_ranks(stage.group)) != expected:
             given = ", ".join(map(repr, axes))
             raise ValueError(
-                f"stage {stage.stage_index} talks to ranks {found}, but the stages of this pipeline are on {expected}: "
-                f"give PipelineStage(..., group=registry.group({given}))"
+                f"stage {stage.stage_index} has a group of ranks {found}, but this pipeline's stages are on ranks "
+                f"{expected}; give PipelineStage(..., group=registry.group({given}))"
             )
 
 
@@ -232,14 +257,18 @@ def _check_ddp(schedule: Any) -> None:
     by_ddp = any(isinstance(reducing_module(module), DistributedDataParallel) for module in modules_of(schedule))
     if by_ddp and _computes_in_two(schedule):
         raise ValueError(
-            f"{type(schedule).__name__} computes the gradients of weights apart from those of inputs, and sets them past "
-            "DistributedDataParallel, which would never average them: leave it out, and the optimizer does; or take "
-            "fully_shard"
+            f"{type(schedule).__name__} sets the gradients of weights later than the gradients of inputs, without "
+            "DistributedDataParallel, which would never average them; remove that wrapper, so that the optimizer averages "
+            "them, or use fully_shard"
         )
 
 
 def _computes_in_two(schedule: Any) -> bool:
-    """Whether gradients of weights come apart from those of inputs, with work of other micro-batches between."""
+    """Return True for a zero-bubble schedule.
+
+    It computes the gradients of weights later than the gradients of inputs, with work of other micro-batches in
+    between.
+    """
     from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
     return isinstance(schedule, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV))
@@ -247,7 +276,7 @@ def _computes_in_two(schedule: Any) -> bool:
 
 @contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Leave backward out of a V-shaped schedule, in which torch's evaluation hands on gradients that there are none of."""
+    """Remove backward actions from a V-shaped schedule; torch's evaluation would send gradients that do not exist."""
     from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
     if not isinstance(schedule, (ScheduleZBVZeroBubble, ScheduleDualPipeV)):
@@ -269,10 +298,10 @@ def _is_forward(action: Any) -> bool:
 
 
 def _keep_whole(modules: Sequence[nn.Module]) -> None:
-    """Let stages under `fully_shard` keep their weights whole until the schedule is through.
+    """Let stages under `fully_shard` keep their gathered weights until the schedule has finished.
 
-    If another micro-batch's forward sharded them again between the halves of a backward, torch would put the gradients of
-    the second half where `fully_shard` never looks: they are lost without a word.
+    If another micro-batch's forward resharded them between the two parts of a backward, torch would store the gradients
+    of the second part where `fully_shard` never reads them. They would be lost silently.
     """
     for module in map(reducing_module, modules):
         if hasattr(module, "set_reshard_after_forward"):
@@ -280,7 +309,7 @@ def _keep_whole(modules: Sequence[nn.Module]) -> None:
 
 
 def is_schedule(value: object) -> bool:
-    """Whether it is a schedule of `torch.distributed.pipelining`, which is not imported for it."""
+    """Return True for a schedule of `torch.distributed.pipelining`, without importing that module."""
     module = sys.modules.get("torch.distributed.pipelining.schedules")
     return module is not None and isinstance(value, (module.PipelineScheduleSingle, module.PipelineScheduleMulti))
 
@@ -290,5 +319,5 @@ def _stages(schedule: Any) -> list[Any]:
 
 
 def modules_of(schedule: Schedule) -> list[nn.Module]:
-    """The modules of this rank's stages."""
+    """Return the modules of this rank's stages."""
     return [stage.submod for stage in _stages(schedule)]

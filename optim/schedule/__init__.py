@@ -1,4 +1,4 @@
-"""Learning rates that move when a step was taken."""
+"""Learning-rate schedules that move only when the optimizer took a step."""
 
 from .hold import HoldOnSkip as HoldOnSkip
 from .schedules import ConstantLR as ConstantLR

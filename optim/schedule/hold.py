@@ -1,13 +1,14 @@
-"""When a schedule moves: once for each of its `step` calls, unless the optimizer took no step since the last one.
+"""Holding of a learning-rate schedule while the optimizer takes no step.
 
-It holds in the middle of an accumulation window, and where the norm was not finite and the update was skipped. Only the
-device knows the latter at first, and the host shall not wait for it there::
+A schedule moves once per call of its `step`, unless the optimizer took no step since the last call. It holds in the
+middle of an accumulation window, and after a skipped step. The decision to skip is computed on the device, and the host
+must not wait for it::
 
     host     step k      schedule.step()             step k + 1             schedule.step()
-    device   ...step k computes... verdict k                  ...step k + 1 computes... verdict k + 1
-                                  ^ on its way            ^ read here, before the rate is used
+    device   ...step k computes... decision k                 ...step k + 1 computes... decision k + 1
+                                  ^ being copied          ^ read here, before the rate is used
 
-On the CPU the verdict is there at once, and nothing is deferred.
+On a CPU the decision is known at once, and nothing is deferred.
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..parallel_optimizer import ParallelOptimizer
 
-# Whether an optimizer really stepped since a schedule last moved, found out without making the host wait --------------
+# Detection of taken steps without host synchronization ----------------------------------------------------------------
 
 
 def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable[..., None]) -> None:
-    """Register a bound method as a step hook that doesn't keep its object alive, and goes when that does.
+    """Register a bound method as a step hook that does not keep its object alive, and is removed with the object.
 
     Args:
-        register: Of an optimizer, ``register_step_pre_hook`` or ``register_step_post_hook``.
+        register: ``register_step_pre_hook`` or ``register_step_post_hook`` of an optimizer.
+        method: The bound method.
     """
     owner: Any = method.__self__  # type: ignore[attr-defined]
     finalize(owner, register(weakly(method)).remove).atexit = False
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A call of a bound method that doesn't keep its object alive; nothing where that is gone."""
+    """Return a function that calls a bound method without keeping its object alive, and does nothing after that is
+    gone.
+    """
     weak = WeakMethod(method)
 
     def call(*args: object) -> None:
@@ -48,16 +52,17 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TakenSteps:
-    """Watches a `ParallelOptimizer` by its step hooks: which of its calls ended a window, and were all of them skipped?
+    """Observes through step hooks whether a `ParallelOptimizer` took or skipped its steps.
 
-    Where `step` ran without its hook (a replayed CUDA graph) the last verdict tensor holds what the replay wrote.
+    If `step` ran without its hooks (a replayed CUDA graph), the last decision tensor has the value that the replay
+    wrote.
 
     Attributes:
-        called: `step` was called since `start_over`.
-        in_window: `step` was called since `start_over`, but only in the middle of accumulation windows, or it raised before
-            it had measured anything.
-        all_skipped: 0-dim float32 on the device: 1 when every window that ended since `start_over` was skipped (or, when
-            none ended, in the last period in which one did). None before the first.
+        called: True if `step` was called since `start_over`.
+        in_window: True if all calls of `step` since `start_over` were in the middle of an accumulation window, or
+            raised before they measured anything.
+        all_skipped: 0-dim float32 on the device: 1 if every window that ended since `start_over` was skipped. If none
+            ended, the value of the last period in which one did. None before the first window.
     """
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
@@ -70,11 +75,12 @@ class TakenSteps:
 
     @property
     def in_window(self) -> bool:
-        self._look()  # a call that raised has not come to its post hook
+        """Return True if `step` was called since `start_over`, but ended no window."""
+        self._look()  # a call that raised did not run the post hook
         return self.called and not self._ended
 
     def start_over(self) -> None:
-        """Begin a new period: what is asked from now on is about calls from now on."""
+        """Begin a new period; the attributes then describe later calls only."""
         self.called = self._ended = False
 
     def _before_call(self, *_: object) -> None:
@@ -91,15 +97,15 @@ class TakenSteps:
 
 
 class FlagCopy:
-    """A flag on its way from the device to the host.
+    """A flag that is being copied from the device to the host.
 
     Attributes:
-        is_here: Reading it waits for nothing.
+        is_here: True if reading it does not wait.
     """
 
     def __init__(self, flag: Tensor) -> None:
         self.is_here = not flag.is_cuda
-        # Pinned by torch where it is asynchronous.
+        # torch pins the memory of an asynchronous copy
         self._flag = flag.to("cpu", non_blocking=flag.is_cuda)
         self._arrived: torch.cuda.Event | None = None
         if flag.is_cuda:
@@ -109,11 +115,14 @@ class FlagCopy:
 
     @property
     def may_wait(self) -> bool:
-        """Not while a CUDA graph is captured, which forbids to wait for an event."""
+        """Return False while a CUDA graph is captured, which forbids waiting for an event."""
         return self._arrived is None or not torch.cuda.is_current_stream_capturing()
 
     def read(self) -> bool:
-        """Its value. Host reads: this one; it waits until the device has computed it."""
+        """Return the value.
+
+        Host synchronization: waits until the device has computed it.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._flag)
@@ -123,18 +132,21 @@ class FlagCopy:
 
 
 class Hold:
-    """Calls ``move`` once for each call of `step` that follows a step which the optimizer has taken.
+    """Calls ``move`` once per call of `step` that follows a step taken by the optimizer.
 
-    Where the verdict is still on its way, a schedule that can take a move back moves at once, as if the step had been
-    taken, and `settle` may take it back. One that can't moves in `settle`, which is called before the optimizer's next
-    `step`; where no hook of it ran since the last call (a replayed CUDA graph), that may be too late, so `step` waits.
+    While the decision is still being copied, a schedule with ``take_back`` moves at once, and `settle` undoes the move
+    if the step was skipped. A schedule without it moves in `settle`, which runs before the optimizer's next `step`. If
+    no hook of the optimizer ran since the last call (a replayed CUDA graph), that may be too late, so `step` waits for
+    the decision.
 
     Args:
-        optimizer: Whose steps count; it does not keep this object, nor the schedule, alive.
-        move: Moves the schedule by one.
-        take_back: Undoes the last move; None where that can't be done.
-        hold_on_skip: False: skipped steps count too, and nothing reads the host.
-    Collectives: none; all ranks find the same steps skipped. Host reads: one flag a step, with ``hold_on_skip``.
+        optimizer: The optimizer; it keeps neither this object nor the schedule alive.
+        move: Moves the schedule by one step.
+        take_back: Undoes the last move. None: not possible.
+        hold_on_skip: False: skipped steps count too, without host synchronization. Default: True.
+
+    Collectives: none; all ranks see the same skipped steps.
+    Host synchronization: with ``hold_on_skip``, one per step.
     """
 
     def __init__(
@@ -146,13 +158,16 @@ class Hold:
         hold_on_skip: bool = True,
     ) -> None:
         self._move, self._take_back, self._hold_on_skip = move, take_back, hold_on_skip
-        self._verdict: FlagCopy | None = None  # of the last period, until it has been read
-        self._has_moved = False  # as if that verdict were "taken"
+        self._verdict: FlagCopy | None = None  # decision of the last period, until it is read
+        self._has_moved = False  # whether the schedule moved before the decision was read
         self._taken = TakenSteps(optimizer)
         hook_weakly(optimizer.register_step_pre_hook, self._before_step)
 
     def step(self) -> None:
-        """The schedule's `step`. Host reads: as the class says."""
+        """Move or hold the schedule.
+
+        Host synchronization: see the class.
+        """
         if self._taken.in_window:
             return
         self.settle()
@@ -169,7 +184,10 @@ class Hold:
             self._move()
 
     def settle(self) -> None:
-        """Make the rates those that hold for sure. Host reads: one flag, where it has not been read yet."""
+        """Read a pending decision, and correct the learning rates if necessary.
+
+        Host synchronization: one if a decision is pending.
+        """
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -181,11 +199,11 @@ class Hold:
             self._move()
 
     def forget(self) -> None:
-        """Drop a verdict that has not been read yet: the schedule was put elsewhere."""
+        """Drop a pending decision, because the schedule was set to another position."""
         self._verdict = None
 
     def start_over(self) -> None:
-        """The schedule was put elsewhere, and moves from there on by what the optimizer does from now on."""
+        """Drop a pending decision and begin a new period, because the schedule was set to another position."""
         self.forget()
         self._taken.start_over()
 
@@ -194,39 +212,46 @@ class Hold:
             self.settle()
 
 
-# Torch's own schedules, held where the optimizer did not step ---------------------------------------------------------
+# Wrapper for torch's schedules ----------------------------------------------------------------------------------------
 
 
 class HoldOnSkip(LRScheduler):
-    """A schedule that moves only where its `ParallelOptimizer` has stepped, whatever schedule it is.
+    """Wrapper that lets any torch schedule move only when its `ParallelOptimizer` took a step.
 
         schedule = HoldOnSkip(OneCycleLR(optimizer, max_lr=0.1, total_steps=1000))
 
-    It holds in the middle of an accumulation window, and when the step was skipped because the norm was not finite.
-    On a GPU the host does not wait for that verdict: the schedule moves before the optimizer's next `step`, or when
-    `get_last_lr` or `state_dict` is called, and until then the param groups have the rates of the step before. Where
-    steps are replayed by a CUDA graph, `step` waits.
+    The schedule holds in the middle of an accumulation window, and when a step was skipped because the gradient norm
+    was not finite. On a GPU the host does not wait for that decision: the schedule moves before the optimizer's next
+    `step`, or when `get_last_lr` or `state_dict` is called. Until then the param groups have the learning rates of the
+    previous step. If a CUDA graph replays the steps, `step` waits.
 
     Args:
-        schedule: Any torch schedule whose ``step`` takes no argument, made on the `ParallelOptimizer` (or, with a
-            `Booster`, as `boost` returned it); not one of meshstep's, which hold by themselves. Step this one only.
+        schedule: A torch schedule whose ``step`` takes no argument, created with the `ParallelOptimizer` (the one that
+            `boost` returned if you use a `Booster`). meshstep's schedules hold by themselves and are not supported.
+            Call ``step`` of the wrapper only.
+
     Raises:
-        ValueError: Its optimizer is no `ParallelOptimizer`, which alone says what it skipped.
-    Collectives: none; all ranks find the same steps skipped, so their schedules agree. Host reads: one flag a step.
+        ValueError: The schedule's optimizer is no `ParallelOptimizer`.
+
+    Collectives: none; all ranks see the same skipped steps, so their schedules agree.
+    Host synchronization: one per step.
     """
 
     def __init__(self, schedule: LRScheduler) -> None:
-        # Not torch's constructor, which would move the rates to their start again: the schedule did that in its own.
+        # torch's constructor is not called, because it would reset the rates to their initial values
         if not isinstance(schedule.optimizer, ParallelOptimizer):
             raise ValueError(
-                f"{type(schedule).__name__} is of a {type(schedule.optimizer).__name__}, which doesn't say whether it "
-                "skipped a step; make the schedule on the ParallelOptimizer"
+                f"{type(schedule).__name__} was created with a {type(schedule.optimizer).__name__}, which doesn't report "
+                "skipped steps; create the schedule with the ParallelOptimizer"
             )
         self.schedule, self.optimizer = schedule, schedule.optimizer
         self._hold = Hold(schedule.optimizer, schedule.step)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, and pickle. Host reads: one flag, where it has not been read yet."""
+        """Return the state for copies and pickles.
+
+        Host synchronization: one if a decision is pending.
+        """
         self._hold.settle()
         return {key: value for key, value in self.__dict__.items() if key != "_hold"}
 
@@ -236,20 +261,26 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Move by one, if the optimizer has stepped since the last call; see the class."""
+        """Move by one step if the optimizer took a step since the last call."""
         self._hold.step()
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """By param group: the rate that the next step has. Host reads: one flag, where it has not been read yet."""
+        """Return the learning rate of the next step, per param group.
+
+        Host synchronization: one if a decision is pending.
+        """
         self._hold.settle()
         return self.schedule.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's own. Host reads: one flag, where it has not been read yet."""
+        """Return the wrapped schedule's state.
+
+        Host synchronization: one if a decision is pending.
+        """
         self._hold.settle()
         return self.schedule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there, as the schedule itself does it."""
+        """Load a state of the wrapped schedule."""
         self._hold.forget()
         self.schedule.load_state_dict(state_dict)

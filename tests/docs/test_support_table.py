@@ -18,7 +18,7 @@ from world import World
 PAGE = (Path(__file__).parent.parent.parent / "optim" / "recipe" / "README.md").read_text()
 HEADING = "## What works with what"
 REFUSALS = {  # by what the cell says
-    "—": r"needs a data axis, and Topology\(.*\) has none: give data_parallel=None",
+    "—": r"needs a data axis, and Topology\(.*\) has none; give data_parallel=None",
     "[^1]": r"needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out",
 }
 

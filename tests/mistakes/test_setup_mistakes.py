@@ -342,7 +342,7 @@ def same_samples_on_all_data_ranks(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "would see all of the loader's samples ... booster.prepare_dataloader("),
+    Error(ValueError, "would give all samples to each of the 2 data ranks ... booster.prepare_dataloader("),
     write="`booster.prepare_dataloader(dataset)`",
 )
 def booster_with_a_plain_loader(run: Run) -> None:
@@ -483,7 +483,11 @@ def generator_used_up_for_a_new_group(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "2 of the optimizer's parameters are not the model's ... make it of model.parameters(), last"),
+    Error(
+        ValueError,
+        "2 of the optimizer's parameters are not in the model ... "
+        "create the optimizer from model.parameters(), as the last step",
+    ),
     write="make the optimizer of `model.parameters()`, last",
 )
 def booster_with_an_optimizer_of_another_model(run: Run) -> None:

@@ -200,7 +200,10 @@ def test_weights_are_tensors_that_were_given_before_too(warmed_up: bool) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduction": "per_group"}, "other parameters have gradients in the step that is captured"),
+        (
+            {"reduction": "per_group"},
+            "the step captured in a CUDA graph has gradients for other parameters",
+        ),
         ({"max_norm": 1.0}, r"a parameter of shape \(3,\) has its first gradient in a step that is captured"),
     ],
     ids=["constants", "states"],

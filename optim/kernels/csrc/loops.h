@@ -1,7 +1,7 @@
-/* The loops, compiled once for each instruction set: see native.c, which defines NAME and INSTRUCTIONS before each inclusion.
+/* The loops, compiled once per instruction set: native.c defines NAME and INSTRUCTIONS before each inclusion.
  *
- * Vectors are GCC's and Clang's. Each element sees the same operations in the same order on all machines, none contracted
- * (-ffp-contract=off): all instruction sets give the same bits. */
+ * The code uses the vector extensions of GCC and Clang. Each element has the same operations in the same order on all
+ * machines, without contraction (-ffp-contract=off), so all instruction sets give bitwise identical results. */
 
 #if INSTRUCTIONS > 0 && defined(__clang__)
 #if INSTRUCTIONS == AVX512
@@ -40,7 +40,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Half precision <-> float32, in blocks that stay in the first cache. ------------------------------------------------ */
+/* Half precision <-> float32, in blocks that fit in the L1 cache. ---------------------------------------------------- */
 
 static void NAME(widen_bfloat16)(const uint16_t *restrict from, float *restrict to, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -49,7 +49,7 @@ static void NAME(widen_bfloat16)(const uint16_t *restrict from, float *restrict 
     }
 }
 
-/* To the nearest, ties to even; NaN as torch writes it. */
+/* Round to nearest, ties to even; NaN as in torch. */
 static void NAME(round_bfloat16)(const float *restrict from, uint16_t *restrict to, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t bits;
@@ -59,8 +59,8 @@ static void NAME(round_bfloat16)(const float *restrict from, uint16_t *restrict 
     }
 }
 
-/* Masters as bfloat16 weights and 16-bit remainders: `meshstep.amp.split_masters` has the formulas. A remainder that cannot
- * belong to the weight (negative at a zero, positive at an infinity) is stale, and counts as 0. */
+/* Master weights from bfloat16 weights and 16-bit remainders: `meshstep.amp.split_masters` has the formulas. A remainder
+ * that cannot belong to the weight (negative at a zero, positive at an infinity) is stale, and counts as 0. */
 static void NAME(join)(const uint16_t *restrict weight, const int16_t *restrict rest, float *restrict to, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t whole = (uint32_t)weight[i] << 16, code = whole + (uint32_t)(int32_t)rest[i], size = code & 0x7fffffff;
@@ -111,7 +111,7 @@ static void NAME(written_half)(int dtype, const float *from, void *base, int64_t
     else NAME(round_float16)(from, (uint16_t *)base + at, n);
 }
 
-/* Powers: 64 sums in float64, put together in one order. ------------------------------------------------------------- */
+/* Powers: 64 sums in float64, added in a fixed order. ---------------------------------------------------------------- */
 
 static double NAME(together)(const double *sums) {
     double pairs[LANES];
@@ -121,9 +121,9 @@ static double NAME(together)(const double *sums) {
     return pairs[0];
 }
 
-#define AHEAD 1024 /* bytes: what is read so far ahead has come when it is needed */
+#define AHEAD 1024 /* prefetch distance in bytes */
 
-/* A square of a float32 is exact in float64, so that one rounding of both is that of the sum. */
+/* The square of a float32 is exact in float64, so a fused multiply-add rounds like a multiplication and an addition. */
 INLINE doublesN NAME(added)(doublesN sum, floatsN floats, const int squares) {
     if (!squares) floats = (floatsN)((intsN)floats & 0x7fffffff);
     doublesN values = DOUBLES_OF(floats);
@@ -133,8 +133,8 @@ INLINE doublesN NAME(added)(doublesN sum, floatsN floats, const int squares) {
     return sum + (squares ? values * values : values);
 }
 
-/* The next EACH elements of a stream into its sums. Of bfloat16 they are taken in pairs, which is two operations for both:
- * the even ones go into the first half of the sums, the odd ones into the other. */
+/* Add the next EACH elements of a stream to its sums. bfloat16 elements are read in pairs, which needs two operations per
+ * pair: even elements are added to the first half of the sums, odd elements to the second half. */
 INLINE void NAME(add)(doublesN *sums, const int dtype, const char *at, const int squares) {
     enum { HALF = EACH / 2 / WIDTH };
 #pragma GCC unroll 2
@@ -157,7 +157,7 @@ INLINE void NAME(add)(doublesN *sums, const int dtype, const char *at, const int
     }
 }
 
-/* In STREAMS equal parts at once: one alone waits for memory most of the time. What is left goes into the first sums. */
+/* Read STREAMS equal parts at once, because one stream mostly waits for memory. The rest is added to the first sums. */
 INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int squares) {
     enum { VECTORS = EACH / WIDTH };
     const int size = dtype == FLOAT32 ? 4 : 2;
@@ -191,7 +191,7 @@ INLINE double NAME(sum_of_doubles)(const double *x, int64_t n, const int squares
     return NAME(together)(sums);
 }
 
-/* The largest absolute value by its bits: without the sign they are ordered as the values are, and NaN is above all. */
+/* The largest absolute value, compared by bits: without the sign, bits are ordered like values, with NaN as the largest. */
 #define LARGEST(kind, bits, mask)                                       \
     static bits NAME(largest_##kind)(const bits *restrict x, int64_t n) { \
         bits found = 0;                                                 \
@@ -226,7 +226,7 @@ static double NAME(largest)(int dtype, const void *x, int64_t n) {
     return value;
 }
 
-/* Of one chunk. */
+/* The power of one chunk. */
 static double NAME(power)(int dtype, int norm_type, const void *base, int64_t start, int64_t n) {
     const char *x = (const char *)base + start * size_of(dtype);
     if (norm_type == LARGEST_ONE) return NAME(largest)(dtype, x, n);
@@ -288,8 +288,8 @@ INLINE void NAME(adagrad)(float *restrict p, const float *restrict grad, float *
     }
 }
 
-/* The same in strips of a cache line, which asks for what comes: a loop that is vectorised can't. `raw` and `half`: where the
- * gradients come from, of `size` bytes each, and where the copies go, or NULL. */
+/* The same in strips of one cache line, with prefetches, which a vectorised loop cannot contain. `raw`: the gradients, of
+ * `size` bytes each. `half`: the half-precision copies, or NULL. */
 INLINE void NAME(adam_ahead)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
                              float *restrict most, int64_t n, const struct adam *set, float step_size, float root,
                              const char *raw, int size, const uint16_t *half, const int decoupled, const int amsgrad) {

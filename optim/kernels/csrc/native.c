@@ -1,7 +1,7 @@
 /* Powers of gradients and updates of optimizers in one pass over memory: plain C, without Python's or torch's headers.
  *
- * Called through ctypes by native.py, with the addresses of tensors. Which instruction set is used is decided when the first
- * call is made; results are the same bits for all of them, and for any number of threads: sums are made of chunks, in order. */
+ * native.py calls the functions through ctypes, with the addresses of tensors. The first call selects the instruction set.
+ * Results are bitwise identical for all instruction sets and numbers of threads, because chunks are added in order. */
 
 #include <math.h>
 #include <pthread.h>
@@ -19,7 +19,7 @@ enum { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
 enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
 enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, BLOCK = 1024, CHUNK = 16384 };
-enum { ENOUGH = 1 << 18 }; /* elements that are worth a thread */
+enum { ENOUGH = 1 << 18 }; /* least number of elements per thread */
 
 typedef float floats4 __attribute__((vector_size(16)));
 typedef float floats8 __attribute__((vector_size(32)));
@@ -28,7 +28,7 @@ typedef int32_t ints8 __attribute__((vector_size(32)));
 typedef double doubles4 __attribute__((vector_size(32)));
 typedef double doubles8 __attribute__((vector_size(64)));
 
-/* Hyper-parameters, as float32 as torch's kernels take them. */
+/* Hyper-parameters, rounded to float32 as in torch's kernels. */
 struct adam { float factor, beta1, beta2, rest1, rest2, eps, decay; int decoupled, amsgrad; };
 struct sgd { float factor, decay, rate, momentum, rest; int nesterov; };
 struct adagrad { float factor, decay, eps; };
@@ -43,20 +43,20 @@ struct tensor {
     const void *grad;
     float *first, *second, *third; /* the optimizer's states */
     void *half;                    /* the half-precision copy of param, or NULL */
-    int16_t *rest;                 /* what half, which is stepped then, lacks of a master; or NULL */
+    int16_t *rest;                 /* remainder of a split master weight, whose upper half is `half`; or NULL */
     float by_step[2];
     int64_t numel;
 };
 
 static inline int64_t size_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 
-/* float16 by bits, for what the machine has no instruction for. */
+/* float16 conversions by bits, for machines without instructions for them. */
 static inline float float_of_float16(uint16_t half) {
     uint32_t exponent = half & 0x7c00, bits = (uint32_t)(half & 0x7fff) << 13;
     float value;
     if (exponent == 0x7c00) bits |= 0x7f800000; /* inf, NaN */
     else if (exponent) bits += 112u << 23;
-    else bits += 113u << 23; /* below the normal ones: 2^-14 (1 + x) - 2^-14 */
+    else bits += 113u << 23; /* subnormal: 2^-14 (1 + x) - 2^-14 */
     memcpy(&value, &bits, 4);
     if (!exponent) value -= 0x1p-14f;
     memcpy(&bits, &value, 4);
@@ -71,8 +71,8 @@ static inline uint16_t float16_of_float(float value) {
     uint16_t sign = (uint16_t)((bits >> 16) & 0x8000);
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return sign | 0x7e00 | (uint16_t)((bits >> 13) & 0x3ff);
-    if (bits >= 0x477ff000) return sign | 0x7c00; /* rounds to more than the largest */
-    if (bits < 0x38800000) {                      /* the sum's last bit is the unit of what is below the normal ones */
+    if (bits >= 0x477ff000) return sign | 0x7c00; /* rounds to infinity */
+    if (bits < 0x38800000) {                      /* the sum's last bit is the unit of the subnormal numbers */
         float shifted;
         memcpy(&shifted, &bits, 4);
         shifted += 0.5f;
@@ -104,7 +104,7 @@ static inline floats4 floats_of_float16(const uint16_t *x) {
 #include "loops.h"
 #endif
 
-/* Which instruction set. --------------------------------------------------------------------------------------------- */
+/* Instruction set. --------------------------------------------------------------------------------------------------- */
 
 struct loops {
     const char *name;
@@ -133,7 +133,7 @@ static int runs_here(int index) {
 
 static const struct loops *loops = &all_loops[0];
 
-/* Take the instruction set of this name, or the best one (NULL). Returns its name, NULL where it can't run here. */
+/* Select the instruction set of this name, or the best one (NULL). Returns its name, or NULL if it is not supported. */
 EXPORT const char *meshstep_take(const char *name) {
     for (int index = (int)(sizeof all_loops / sizeof *all_loops) - 1; index >= 0; index--)
         if (runs_here(index) && (!name || !strcmp(name, all_loops[index].name))) {
@@ -143,8 +143,8 @@ EXPORT const char *meshstep_take(const char *name) {
     return NULL;
 }
 
-/* Threads: torch's own, of the OpenMP runtime that it loaded, where that can be called: they wait for work by spinning for
- * some milliseconds, and others would share the cores with them. Else made for a call and gone after it. ------------- */
+/* Threads: those of torch's OpenMP runtime if it can be called. They spin for some milliseconds while they wait for work,
+ * so other threads would compete with them for cores. Otherwise threads are created per call. ------------------------- */
 
 struct shared {
     void (*work)(void *, int64_t, int64_t);
@@ -152,7 +152,7 @@ struct shared {
     int64_t count, part, next;
 };
 
-/* Each takes the next part when it is done with one: a core that others use does less. */
+/* Each thread takes the next part when it has finished one, so a busy core does less. */
 static void take_parts(void *given) {
     struct shared *shared = given;
     for (int64_t begin; (begin = __atomic_fetch_add(&shared->next, shared->part, __ATOMIC_RELAXED)) < shared->count;) {
@@ -172,14 +172,14 @@ static parallel *borrowed = NULL;
 
 static void give_back(void) { borrowed = NULL; }
 
-/* Use the threads that the runtime's GOMP_parallel starts; NULL: none of others. A process that is forked has lost them. */
+/* Use the threads of the runtime with this GOMP_parallel; NULL: own threads. A forked process has lost them. */
 EXPORT void meshstep_borrow(parallel *of_runtime) {
     static int told = 0;
     if (!told) told = !pthread_atfork(NULL, NULL, give_back);
     borrowed = told ? of_runtime : NULL;
 }
 
-/* work(context, begin, end) over all of [0, count), in parts. */
+/* Call work(context, begin, end) for parts that cover [0, count). */
 static void in_parallel(void (*work)(void *, int64_t, int64_t), void *context, int64_t count, int64_t elements, int threads) {
     enum { MOST = 256, PARTS = 32 };
     int64_t most = elements / ENOUGH;
@@ -211,7 +211,7 @@ struct powers {
     double *partial;
 };
 
-/* For each tensor its first chunk, and at the end how many there are; NULL where memory is out. */
+/* The first chunk of each tensor, followed by the number of chunks; NULL if out of memory. */
 static int64_t *first_chunks(int64_t tensors, const int64_t *numels, int64_t *elements) {
     int64_t *first = malloc((size_t)(tensors + 1) * sizeof *first), chunks = 0;
     if (!first) return NULL;
@@ -225,7 +225,7 @@ static int64_t *first_chunks(int64_t tensors, const int64_t *numels, int64_t *el
     return first;
 }
 
-/* The tensor that has the chunk: the last one whose first chunk is not after it. */
+/* The tensor of a chunk: the last tensor whose first chunk is not after it. */
 static int64_t tensor_at(const int64_t *first_chunk, int64_t tensors, int64_t chunk) {
     int64_t low = 0, high = tensors;
     while (high - low > 1) {
@@ -242,12 +242,12 @@ static void powers_of_chunks(void *given, int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; chunk++) {
         while (chunk >= p->first_chunk[tensor + 1]) tensor++;
         int64_t start = (chunk - p->first_chunk[tensor]) * CHUNK, rest = p->numels[tensor] - start;
-        const void *at = (const void *)(uintptr_t)p->addresses[tensor]; /* NULL: zeros that torch has given no memory */
+        const void *at = (const void *)(uintptr_t)p->addresses[tensor]; /* NULL: a tensor of zeros without memory */
         p->partial[chunk] = at ? loops->power(p->dtype, p->norm_type, at, start, rest < CHUNK ? rest : CHUNK) : 0;
     }
 }
 
-/* In pairs of halves, so that the error of a sum grows with the logarithm of its length. NaN is the largest. */
+/* Add by halves, so that the error grows with the logarithm of the length only. NaN is the largest. */
 static double together(const double *values, int64_t n, int norm_type) {
     if (n == 0) return 0;
     if (n == 1) return values[0];
@@ -256,7 +256,7 @@ static double together(const double *values, int64_t n, int norm_type) {
     return isnan(a) || a > b ? a : b;
 }
 
-/* out[i]: the sum of |x|^norm_type of tensor i, its largest |x| for norm_type 0. Returns 0, or 1 where memory is out. */
+/* out[i]: the sum of |x|^norm_type of tensor i, or the largest |x| for norm_type 0. Returns 1 if out of memory, else 0. */
 EXPORT int meshstep_powers(int64_t tensors, const uint64_t *addresses, const int64_t *numels, int dtype, int norm_type,
                            double *out, int threads) {
     int64_t elements, *first = first_chunks(tensors, numels, &elements);
@@ -296,17 +296,17 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
     }
 }
 
-/* Counted up with every change of what the functions are called with: `native.py` has the same number. */
+/* Increment it with every change of a function's arguments; `native.py` must have the same number. */
 EXPORT int meshstep_interface(void) { return 3; }
 
-/* One update of `count` tensors; nothing is changed where *found_inf is not 0.
+/* One update of `count` tensors; changes nothing if *found_inf is not 0.
  *
- * columns: 5 arrays of `count` addresses, one after another: param, first, second, third state, step; 0: none.
- * grads: `count` addresses. halves: as many, or NULL: half-precision copies of the params, or 0.
- * rests: as many, or NULL: 16-bit remainders of params that are bfloat16, or 0.
+ * columns: 5 consecutive arrays of `count` addresses: param, first, second, third state, step; 0: none.
+ * grads: `count` addresses. halves: NULL, or `count` addresses of half-precision copies of the params; 0: none.
+ * rests: NULL, or `count` addresses of 16-bit remainders of bfloat16 params; 0: none.
  * hyper: Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr, momentum, dampening, weight decay, nesterov.
  *        Adagrad: lr, lr decay, eps, weight decay.
- * factor: of the gradients, with the sign of maximize. Returns 0, or 1 where memory is out. */
+ * factor: multiplies the gradients; has the sign of maximize. Returns 1 if out of memory, else 0. */
 EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, const uint64_t *grads, const uint64_t *halves,
                            const uint64_t *rests, const int64_t *numels, int grad_dtype, int half_dtype,
                            const double *hyper, double factor, const float *found_inf, int threads) {
@@ -339,7 +339,7 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
         float *step = at[4];
         if (step) {
             *step += 1;
-            if (*step != counted) { /* a power takes longer than a small tensor */
+            if (*step != counted) { /* computing a power is slower than stepping a small tensor */
                 counted = *step;
                 size = kind == ADAM ? hyper[0] / (1 - pow(hyper[1], counted)) : hyper[0] / (1 + (counted - 1) * hyper[1]);
                 root = kind == ADAM ? sqrt(1 - pow(hyper[2], counted)) : 1;

@@ -54,16 +54,20 @@ def other_schedule() -> Any:
         (ValueError, lambda: {"data_parallel": "zero3"}, "data_parallel='zero3': give one of 'ddp', 'zero1'"),
         (ValueError, lambda: {"max_norm": -1.0}, "max_norm"),
         (ValueError, lambda: {"accumulation_steps": 0}, "accumulation_steps=0: give a whole number"),
-        (TypeError, lambda: {"precision": "fp16"}, "precision= is ParallelOptimizer's; here it is mixed_precision"),
-        (TypeError, lambda: {"average_data": False}, "average_data= is ParallelOptimizer's; here it is data_parallel"),
+        (
+            TypeError,
+            lambda: {"precision": "fp16"},
+            "precision= is an argument of ParallelOptimizer; for Booster, give mixed_precision",
+        ),
+        (TypeError, lambda: {"average_data": False}, "for Booster, give data_parallel"),
         (
             TypeError,
             lambda: {"clip": 1.0},
-            "clip= is no argument of Booster, and none of ParallelOptimizer: there are accum",
+            "clip= is an argument of neither Booster nor ParallelOptimizer: there are accum",
         ),
-        (TypeError, lambda: {"comm_hook": bool}, "none of ParallelOptimizer: write compression="),
-        (ValueError, lambda: {"overlap": True, "data_parallel": "zero1"}, "overlap is for data_parallel=None"),
-        (TypeError, lambda: {"dtype": "bf16"}, "none of ParallelOptimizer: write mixed_precision="),
+        (TypeError, lambda: {"comm_hook": bool}, "neither Booster nor ParallelOptimizer: write compression="),
+        (ValueError, lambda: {"overlap": True, "data_parallel": "zero1"}, "overlap needs data_parallel=None"),
+        (TypeError, lambda: {"dtype": "bf16"}, "neither Booster nor ParallelOptimizer: write mixed_precision="),
         (TypeError, lambda: {"optimizer": boosted_optimizer()}, "optimizer is a ParallelOptimizer; give a plain torch"),
         (
             ValueError,
@@ -85,8 +89,8 @@ def test_several_optimizers_that_are_refused_stay_as_they_were() -> None:
     first, *rest = model.parameters()
     several = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
     for message, changes in (
-        ("lr_scheduler is of one of several optimizers", {"lr_scheduler": torch_lr.StepLR(several[0], 2)}),
-        ("4 of the optimizer's parameters are not the model's", {"model": other}),
+        ("lr_scheduler was created with one of several optimizers", {"lr_scheduler": torch_lr.StepLR(several[0], 2)}),
+        ("4 of the optimizer's parameters are not in the model", {"model": other}),
     ):
         with pytest.raises(ValueError, match=message):
             boost(**{"model": model, "optimizer": several, **changes})
@@ -114,9 +118,9 @@ def without_elements() -> dict[str, Any]:
     [
         (
             adagrad,
-            r"the model is on cpu, and the optimizer has state there already: call model.to\(registry.device\), which ",
+            r"the model is on cpu, where the optimizer already has a state; call model.to\(registry.device\), which ",
         ),
-        (without_elements, r"0.weight is on the meta device and has no elements: call model.to_empty\(device="),
+        (without_elements, r"0.weight is on the meta device and has no elements; call model.to_empty\(device="),
     ],
 )
 def test_what_cannot_move_to_the_gpu(changes: Callable[[], dict[str, Any]], message: str) -> None:
@@ -157,7 +161,7 @@ def test_a_model_that_is_not_on_the_registrys_gpu_is_moved_there() -> None:
 
 
 def test_a_schedule_needs_its_optimizer() -> None:
-    with pytest.raises(ValueError, match="lr_scheduler is given without the optimizer"):
+    with pytest.raises(ValueError, match="lr_scheduler is given without its optimizer"):
         Booster().boost(classifier(), None, lr_scheduler=other_schedule())  # type: ignore[call-overload]
 
 
@@ -166,7 +170,7 @@ def test_backward_and_no_sync_take_what_boost_returned() -> None:
     sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     booster = Booster()
     booster.boost(model, sgd)
-    with pytest.raises(TypeError, match="optimizer is a SGD; give the one that boost returned"):
+    with pytest.raises(TypeError, match="optimizer is a SGD; give the optimizer that boost returned"):
         booster.backward(model(torch.ones(1, 6)).sum(), sgd)
     with pytest.raises(ValueError, match="the model or the optimizer that boost returned"):
         booster.no_sync(classifier())
@@ -210,20 +214,25 @@ def first_words(
 
 
 WRONG: list[tuple[dict[str, int], str, Any, str]] = [
-    ({"tensor": 2}, "", "ddp", "data_parallel='ddp' needs a data axis.*or name an axis 'data'"),
+    ({"tensor": 2}, "", "ddp", "data_parallel='ddp' needs a data axis.*name an axis 'data'"),
     ({"tensor": 2}, "", None, "no spec for 0.weight, 0.bias.*say how each parameter is laid out"),
-    ({"data": 2}, "split", "ddp", r"0.weight is declared P\('data'\), which names 'data': take data_parallel=None"),
-    ({"data": 2}, "split", "fsdp", "treats all parameters alike over the data axes"),
-    ({"data": 2}, "stepped", "fsdp", "has state of the old ones: boost it before its first step"),
-    ({"data": 2}, "wrapped", "ddp", "a DistributedDataParallel is data parallel already; give the bare model"),
+    ({"data": 2}, "split", "ddp", r"0.weight is declared P\('data'\), which names 'data'; give data_parallel=None"),
+    ({"data": 2}, "split", "fsdp", "treats all parameters equally over the data axes"),
+    ({"data": 2}, "stepped", "fsdp", "has states of the old ones; call boost before its first step"),
+    (
+        {"data": 2},
+        "wrapped",
+        "ddp",
+        "the model contains a DistributedDataParallel, which is already data parallel; give the bare model",
+    ),
     (
         {"data": 2},
         "shuffled",
         None,
-        "each of the 2 data ranks would see all of the loader's samples, by RandomSampler; make the loader w",
+        "the loader's RandomSampler would give all samples to each of the 2 data ranks; create the loader w",
     ),
-    ({"tensor": 2}, "world", None, "DistributedSampler is part [01] of 2, but this rank is data coordinate 0 of 1"),
-    ({"data": 2}, "rank 1", "ddp", "of the optimizer's parameters are not the model's"),
+    ({"tensor": 2}, "world", None, "DistributedSampler has rank [01] of 2, but this rank has data coordinate 0 of 1"),
+    ({"data": 2}, "rank 1", "ddp", "of the optimizer's parameters are not in the model"),
 ]
 
 
@@ -302,14 +311,14 @@ def boosted_with(how: str) -> str:
 
 LOADERS = {
     "batches of a distributed sampler": "",
-    "batches of another distributed sampler": r"DistributedSampler is part [0-3] of 4, but this rank is data coordinate",
+    "batches of another distributed sampler": r"DistributedSampler has rank [0-3] of 4, but this rank has data coordinate",
     "own batch sampler": "",
-    "shuffled batches": "each of the 2 data ranks would see all of the loader's samples, by RandomSampler; make the loader",
-    "weighted": "each of the 2 data ranks would see all of the loader's samples, by WeightedRandomSampler",
-    "subset": "by SubsetRandomSampler",
+    "shuffled batches": "the loader's RandomSampler would give all samples to each of the 2 data ranks; create the loader",
+    "weighted": "the loader's WeightedRandomSampler would give all samples to each of the 2 data ranks",
+    "subset": "the loader's SubsetRandomSampler would give all samples",
     "streams": "",
-    "equal streams": "ranks 0 and 2, which are on different data coordinates, begin with the same samples; let each choose",
-    "streams of all ranks": "ranks 0 and 1, which are on the same data coordinate, begin with different samples",
+    "equal streams": "ranks 0 and 2 begin with the same samples, but the ranks have different data coordinates; select",
+    "streams of all ranks": "ranks 0 and 1 begin with different samples, but the ranks have the same data coordinate",
 }
 
 

@@ -186,5 +186,5 @@ def test_all_ranks_hold_together(world: World) -> None:
 
 def test_a_plain_optimizer_is_refused_because_it_does_not_say_what_it_skipped() -> None:
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    with pytest.raises(ValueError, match="StepLR is of a SGD, which doesn't say whether it skipped a step"):
+    with pytest.raises(ValueError, match="StepLR was created with a SGD, which doesn't report skipped steps"):
         HoldOnSkip(StepLR(sgd, 2))

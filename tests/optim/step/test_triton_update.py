@@ -225,6 +225,6 @@ def test_without_the_package_the_choice_is_an_error_that_says_so() -> None:
     with mock.patch.dict(sys.modules, missing), pytest.raises(ImportError) as error:
         use_kernels("triton")
     choice._loaded.cache_clear()
-    assert "kernels='triton' needs the package triton, which can't be imported here" in str(error.value)
+    assert "kernels='triton' needs the package triton, which can't be imported" in str(error.value)
     assert "give 'auto' or 'torch'" in str(error.value)
     assert choice.kernels_chosen() == before

@@ -1,4 +1,4 @@
-"""accelerate, and a Transformers `Trainer`, clip by the optimizer's own norm."""
+"""Clipping by the optimizer's exact norm in accelerate and in the Transformers `Trainer`."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ check_in_first_window(wrong_around)
 
 
 def take_over_clipping(driver: Any, optimizer: Any) -> None:
-    """Let what accelerate clips by, and a `Trainer` logs, be the exact norm of ``optimizer``.
+    """Let accelerate, or a `Trainer`, clip by and log the exact norm of ``optimizer``.
 
         take_over_clipping(trainer, optimizer)  # max_grad_norm= of its arguments is the threshold
-        take_over_clipping(accelerator, optimizer)  # after prepare; accelerator.clip_grad_norm_(...) as ever
+        take_over_clipping(accelerator, optimizer)  # after prepare; then call accelerator.clip_grad_norm_(...) as usual
 
-    Their ``clip_grad_norm_`` then completes and measures the gradients of all parameters of the optimizer, clips them in
-    place and returns the norm before that: 0-dim, float64. It is `ParallelOptimizer.clip_grad_by_norm`, and takes the place
-    of the optimizer's ``max_norm=``; by ``inf``, which is how a Trainer without ``max_grad_norm`` measures, that is what is
-    clipped by. ``clip_grad_value_`` is `ParallelOptimizer.clip_grad_by_value`. No other method of theirs changes.
+    Afterwards ``clip_grad_norm_`` is `ParallelOptimizer.clip_grad_by_norm`: it reduces and measures the gradients of
+    all parameters of the optimizer, clips them in place, and returns the norm before clipping, 0-dim float64. It
+    replaces the optimizer's ``max_norm=``. With the threshold ``inf``, which a Trainer without ``max_grad_norm`` uses
+    to measure, the optimizer's ``max_norm=`` is applied. ``clip_grad_value_`` is
+    `ParallelOptimizer.clip_grad_by_value`. No other methods change.
 
     Args:
         driver: The accelerator, or the Trainer before its ``train``.
-        optimizer: The `ParallelOptimizer`, or what accelerate made of it.
+        optimizer: The `ParallelOptimizer`, or the wrapper that accelerate created for it.
+
     Raises:
         TypeError: ``driver`` or ``optimizer`` is something else.
-        ValueError: What they do can't be right: a loss scale of accelerate's own (``mixed_precision="fp16"``), windows that
-            both manage, a `DistributedDataParallel` around a model that is split. Nothing is changed.
-    Their ``clip_grad_norm_`` raises, on every rank:
-        ValueError: It is given some of the optimizer's parameters only; or the model has been wrapped since.
-        RuntimeError: In the middle of a window: write ``if accelerator.sync_gradients:`` before it.
-    Collectives: an object all-gather, and so in the clips before the first step. Else of a clip those of a step, which then
-    has none left. Host reads: of a clip none, but for the first one.
+        ValueError: The combination can't be right: accelerate's own loss scale (``mixed_precision="fp16"``),
+            accumulation windows managed by both, or a `DistributedDataParallel` around a sharded model. Nothing is
+            changed.
+
+    The new ``clip_grad_norm_`` raises, on every rank, ValueError if some of the optimizer's parameters are not passed
+    to it or the model has been wrapped since, and RuntimeError in the middle of a window (write ``if
+    accelerator.sync_gradients:`` before it).
+
+    Collectives: an object all-gather, and one per clip before the first step. A clip has those of a step, which then
+        has none.
+    Host synchronization: one in the first clip.
     """
     inner, accelerator = innermost(optimizer), getattr(driver, "accelerator", driver)
     if not isinstance(inner, ParallelOptimizer):
@@ -51,7 +57,7 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
     on_all_ranks(lambda: _check(accelerator, inner), inner.registry)
     clip = partial(_clip_norm, accelerator, inner)
     accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip, partial(_clip_value, accelerator, inner)
-    if driver is not accelerator:  # what a Trainer takes where gradients are on several meshes
+    if driver is not accelerator:  # a Trainer calls this method for gradients on several meshes
         driver._mixed_mesh_grad_norm = lambda model, max_norm: clip(model.parameters(), max_norm)
     taken_over(inner)
 
@@ -59,11 +65,11 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
 def _check(accelerator: Any, optimizer: ParallelOptimizer[Any]) -> None:
     if getattr(accelerator, "scaler", None) is not None:
         raise ValueError(
-            'mixed_precision="fp16" has a loss scale that each rank decides on alone: give the accelerator "bf16" or "no"'
+            'mixed_precision="fp16" of accelerate has a separate loss scale per rank; give the accelerator "bf16" or "no"'
         )
     if optimizer.accumulation_steps is not None:
         raise ValueError(
-            "accelerate manages windows of micro-batches itself: leave accumulation_steps= of ParallelOptimizer out"
+            "accelerate manages accumulation windows itself; leave accumulation_steps= of ParallelOptimizer out"
         )
     _check_not_wrapped(optimizer)
 
@@ -90,7 +96,7 @@ def _clip_value(
 
 
 def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameters: Tensor | Iterable[Tensor]) -> None:
-    """Before the first step together with all ranks."""
+    """Check the parameters of a clip; before the first step, together with all ranks."""
     given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
 
     def check() -> None:
@@ -98,12 +104,12 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
         missing = sum(id(param) not in given for param in own)
         if missing:
             raise ValueError(
-                f"{missing} of the optimizer's {len(own)} parameters are not among those to be clipped, and its norm is "
-                "that of all of them: give model.parameters(), or ParallelOptimizer a max_norm= in param groups"
+                f"{missing} of the optimizer's {len(own)} parameters are not passed to the clip, and the norm includes all "
+                "of them; pass model.parameters(), or give ParallelOptimizer a max_norm= in param groups"
             )
         if not accelerator.sync_gradients:
             raise RuntimeError(
-                "in the middle of a window of micro-batches there is nothing to clip yet: write `if "
+                "the clip was called in the middle of an accumulation window, whose gradients are incomplete; write `if "
                 "accelerator.sync_gradients:` before the clip"
             )
         if optimizer.last_stats is None:
@@ -120,12 +126,15 @@ def _params(optimizer: ParallelOptimizer[Any]) -> list[Tensor]:
 
 
 def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
-    """accelerate does not tell what it wrapped."""
+    """Raise ValueError if a parameter that is sharded over ranks is inside a DistributedDataParallel over them.
+
+    accelerate does not report which models it wrapped.
+    """
     found = find_misplaced_ddp(_params(optimizer), optimizer.model_plan.entries, optimizer.registry)
     if found is not None:
         name, ranks = found
         raise ValueError(
-            f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold different pieces: "
-            "it has given all of them the weights of one, and averages gradients that are not the same. Load the model "
-            "anew, and prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
+            f"{name} is in a DistributedDataParallel over the ranks {ranks}, which hold different shards of it; this wrapper "
+            "overwrites the shards with one rank's and averages their gradients: load the model again, and prepare it with "
+            "accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
         )

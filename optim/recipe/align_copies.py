@@ -1,10 +1,13 @@
-"""Copies of what is stepped, made equal again where they were computed on each rank and came out differently.
+"""`align_copies`, which makes diverged replicas of stepped tensors equal again.
 
-Along an axis that sums gradients all ranks get the same bits. Where every rank computes the gradient of its copy itself
-(a layer norm on tensor ranks), they are equal as long as the kernels are deterministic, which on a GPU those with atomic
-additions are not: the last bits differ, Adam makes whole updates of them, and the copies part slowly.
-``torch.use_deterministic_algorithms(True)`` forbids such kernels, at their cost; to make the copies equal from time to time
-costs next to nothing. Not averaged, but set to one rank's: weights, masters and moments go on as one step left them.
+An axis that sums gradients gives bitwise identical results to all ranks. Some gradients are computed separately on
+every rank, such as those of a replicated layer norm on tensor ranks. They are equal only with deterministic kernels.
+GPU kernels with atomic additions are not deterministic: the last bits of gradients differ, Adam turns them into full
+updates, and the replicas slowly diverge. ``torch.use_deterministic_algorithms(True)`` forbids such kernels at a cost;
+aligning replicas from time to time costs almost nothing.
+
+Replicas are not averaged but set to one rank's values, so that weights, master weights and moments belong to the same
+step.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from ..states.chain import TransformChain
 
 
 class _TravelKind(NamedTuple):
-    """What travels together."""
+    """Properties of tensors that are broadcast together."""
 
     ranks: tuple[int, ...]
     layout: Bucket
@@ -38,15 +41,24 @@ class _TravelKind(NamedTuple):
 
 @torch.no_grad()
 def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
-    """Give all copies of what is stepped, masters among it, and of its state the bits of the first rank that holds one, and
-    bring them into the model. Every rank must call it, between two steps: every some hundred of them.
+    """Set all replicas of stepped tensors and their states to the values of the first rank that holds them.
 
-    Numbers that all elements of a parameter share (step counts) are left alone, and what has no copies.
+    Master weights are included, and the results are written to the model. Call it on every rank between two steps,
+    about every few hundred steps. States that all elements of a parameter share (step counts) and tensors without
+    replicas are unchanged.
+
+        if step % 200 == 0:
+            align_copies(optimizer)
+
+    Args:
+        optimizer: The optimizer.
 
     Raises:
-        ValueError: On every rank: two copies have states of different kinds; nothing is changed.
-    Collectives: an object all-gather, and for each kind of layout a broadcast of every 32 MiB; and those by which `Sharded`
-    brings weights into the model. Host reads: yes.
+        ValueError: On every rank: two replicas have different kinds of states; nothing is changed.
+
+    Collectives: an object all-gather, one broadcast per 32 MiB and kind of layout, and the collectives by which
+        `Sharded` writes weights to the model.
+    Host synchronization: yes.
     """
     with in_call(optimizer.registry, "align_copies"):
         _align(optimizer.pieces(), optimizer.transforms, optimizer.registry)
@@ -70,14 +82,14 @@ def _align(rows: Sequence[SteppedTensor], chain: TransformChain, registry: Proce
 
 
 def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:
-    """The ranks, ascending, that hold the piece which ``rank`` has of a parameter laid out so."""
+    """Return the ranks, ascending, that hold the same shard as ``rank`` of a parameter with this layout."""
     tied = {axis: spec.tied_coordinates(axis, topology) for axis, _ in spec.tied}
     peers = topology.peers(rank, *(axis for axis in topology.axes if axis in {*spec.replica_axes(topology), *tied}))
     return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in tied[axis] for axis in tied))
 
 
 def _agree(said: dict[_TravelKind, list[str]], registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError, on every rank, where ranks would broadcast different things; names may differ, of tied copies."""
+    """Raise ValueError, on every rank, if ranks would broadcast different tensors. Names of tied parameters may differ."""
     reports = gather_objects(said, registry)
     for rank, report in enumerate(reports):
         for kind, own in report.items():
@@ -86,23 +98,23 @@ def _agree(said: dict[_TravelKind, list[str]], registry: ProcessGroupRegistry) -
             for mine, other in zip(own, others, strict=False):
                 if mine.partition(": ")[2] != other.partition(": ")[2]:
                     raise ValueError(
-                        f"copies can't be aligned: {mine} on rank {rank}, but {other} on rank {first}: one "
-                        "was stepped and the other was not. Load a checkpoint, which gives both a state"
+                        f"replicas can't be aligned: {mine} on rank {rank}, but {other} on rank {first}; one replica was "
+                        "stepped and the other was not: load a checkpoint, which gives both a state"
                     )
             if len(own) != len(others):
                 raise ValueError(
-                    f"copies can't be aligned: rank {rank} steps {len(own)} parameters that ranks {kind.ranks} hold, and "
-                    f"rank {first} {len(others)}: freeze the same ones on all of them"
+                    f"replicas can't be aligned: rank {rank} steps {len(own)} parameters of ranks {kind.ranks}, and rank "
+                    f"{first} steps {len(others)} of them; freeze the same parameters on all these ranks"
                 )
 
 
 def _share(tensors: Sequence[Tensor], ranks: tuple[int, ...], registry: ProcessGroupRegistry) -> None:
-    """Broadcast the tensors' bytes, in row-major order and as many as travel together, from the first of the ranks."""
+    """Broadcast the tensors' bytes from the first of the ranks, in row-major order and in buckets."""
     parts: list[Tensor] = []
     copied: list[tuple[Tensor, Tensor]] = []
     nbytes = 0
     for tensor in tensors:
-        dense = tensor.detach().contiguous().resolve_neg()  # the tensor itself, unless its memory is laid out otherwise
+        dense = tensor.detach().contiguous().resolve_neg()  # a copy only if its memory is not contiguous or is negated
         for part in dense.view(-1).view(torch.uint8).split(BUCKET_BYTES):
             if parts and nbytes + part.numel() > BUCKET_BYTES:
                 _broadcast(parts, copied, ranks, registry)
@@ -120,11 +132,13 @@ def _broadcast(
     ranks: tuple[int, ...],
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Set the parts to those of the first rank, and then each tensor to its dense copy, of which they were parts."""
+    """Broadcast the parts from the first rank, then copy each dense copy back to its tensor."""
     sizes = [part.numel() for part in parts]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=registry.device)
     slots = flat.split(sizes)
-    sides: dict[torch.device, list[int]] = {}  # what is offloaded is on another device; one copy each way between two
+    sides: dict[
+        torch.device, list[int]
+    ] = {}  # offloaded parts are on another device; one transfer per device and direction
     for index, part in enumerate(parts):
         sides.setdefault(part.device, []).append(index)
     for which in sides.values():

@@ -1,4 +1,4 @@
-"""The schedules: each is the warm-up and floor of `WarmupLR` with a decay of the formulas below.
+"""Learning-rate schedules: each combines the warm-up and floor of `WarmupLR` with a decay.
 
 schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50)
 for batch in loader:
@@ -23,7 +23,7 @@ from ...parallel.mesh.call_tracker import receiver_of_caller
 from ..parallel_optimizer import ParallelOptimizer
 from .hold import Hold, weakly
 
-# Learning rates as closed formulas of t, the number of steps taken so far; rate(t) is that of the next step -----------
+# Formulas of the learning rate; t is the number of steps taken so far, and rate(t) the rate of the next step ----------
 
 # With base rate b of a param group, W warm-up steps and a run of T steps::
 #
@@ -34,34 +34,33 @@ from .hold import Hold, weakly
 #                polynomial   (1 - x) ** power
 #                cosine       (1 + cos(pi x)) / 2           with x(t) = min(1, max(0, t - W) / max(1, T - W))
 #
-# The first step has rate b / (W + 1) and not 0, which would waste it; the rate is b at t = W and never above it. A
-# warm-up that is as long as the run or longer is still a warm-up, and after T the rate stays what it is there.
+# The first step has the rate b / (W + 1) instead of 0, which would waste the step. The rate is b at t = W and never above
+# b. A warm-up may be as long as the run or longer. After T the rate remains constant.
 #
-# Plain functions of numbers: no optimizer, no state. Each is a factor in 0..1.
+# The functions below return factors in 0..1.
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """min(1, (t + 1) / (W + 1))."""
+    """Return the warm-up factor min(1, (t + 1) / (W + 1))."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
 def constant(step: int) -> float:
-    """1."""
     return 1.0
 
 
 def multi_step(step: int, milestones: Iterable[int], gamma: float) -> float:
-    """gamma to the power of the milestones that were reached; one that comes twice counts twice."""
+    """Return gamma to the power of the number of milestones reached; a repeated milestone counts repeatedly."""
     return float(gamma ** sum(milestone <= step for milestone in milestones))
 
 
 def polynomial(step: int, total_steps: int, warmup_steps: int = 0, power: float = 1.0) -> float:
-    """(1 - x) ** power; linear with power 1."""
+    """Return (1 - x) ** power, which is linear for power 1."""
     return float((1 - progress(step, total_steps, warmup_steps)) ** power)
 
 
 def cosine(step: int, total_steps: int, warmup_steps: int = 0) -> float:
-    """(1 + cos(pi x)) / 2: half a period.
+    """Return (1 + cos(pi x)) / 2, half a period of a cosine.
 
     Reference: Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983, without restarts.
     """
@@ -69,43 +68,43 @@ def cosine(step: int, total_steps: int, warmup_steps: int = 0) -> float:
 
 
 def progress(step: int, total_steps: int, warmup_steps: int = 0) -> float:
-    """x: 0 until the end of the warm-up, 1 from the end of the run on."""
+    """Return x: 0 until the end of the warm-up, 1 from the end of the run on."""
     return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
 
 
-# Warmup lr ------------------------------------------------------------------------------------------------------------
-
-# The base of the schedules here, on torch's own scheduler class: warm-up and floor, moving when a step was taken.
+# WarmupLR -------------------------------------------------------------------------------------------------------------
 
 
 class WarmupLR(LRScheduler):
-    """Base of the schedules here: the warm-up, the floor, and when to move.
+    """Base class of the schedules: it has a warm-up and a floor, and moves only when the optimizer took a step.
 
-    Given a `ParallelOptimizer`, `step` moves only when the optimizer has stepped since it last moved: not in the middle of
-    an accumulation window, and not when the step was skipped because the norm was not finite. On a GPU it does not wait
-    for that verdict: it moves, and takes the move back before the optimizer's next `step` if there was none to count. So
-    the host can run ahead of the device by one step; `get_last_lr` and `state_dict` wait for the verdict, and in between
-    the ``"lr"`` of a param group is the one that holds if the step was taken. On the CPU nothing is deferred.
-    Any other optimizer is taken at its word: each call of `step` moves.
+    With a `ParallelOptimizer`, `step` moves only if the optimizer took a step since the last move. It holds in the
+    middle of an accumulation window, and after a step that was skipped because the gradient norm was not finite. On a
+    GPU `step` does not wait for that decision: it moves, and undoes the move before the optimizer's next `step` if the
+    step was skipped. So the host can be one step ahead of the device. `get_last_lr` and `state_dict` wait for the
+    decision; in between, the ``"lr"`` of a param group assumes that the step was taken. On a CPU nothing is deferred.
+    With any other optimizer, each call of `step` moves.
 
-    torch's `SequentialLR` may be made of schedules of this class; it counts calls, so put it into `HoldOnSkip`, or its
-    milestones come earlier by the steps that were skipped. `ChainedScheduler` may not: its schedules multiply the rate that
-    they find, and this one writes the rate that its formula says.
+    torch's `SequentialLR` may contain schedules of this class. It counts calls, so wrap it in `HoldOnSkip`; otherwise
+    its milestones are early by the number of skipped steps. `ChainedScheduler` must not contain them: its schedules
+    multiply the current rate, and this class overwrites it.
 
     Args:
-        optimizer: A `ParallelOptimizer` (for the one it wraps: `watch`) or any torch optimizer. Base rates: param groups'
-            ``"lr"``, or ``"initial_lr"`` where a schedule has set it; numbers or 0-dim tensors.
-        warmup_steps: W >= 0.
-        floor: Absolute rate, >= 0, at which decay ends (the warm-up may begin below it).
-        hold_on_skip: False: count skipped steps too, and never read the host.
-        last_epoch: As in torch: -1 to begin; or n >= 0 to go on after n + 1 taken steps with the base rates that are in the
-            param groups as ``"initial_lr"``.
+        optimizer: A `ParallelOptimizer`, or any torch optimizer (see `watch`). The base rates are the param groups'
+            ``"lr"``, or ``"initial_lr"`` if a schedule has set it; numbers or 0-dim tensors.
+        warmup_steps: W, an integer >= 0. Default 0: no warm-up.
+        floor: Absolute rate >= 0 at which the decay ends; the warm-up may start below it. Default: 0.
+        hold_on_skip: False: count skipped steps too, without host synchronization. Default: True.
+        last_epoch: -1: start. n >= 0: continue after n + 1 taken steps, with the base rates in the param groups'
+            ``"initial_lr"``, as in torch. Default: -1.
+
     Raises:
-        ValueError: An argument is out of range, or floor is above a base rate; the optimizer is left as it was.
-        KeyError: With ``last_epoch``, a param group has no ``"initial_lr"``.
-        TypeError: The optimizer is none of torch's.
-    Collectives: none; all ranks find the same steps skipped, so their schedules agree. Host reads: one flag a step, as said
-    above, with ``hold_on_skip`` and a ParallelOptimizer.
+        ValueError: An argument is out of range, or the floor is above a base rate; the optimizer is unchanged.
+        KeyError: ``last_epoch`` is >= 0 and a param group has no ``"initial_lr"``.
+        TypeError: ``optimizer`` is no torch optimizer.
+
+    Collectives: none; all ranks see the same skipped steps, so their schedules agree.
+    Host synchronization: with ``hold_on_skip`` and a `ParallelOptimizer`, one per step.
     """
 
     def __init__(
@@ -129,33 +128,40 @@ class WarmupLR(LRScheduler):
             self.watch(optimizer)
 
     def watch(self, optimizer: ParallelOptimizer) -> None:
-        """Move when this optimizer steps. For a schedule that was made before its torch optimizer was wrapped.
+        """Move when ``optimizer`` takes a step. Call it if the schedule was created before its torch optimizer was
+        wrapped.
+
+        Args:
+            optimizer: The `ParallelOptimizer` that wraps the schedule's optimizer.
 
         Raises:
-            ValueError: It does not wrap this schedule's optimizer.
+            ValueError: ``optimizer`` does not wrap the schedule's optimizer.
         """
         if self.optimizer is not optimizer and self.optimizer is not optimizer.optimizer:
             raise ValueError(
-                f"the schedule is of another {type(self.optimizer).__name__}; give the ParallelOptimizer that wraps it"
+                f"the schedule was created with another {type(self.optimizer).__name__}; give the ParallelOptimizer that "
+                "wraps that one"
             )
         self._watched = optimizer
         self._hold = Hold(optimizer, weakly(self._move), weakly(self._take_back), hold_on_skip=self.hold_on_skip)
 
     @abstractmethod
     def decay(self, step: int) -> float:
-        """What is left, in 0..1, of the way from the base rate down to the floor after ``step`` taken steps."""
+        """Return the decay factor in 0..1 after ``step`` taken steps: 1 for the base rate, 0 for the floor."""
 
     def rate(self, base: float | Tensor, step: int) -> float | Tensor:
-        """The closed formula: the rate of a param group with this base rate after ``step`` taken steps."""
+        """Return the learning rate of a param group with base rate ``base`` after ``step`` taken steps."""
         warm, left = warmup(step, self.warmup_steps), self.decay(step)
-        return warm * (base * left + self.floor * (1 - left))  # exactly the base rate where all is left
+        return warm * (base * left + self.floor * (1 - left))  # exactly the base rate for a decay factor of 1
 
     def get_lr(self) -> list[float | Tensor]:
-        """By param group: the rate for ``last_epoch`` taken steps. A param group that has been added since begins with its
-        own ``"lr"`` (or ``"initial_lr"``) as its base rate, which the schedule's present factor multiplies.
+        """Return the learning rate after ``last_epoch`` taken steps, per param group.
+
+        The base rate of a param group added later is its ``"initial_lr"`` or ``"lr"``, multiplied by the current
+        factor.
 
         Raises:
-            ValueError: That base rate is below the floor.
+            ValueError: The base rate of an added param group is below the floor.
         """
         self._see_new_groups()
         return self._rates_after(self.last_epoch)
@@ -164,13 +170,16 @@ class WarmupLR(LRScheduler):
         return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Move by one, if the optimizer has stepped since the last move; see the class.
+        """Move by one step if the optimizer took a step since the last move; see the class.
 
         Args:
-            epoch: As in torch: move there, whatever the optimizer did.
+            epoch: As in torch: move to this position, whatever the optimizer did. None: move by one.
+
         Raises:
-            TypeError: `ChainedScheduler` calls it, for which it would overwrite the rates of others.
-        Collectives, host reads: as the class says.
+            TypeError: `ChainedScheduler` calls it, whose other schedules' rates it would overwrite.
+
+        Collectives: none.
+        Host synchronization: see the class.
         """
         _check_not_chained(self, receiver_of_caller(ChainedScheduler.step))
         if self._hold is None or epoch is not None:
@@ -192,7 +201,10 @@ class WarmupLR(LRScheduler):
         super().step()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, and pickle. Host reads: one flag, where it has not been read yet."""
+        """Return the state for copies and pickles.
+
+        Host synchronization: one if a decision is pending.
+        """
         self._settle()
         return {key: value for key, value in self.__dict__.items() if key != "_hold"}
 
@@ -201,7 +213,7 @@ class WarmupLR(LRScheduler):
         self._hold = None
         if self._watched is not None:
             if self.optimizer is not self._watched:
-                self.optimizer = self._watched.optimizer  # a copy of the wrapper wraps a copy of its own
+                self.optimizer = self._watched.optimizer  # the copied wrapper wraps a copy of the optimizer
             self.watch(self._watched)
 
     def _settle(self) -> None:
@@ -213,24 +225,33 @@ class WarmupLR(LRScheduler):
         self._write_rates()
 
     def _write_rates(self, rates: Sequence[float | Tensor] | None = None) -> None:
-        """Args: rates: Others than the formula's."""
+        """Write learning rates to the param groups.
+
+        Args:
+            rates: None: the rates of the formula.
+        """
         rates = self.get_lr() if rates is None else rates
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # the same object: a CUDA graph reads it
+                group["lr"].fill_(rate)  # in place, because a CUDA graph reads this tensor
             else:
                 group["lr"] = rate
         self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """By param group: the rate that the next step has. Host reads: one flag, where it has not been read yet."""
+        """Return the learning rate of the next step, per param group.
+
+        Host synchronization: one if a decision is pending.
+        """
         self._settle()
         return super().get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken and rates. The formula's other numbers are the constructor's, so that a run can be extended.
+        """Return the number of steps and the rates.
 
-        Host reads: one flag, where it has not been read yet.
+        The formula's other numbers are not included; they come from the constructor, so that a run can be extended.
+
+        Host synchronization: one if a decision is pending.
         """
         self._settle()
         return {
@@ -242,13 +263,16 @@ class WarmupLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there; the rates are written into the optimizer, before or after it loads its own state.
+        """Load a state, and write its rates to the optimizer, before or after the optimizer loads its own state.
 
-        They are those that the optimizer had where others had set them (in a `SequentialLR`), unless the formula is another
-        one now.
+        The optimizer's saved rates are used if another schedule had set them (in a `SequentialLR`) and the formula is
+        unchanged. Otherwise the formula's rates are used.
+
+        Args:
+            state_dict: The result of `state_dict`.
 
         Raises:
-            ValueError: It is of another number of param groups; nothing is changed.
+            ValueError: The state has another number of param groups; nothing is changed.
         """
         bases = state_dict["base_lrs"]
         if len(bases) != len(self.optimizer.param_groups):
@@ -260,15 +284,19 @@ class WarmupLR(LRScheduler):
             self._hold.forget()
         self.last_epoch, self.base_lrs = state_dict["last_epoch"], [_copied(base) for base in bases]
         self._step_count = state_dict["_step_count"]
-        if self.last_epoch >= 0:  # else a `SequentialLR` has not come to it
+        if self.last_epoch >= 0:  # a `SequentialLR` has started this schedule
             same_formula = state_dict.get("formula") == self.get_lr()
-            # Rates of the start are also those of another schedule that has been made on the optimizer since.
+            # The initial rates don't count as another schedule's: creating any schedule writes its initial rates.
             others = same_formula and state_dict["rates"] != self._rates_after(0)
             self._write_rates(state_dict["rates"] if others else None)
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
-    """``value``, an int of any library, checked. Raises ValueError where it is no whole number of steps >= ``least``."""
+    """Return ``value`` as an int.
+
+    Raises:
+        ValueError: ``value`` is no integer >= ``least``.
+    """
     try:
         number = -math.inf if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -279,12 +307,12 @@ def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
 
 
 def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) -> None:
-    # A ChainedScheduler passes nothing to its schedules, when it is made or in `step`: only its call shows that it exists.
+    # a ChainedScheduler passes no reference to its schedules, so only the caller of `step` reveals it
     if chained is not None and len(chained._schedulers) > 1:
         raise TypeError(
-            f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} writes the rate that "
-            "its formula says over those of the others: take SequentialLR for one after another, or say the product in one "
-            "schedule, a WarmupLR with a decay of your own"
+            f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} overwrites the rates "
+            "of the others; use SequentialLR to run schedules one after another, or write the product as the decay of a "
+            "single WarmupLR subclass"
         )
 
 
@@ -308,7 +336,10 @@ def _copied(rate: float | Tensor) -> float | Tensor:
 class ConstantLR(WarmupLR):
     """The base rate, after a linear warm-up.
 
-    Args, errors, collectives, host reads: as in `WarmupLR`.
+        schedule = ConstantLR(optimizer, warmup_steps=50)
+
+    Args:
+        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
     """
 
     def __init__(
@@ -317,20 +348,20 @@ class ConstantLR(WarmupLR):
         super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip, last_epoch=last_epoch)
 
     def decay(self, step: int) -> float:
-        """1."""
+        """Return 1."""
         return constant(step)
 
 
 class MultiStepLR(WarmupLR):
-    """Multiplies the rate by gamma at each milestone; the warm-up's factor comes on top.
+    """Multiplies the rate by gamma at each milestone; the warm-up factor is applied in addition.
 
         decay(t) = gamma ** |{m in milestones: m <= t}|
 
     Args:
-        milestones: Taken steps, from the start of the run, >= 0, in any order; one that comes twice counts twice.
-        warmup_steps: W >= 0.
-        gamma: In (0, 1].
-    Other args, errors, collectives, host reads: as in `WarmupLR`.
+        milestones: Numbers of taken steps from the start of the run, >= 0, in any order; a repeated milestone counts
+            repeatedly.
+        gamma: Factor in (0, 1]. Default: 0.1.
+        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
     """
 
     def __init__(
@@ -350,19 +381,20 @@ class MultiStepLR(WarmupLR):
         super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip, last_epoch=last_epoch)
 
     def decay(self, step: int) -> float:
-        """gamma to the power of the milestones that were reached."""
+        """Return gamma to the power of the number of milestones reached."""
         return multi_step(step, self.milestones, self.gamma)
 
 
 class PolynomialLR(WarmupLR):
-    """Decays as a power of what is left of the run: (1 - x(t)) ** power, with x as the formulas below says.
+    """Decays with a power of the remaining fraction of the run: (1 - x(t)) ** power.
+
+        x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
 
     Args:
-        total_steps: T >= 1, the warm-up among them.
-        warmup_steps: W >= 0.
-        power: > 0; 1 is linear.
-        eta_min: The floor, absolute, in 0..every base rate.
-    Other args, errors, collectives, host reads: as in `WarmupLR`.
+        total_steps: Number of steps in the run, >= 1, including the warm-up.
+        power: Exponent > 0. Default 1: linear.
+        eta_min: Absolute final rate, >= 0 and at most every base rate. Default: 0.
+        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
     """
 
     def __init__(
@@ -385,17 +417,18 @@ class PolynomialLR(WarmupLR):
         )
 
     def decay(self, step: int) -> float:
-        """(1 - x) ** power."""
+        """Return (1 - x) ** power."""
         return polynomial(step, self.total_steps, self.warmup_steps, self.power)
 
 
 class LinearWarmupLR(PolynomialLR):
-    """Up to the base rate in a straight line, and down to 0 in another.
+    """Rises linearly to the base rate, then decays linearly to 0.
+
+        schedule = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=50)
 
     Args:
-        total_steps: T >= 1, the warm-up among them.
-        warmup_steps: W >= 0.
-    Other args, errors, collectives, host reads: as in `WarmupLR`.
+        total_steps: Number of steps in the run, >= 1, including the warm-up.
+        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
     """
 
     def __init__(
@@ -411,15 +444,17 @@ class LinearWarmupLR(PolynomialLR):
 
 
 class CosineAnnealingLR(WarmupLR):
-    """Decays along half a cosine: (1 + cos(pi x(t))) / 2, with x as the formulas below says.
+    """Decays along half a cosine: (1 + cos(pi x(t))) / 2.
 
-    Without a warm-up it is torch's CosineAnnealingLR up to t = T, after which torch's rises again.
+        x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
+
+    Without warm-up it equals torch's CosineAnnealingLR up to t = total_steps; after that torch's rate rises again.
 
     Args:
-        total_steps: T >= 1, the warm-up among them.
-        warmup_steps: W >= 0.
-        eta_min: The floor, absolute, in 0..every base rate.
-    Other args, errors, collectives, host reads: as in `WarmupLR`.
+        total_steps: Number of steps in the run, >= 1, including the warm-up.
+        eta_min: Absolute final rate, >= 0 and at most every base rate. Default: 0.
+        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
+
     Reference: Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983, without restarts.
     """
 
@@ -439,18 +474,18 @@ class CosineAnnealingLR(WarmupLR):
         )
 
     def decay(self, step: int) -> float:
-        """(1 + cos(pi x)) / 2."""
+        """Return (1 + cos(pi x)) / 2."""
         return cosine(step, self.total_steps, self.warmup_steps)
 
 
-# Let torch's LR schedules, made on a plain optimizer, go on with the `ParallelOptimizer` that wraps it ----------------
+# Transfer of torch's schedules from a torch optimizer to the `ParallelOptimizer` that wraps it ------------------------
 
 
 def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
-    """Make a schedule write the rates of ``optimizer``, and count its steps, in place of the optimizer it wraps.
+    """Let a schedule write the rates of ``optimizer`` and observe its steps, instead of those of the wrapped optimizer.
 
-    torch's schedules call out loud if `step` was not called on the very object that they hold. The wrapped optimizer's is
-    not in the middle of a window, nor where an update is skipped or split up.
+    torch's schedules warn if the `step` of their optimizer was not called. The wrapped optimizer's `step` is not called
+    in the middle of a window, nor if an update is skipped or divided.
 
     Raises:
         TypeError, ValueError: As `followers`; nothing is changed.
@@ -464,18 +499,18 @@ def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
 
 
 def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]:
-    """The schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`).
+    """Return the schedule and the schedules inside it (`SequentialLR`, `ChainedScheduler`).
 
     Raises:
-        TypeError: It is no torch schedule.
-        ValueError: One of them was made on another optimizer.
+        TypeError: ``scheduler`` is no torch schedule.
+        ValueError: A schedule was created with another optimizer.
     """
     if not isinstance(scheduler, LRScheduler):
-        raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give one of torch's or meshstep's schedules")
+        raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}; give a schedule of torch or meshstep")
     if scheduler.optimizer is not optimizer:
         raise ValueError(
-            f"{type(scheduler).__name__} was made on another {type(scheduler.optimizer).__name__} than the one given; make "
-            "the schedule on the plain optimizer, and give both to boost"
+            f"{type(scheduler).__name__} was created with another {type(scheduler.optimizer).__name__} than the given one; "
+            "create the schedule with the plain optimizer, and give both to boost"
         )
     found = [scheduler]
     for value in vars(scheduler).values():
@@ -486,7 +521,7 @@ def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]
 
 
 class _StepNoted(LRScheduler):
-    """A schedule that changes nothing: the constructor of torch's class makes the optimizer note that it has stepped."""
+    """A schedule without effect, whose constructor makes torch record the optimizer's steps."""
 
     def step(self, epoch: int | None = None) -> None:
-        """Nothing, not even at the start."""
+        """Do nothing."""

@@ -1,1 +1,1 @@
-"""What a run is doing, as numbers: measured every few steps, reported every few steps, and where reports go."""
+"""Measurement of a training run every few steps, and reports of the results to files, dashboards and the terminal."""

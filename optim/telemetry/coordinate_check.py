@@ -1,9 +1,10 @@
-"""Does the change of activations depend on the width? Under maximal update parametrization (muP) it does not.
+"""Check of the maximal update parametrization (muP), in which the change of activations does not depend on the width.
 
     change of a layer = mean over all coordinates of |activation after some steps - activation before|, on one input
 
-of models of several widths, alike in all else. In muP it stays what it is as the model gets wider, so that a learning rate
-found on a narrow one fits a wide one; in the standard parametrization it grows with the width in some layers.
+The check compares models of several widths that are otherwise equal. In muP the change stays constant as the model gets
+wider, so a learning rate found on a narrow model fits a wide one. In the standard parametrization it grows with the
+width in some layers.
 
 Reference: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 """
@@ -28,9 +29,9 @@ class Trial(NamedTuple):
     """A model of one width.
 
     Args:
-        model: It is trained in place.
+        model: The model; it is trained in place.
         forward: Runs the model on one input, the same in every call.
-        train: Makes the steps.
+        train: Takes the training steps.
     """
 
     model: nn.Module
@@ -40,18 +41,21 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """What `coordinate_check` found; prints as a table.
+    """Result of `coordinate_check`; prints as a table.
 
     Args:
-        widths: Ascending.
-        changes: By layer the mean absolute change of its output, of each width.
+        widths: The widths, ascending.
+        changes: Mean absolute change of each layer's output, per width.
     """
 
     widths: tuple[int, ...]
     changes: Mapping[str, tuple[float, ...]]
 
     def slopes(self) -> dict[str, float]:
-        """By layer s, where changes grow as width^s: the least-squares line through their logarithms. About 0 in muP."""
+        """Return the exponent s of each layer, where changes grow as width^s; about 0 in muP.
+
+        It is the slope of the least-squares line through the logarithms.
+        """
         return {layer: _slope([log(w) for w in self.widths], values) for layer, values in self.changes.items()}
 
     def __str__(self) -> str:
@@ -73,12 +77,19 @@ def coordinate_check(
     """Train a model of each width, and compare activations before and after. Every rank calls it.
 
     Args:
-        build: A model of a width, split over the mesh or not. Seed it, so that widths differ in nothing else.
-        layers: Globs over the names of modules; of those that return one tensor, of which each rank has a part, or all have
-            it.
+        build: Returns a model of a width, sharded over the mesh or not. Set the seed in it, so that models differ in
+            the width only.
+        widths: Two or more widths.
+        registry: The process groups.
+        layers: Globs over names of modules. Modules are measured if they return one tensor, which may be sharded or
+            replicated. Default: all.
+
     Raises:
-        ValueError: There are no two widths, or no layer that fits returned a tensor.
-    Collectives: one all-reduce a width. Host reads: one a width. Memory: the activations of one forward of the layers.
+        ValueError: There are fewer than two widths, or no matching module returned a tensor.
+
+    Collectives: one all-reduce per width.
+    Host synchronization: one per width.
+    Memory: the activations of the layers in one forward.
     """
     if len({*widths}) < 2:
         raise ValueError(f"widths={widths!r}: give two or more, such as (64, 128, 256, 512)")
@@ -88,7 +99,7 @@ def coordinate_check(
             changes.setdefault(layer, []).append(change)
     whole = {layer: tuple(values) for layer, values in changes.items() if len(values) == len(ordered)}
     if not whole:
-        raise ValueError(f"layers={layers!r} fits to no module that returned a tensor in every width")
+        raise ValueError(f"layers={layers!r} matches no module that returned a tensor in every width; give other globs")
     return CoordinateCheck(tuple(ordered), whole)
 
 
@@ -107,7 +118,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
         )
         for name in names
     ]
-    # Ranks with copies add both numbers as often.
+    # replicas add numerator and denominator equally often, so the quotient is right
     packed = torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64, device=device)
     totals = world_sum(packed.to(device), registry)
     return dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
@@ -115,7 +126,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
 
 @contextmanager
 def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """The outputs of the layers, by name, of the last call of each."""
+    """Record the outputs of the layers by name inside the context; a repeated call replaces the output."""
     named = [(name, module) for name, module in model.named_modules() if name]
     seen: dict[str, Tensor] = {}
 

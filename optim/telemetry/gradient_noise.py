@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch is worth while, from gradients before and after they are averaged.
+"""Gradient noise scale: the largest useful batch size, estimated from gradients before and after they are averaged.
 
     E |g_b|^2 = |G|^2 + S / b                     g_b: the mean gradient of b samples; S: the trace of their covariance
 
@@ -7,8 +7,8 @@
 
     S = (small - big) / (x - y)        |G|^2 = (x big - y small) / (x - y)        B_simple = S / |G|^2
 
-Both estimates are unbiased, also where data ranks have batches of different sizes, which are weighted by them; their ratio
-is not, and noisy. So numerator and denominator are averaged over measured steps, each by itself.
+Both estimates are unbiased, also if data ranks have batches of different sizes that weight their gradients. Their ratio
+is biased and noisy. So numerator and denominator are averaged separately over measured steps.
 
 Reference: McCandlish et al. 2018, "An empirical model of large-batch training", arXiv:1812.06162, appendix A.1.
 """
@@ -38,52 +38,65 @@ from ..parallel_optimizer import ParallelOptimizer
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Ask `Telemetry` for the noise scale.
+    """Option of `Telemetry` to measure the gradient noise scale.
+
+        Telemetry(optimizer, noise=NoiseScale(samples=64))
 
     Args:
-        samples: How many one data rank has in a window, all of its micro-batches together: the scale is in the same unit.
-            None: it is in what ``backward(weight=...)`` counts, such as tokens; without weights in micro-batches where
-            ``accumulation_steps`` is given, else in batches of a data rank.
-        decay: Of the exponential means over measured steps, from 0 (the last one alone) to 1.
+        samples: Number of samples of one data rank in an accumulation window, over all its micro-batches; the scale has
+            the same unit. None: the unit is the weight of ``backward(weight=...)``, such as tokens; without weights it
+            is micro-batches if ``accumulation_steps`` is given, else batches of a data rank.
+        decay: Decay of the exponential means over measured steps, >= 0 and < 1. 0: the last step only. Default: 0.9.
     """
 
     samples: float | None = None
     decay: float = 0.9
 
     def check(self) -> None:
-        """Raise ValueError if it is out of range."""
+        """Raise ValueError if an option is out of range."""
         if self.samples is not None and not (isfinite(self.samples) and self.samples > 0):
-            raise ValueError(f"NoiseScale(samples={self.samples}): give a finite number > 0, of one data rank's window")
+            raise ValueError(
+                f"NoiseScale(samples={self.samples}): give the finite number > 0 of one data rank's window"
+            )
         if not 0 <= self.decay < 1:
             raise ValueError(f"NoiseScale(decay={self.decay}): give a number >= 0 and < 1")
 
 
 class Estimates(NamedTuple):
-    """0-dim each: of |G|^2, and of S, the trace of the covariance of one sample's gradient."""
+    """Estimates, 0-dim each, of |G|^2 and of S, the trace of the covariance of one sample's gradient."""
 
     signal: Tensor
     trace: Tensor
 
 
 def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Tensor) -> Estimates:
-    """Unbiased ones, from two squared norms and the mean of 1 / samples of each; 0-dim. See the module."""
+    """Return unbiased estimates; see the module.
+
+    Args:
+        small, big: The two squared norms, 0-dim.
+        inverse_small, inverse_big: The mean of 1 / samples of each, 0-dim.
+    """
     difference = inverse_small - inverse_big
     signal = (inverse_small * big - inverse_big * small) / difference
     return Estimates(signal, (small - big) / difference)
 
 
 class RunningScale:
-    """The exponential means of both, by which the scale is told. Not finite ones, of a step that overflowed, are left out.
+    """Exponential means of both estimates. Non-finite estimates, from a step with an overflow, are left out.
 
     Attributes:
-        means: [3] float64: of |G|^2, of S, and of 1, by which the two are divided.
+        means: The means of |G|^2, of S, and of 1, which is the divisor of the other two, [3] float64.
     """
 
     def __init__(self, decay: float, device: torch.device) -> None:
         self.decay, self.means = decay, torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, found: Estimates) -> Tensor:
-        """[3] float64: B_simple, |G|^2 and S, all of the means; NaN where nothing has come. Host reads: none."""
+        """Add estimates and return B_simple, |G|^2 and S of the means, [3] float64; NaN before the first finite
+        estimate.
+
+        Host synchronization: none.
+        """
         new = torch.stack([found.signal, found.trace, torch.ones_like(found.signal)])
         mixed = self.means * self.decay + new * (1 - self.decay)
         self.means = torch.where(new.isfinite().all(), mixed, self.means)
@@ -91,32 +104,38 @@ class RunningScale:
         return torch.stack([trace / signal, signal / weight, trace / weight])
 
     def state_dict(self) -> dict[str, Any]:
-        """The means; the same on every rank."""
+        """Return a copy of the means, equal on every rank."""
         return {"means": self.means.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them. Raises ValueError where they are no such tensor; nothing is changed."""
+        """Load the means.
+
+        Raises:
+            ValueError: ``state`` has no finite means; nothing is changed.
+        """
         self.check_state(state)
         self.means = state["means"].to(self.means)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where ``state`` has no finite means."""
+        """Raise ValueError if ``state`` has no finite means."""
         fields({"means": partial(check_finite, shape=self.means.shape)})(state, "noise")
 
 
 # Local sums -----------------------------------------------------------------------------------------------------------
 
-# What a rank finds by itself of the tensors that it holds: sums of squares, of zeros, of what half precision loses.
+# Measurements of this rank's own tensors: sums of squares, numbers of zeros and of elements too small for float16.
 
 SMALLEST_NORMAL = 2.0**-14
-"""Of float16; what is smaller is subnormal there, with fewer than its 11 bits, or 0."""
+"""Smallest normal number of float16; smaller numbers have fewer than 11 bits there, or are 0."""
 
 
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
-    """[n] float64, on ``device``: the sum of squares of each tensor, on any device and of any float dtype; 0 for None.
+    """Return the sum of squares of each tensor, [n] float64 on ``device``; 0 for None.
 
     Args:
-        constants: Keep where in the result these tensors stand.
+        tensors: Tensors on any device and of any float dtype.
+        device: Device of the result.
+        constants: Cache for indices into the result.
     """
     dtype = accumulation_dtype(device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -135,12 +154,16 @@ def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: C
 def counts(
     gradients: Sequence[Tensor | None], numels: Sequence[int], device: torch.device, constants: Constants
 ) -> Tensor:
-    """[2, n] float64, on ``device``: how many elements of each gradient are 0, and how many are smaller than
-    `SMALLEST_NORMAL`, zeros among them. One that did not come counts as zeros.
+    """Return how many elements of each gradient are 0, and how many are below `SMALLEST_NORMAL`: [2, n] float64 on
+    ``device``.
+
+    Zeros are included in the second number. A missing gradient counts as zeros.
 
     Args:
-        numels: Of what they are the gradients of.
-        constants: Keep these, and where in the result the gradients stand that came.
+        gradients: The gradients.
+        numels: Numbers of elements of their parameters.
+        device: Device of the result.
+        constants: Cache for ``numels`` and for indices into the result.
     """
     dtype = accumulation_dtype(device)
     came = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -159,9 +182,9 @@ def _places(indices: list[int], device: torch.device, constants: Constants) -> T
 
 
 def _counts(gradient: Tensor) -> Tensor:
-    """[2] float64; of a NaN neither is said."""
+    """Return both numbers of one gradient, [2] float64; NaN counts for neither."""
     flat, dtype = flattened(gradient), accumulation_dtype(gradient.device)
-    # On a CPU in parts that stay in the cache: fresh memory for all of it would cost more than to read it.
+    # On a CPU, parts that fit in the cache are used, because allocating memory is slower than reading the gradient.
     length = SCRATCH if gradient.is_cpu else max(len(flat), 1)
     scratch = torch.empty_like(flat[:length])
     found = []
@@ -173,31 +196,34 @@ def _counts(gradient: Tensor) -> Tensor:
 
 
 def kept(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, from which `changes_` can subtract: float32 of half-precision ones, else of the same dtype."""
+    """Return copies for `changes_`: float32 for half-precision tensors, otherwise in the same dtype."""
     return [tensor.detach().float() if is_half(tensor) else tensor.detach().clone() for tensor in tensors]
 
 
 def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``before`` minus ``after``, in place. Of what is float32 or half a difference is rounded to float32, where it is
-    rounded at all: not between numbers within twice of each other."""
+    """Subtract ``after`` from ``before`` in place, and return ``before``.
+
+    A float32 difference is rounded, except between numbers within a factor of two, whose difference is exact.
+    """
     if before:
         torch._foreach_sub_(list(before), [tensor.detach() for tensor in after])
     return before
 
 
-# The squared norm of each data rank's own gradient, before the ranks' are averaged ------------------------------------
+# Squared norm of each data rank's gradient before averaging -----------------------------------------------------------
 
-# Sums over other axes, of a term that every rank of ``tensor`` has, or of tied copies, are made first, on copies: what is
-# asked for is the gradient that this data rank alone would step with.
+# Partial gradients and gradients of tied parameters are first summed over the other axes, in copies. The result is the
+# gradient with which this data rank alone would step.
 
 
 def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
-    """Raise ValueError where gradients are not this data rank's own when backward is over. Collectives: none."""
+    """Raise ValueError if the gradients after backward are not those of a single data rank.
+
+    Collectives: none.
+    """
     topology = optimizer.registry.topology
     if topology.size(*topology.data_axes) == 1:
-        raise ValueError(
-            f"NoiseScale needs two data ranks, whose gradients differ; the mesh is {topology!r}: leave noise= out"
-        )
+        raise ValueError(f"NoiseScale needs at least two data ranks, and the mesh is {topology!r}; leave noise= out")
     if reasons := optimizer.not_local():
         raise ValueError(
             "NoiseScale needs each data rank's gradients before they are averaged, but "
@@ -206,20 +232,23 @@ def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
 
 
 def is_local(entry: ParameterEntry, topology: Topology) -> bool:
-    """Whether each data rank has a gradient of its own of all of it: not where a data axis splits it, as experts, or owns
-    it, whose gradients come from the samples of several ranks."""
+    """Return True if the gradient of a data rank comes from its own samples only.
+
+    It does not if a data axis shards the parameter, as for experts, or owns it.
+    """
     large = {axis for axis in topology.data_axes if topology.size(axis) > 1}
     return entry.trained and large <= {*sync_axes(entry.spec, topology, True, entry.averaged)}
 
 
 class LocalGradients:
-    """Measures those of one plan.
+    """Measures the gradients of single data ranks, for one plan.
 
     Args:
-        params: The model's parameters, where backward leaves gradients, in the order of the entries.
-        plan: Of these.
-        device: Of what is measured.
-        constants: Of this plan.
+        params: The model's parameters, which hold the gradients after backward, in the order of the plan's entries.
+        plan: The plan of the parameters.
+        registry: The process groups.
+        device: Device of the result.
+        constants: Cache of this plan.
     """
 
     def __init__(
@@ -244,11 +273,13 @@ class LocalGradients:
         self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
 
     def powers(self) -> Tensor:
-        """[data ranks] float64: what this rank adds to the squared norm of its data rank, at its place; as backward left
-        the gradients, the loss scale in them, and summed over the window.
+        """Return this rank's contribution to the squared norm of its data rank, [data ranks] float64, at the data
+        rank's index.
 
-        Collectives: where there are pending sums, one all-reduce for each set of peers and kind of layout. Host reads:
-        none.
+        The gradients are those after backward: multiplied by the loss scale and summed over the window.
+
+        Collectives: with partial gradients, one all-reduce per set of peers and kind of layout.
+        Host synchronization: none.
         """
         summed = self._summed()
         gradients = [summed[index] if index in summed else self.params[index].grad for index in self._own]
@@ -257,7 +288,7 @@ class LocalGradients:
         return found
 
     def _summed(self) -> dict[int, Tensor | None]:
-        """The gradients with pending sums, by entry: copies in which these are made."""
+        """Return the partial gradients by entry, summed in copies."""
         copies = {}
         for index in self._pending:
             param = self.params[index]

@@ -1,4 +1,5 @@
-"""Report what training does every few steps, with one host read a report and none in between.
+"""`Monitor`, which reports a training run every few steps, with one host synchronization per report and none in
+between.
 
     with JsonLines("run.jsonl") as lines:
         monitor = Monitor(registry, lines, lambda report: bar.set_postfix_str(str(report)), every=20)
@@ -7,7 +8,7 @@
             monitor(optimizer.step(), loss, count=len(x))
         monitor.flush()
 
-Every rank calls the monitor in every step; what it is given stays on the device until it is time for a report.
+Every rank calls the monitor in every step. Its arguments remain on the device until the next report.
 """
 
 from __future__ import annotations
@@ -34,31 +35,32 @@ from ..parallel_optimizer import ParallelOptimizer
 from .labels import world_sum
 from .telemetry import Measurement, Telemetry
 
-# What the steps since the last report did, in plain numbers -----------------------------------------------------------
+# Report ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the steps since the last report did. Plain numbers.
+    """Numbers of the steps since the last report, on the host.
 
-    ``str(report)`` is one line, for a log or ``tqdm.set_postfix_str``.
+    ``str(report)`` is one line for a log or ``tqdm.set_postfix_str``.
 
     Attributes:
-        step: Steps so far, skipped ones among them.
-        loss: Mean over everything since the last report, weighted by the counts; None where no rank gave a loss. One that
-            isn't finite is left out where the step was skipped, unless there are no others.
-        grad_norm: Global norm in the last step, unscaled, before clipping; inf or NaN as it is.
-        clip_coef: What the last step's gradients were multiplied by.
-        loss_scale: That of the last step; None in modes without.
-        skipped_steps: In all so far.
-        per_second: Counts (samples, tokens) a second of wall clock since the last report, of all data coordinates.
-        unit: What is counted.
-        group_norms: Of each param group, in the last step.
-        parameter_norms: By parameter name, in the last step, where the optimizer measures them.
-        clipped, skipped: Fractions of the steps since the last report that were clipped, and that were skipped.
-        utilization: Of the devices' peak, by `Flops`; None without.
-        measured_step: The step that `figures` are of; None where none was measured since the last report.
-        figures: What `Telemetry` measured, by name.
+        step: Number of steps so far, including skipped steps.
+        loss: Mean loss since the last report, weighted by the counts; None if no rank gave a loss. A non-finite loss is
+            left out if the step was skipped, unless there are no other losses.
+        grad_norm: Global norm of the last step, unscaled, before clipping; may be inf or NaN.
+        clip_coef: Clip coefficient of the last step.
+        loss_scale: Loss scale of the last step; None in modes without one.
+        skipped_steps: Number of skipped steps so far.
+        per_second: Counts (samples, tokens) per second of wall-clock time since the last report, over all data
+            coordinates.
+        unit: The unit of the counts. Default: "samples".
+        group_norms: Norm of each param group in the last step.
+        parameter_norms: Norm by parameter name in the last step, if the optimizer measures them.
+        clipped, skipped: Fractions of clipped and of skipped steps since the last report.
+        utilization: Fraction of the devices' peak, from `Flops`; None without `Flops`.
+        measured_step: The step of `figures`; None if no step was measured since the last report.
+        figures: Measurements of `Telemetry` by name.
     """
 
     step: int
@@ -78,7 +80,7 @@ class Report:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """All numbers except the step, by a `printable` name with slashes, as dashboards want them."""
+        """Return all numbers except the step, by `printable` name with slashes, as dashboards expect."""
         own: dict[str, float | None] = {
             "loss": self.loss,
             "grad_norm/total": self.grad_norm,
@@ -90,7 +92,7 @@ class Report:
             "skipped_fraction": self.skipped,
             "flops_utilization": self.utilization,
         }
-        # Of one name may be what was measured a few steps ago, and what the last step says: that one is taken.
+        # the last step's number replaces an older measurement with the same name
         values: dict[str, float | None] = {**self.figures, **own}
         if len(self.group_norms) > 1:
             values.update({f"grad_norm/group_{index}": norm for index, norm in enumerate(self.group_norms)})
@@ -109,23 +111,24 @@ class Report:
         return ", ".join([*parts, f"{self.per_second:.3g} {printable(self.unit)}/s"])
 
 
-# How much of what the devices could compute a model needs: model flops utilization ------------------------------------
+# Model flops utilization ----------------------------------------------------------------------------------------------
 
-#     utilization = counts a second * flops a count / (devices * peak)
+#     utilization = counts per second * flops per count / (devices * peak)
 #
-# Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B: what the model needs counts, not what was computed, so
-# nothing that is computed again.
+# Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. Only the operations that the model needs count, without
+# recomputation.
 
 
 @dataclass(frozen=True)
 class Flops:
-    """What a `Monitor` computes the utilization of.
+    """Numbers from which a `Monitor` computes the utilization of the devices.
 
     Args:
-        per_count: Floating-point operations of forward and backward for one of what the monitor counts, of the whole model.
-        peak: Of one rank's device, a second, in the dtype that is computed in.
+        per_count: Floating-point operations of forward and backward of the full model per count of the monitor.
+        peak: Peak operations per second of one rank's device, in the dtype of the computation.
+
     Raises:
-        ValueError: One is not finite and positive.
+        ValueError: A number is not finite and positive.
     """
 
     per_count: float
@@ -138,19 +141,23 @@ class Flops:
 
     @classmethod
     def of_parameters(cls, optimizer: ParallelOptimizer[Any], peak: float, active: float = 1.0) -> Flops:
-        """6 N a token: two for each parameter in forward, four in backward. Attention between tokens is not in it.
+        """Return 6 N operations per token: two per parameter in forward, four in backward, without attention between
+        tokens.
+
+        N is the number of elements in the optimizer's plan, each logical element counted once over all ranks.
+        Reference: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
         Args:
-            optimizer: N is what its plan counts: every logical element once, over all ranks.
-            active: The fraction of them that a token meets, below 1 for experts.
-        Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
+            optimizer: The optimizer.
+            peak: As in the constructor.
+            active: Fraction of the elements that a token uses; below 1 with experts. Default: 1.
         """
         counted = optimizer.plan.counted
         assert counted is not None, "an optimizer's plan is agreed"
         return cls(6.0 * counted * active, peak)
 
     def utilization(self, per_second: float, registry: ProcessGroupRegistry) -> float:
-        """From counts a second of all ranks together."""
+        """Return the utilization for a number of counts per second of all ranks together."""
         return per_second * self.per_count / (self.peak * registry.topology.world_size)
 
 
@@ -158,27 +165,32 @@ class Flops:
 
 
 class Monitor:
-    """Collects on the device what steps give, and calls back with a `Report` every few of them.
+    """Collects results of steps on the device, and passes a `Report` to its callbacks every few steps.
 
-    Every rank makes one and calls it in every step; the callbacks run on global rank 0 only.
+    Every rank creates a monitor and calls it in every step. The callbacks run on global rank 0 only.
 
     Args:
-        registry: Losses and counts are those of all its ranks.
-        *callbacks: Called with each report, in this order. One that has a method ``begin`` is told there, before the first
-            report and again after `load_state_dict`, which step the reports follow: what it has of later ones is of a run
-            that was given up.
-        every: Steps between reports, >= 1.
-        unit: What the counts count.
-        telemetry: Whose figures reports have, of the last step that it measured since the report before.
-        flops: For how much of the devices' peak is used.
+        registry: The process groups; losses and counts are reduced over all ranks.
+        *callbacks: Called with each report, in this order. A callback's method ``begin(step)``, if it has one, is
+            called before the first report, and again after `load_state_dict`. Data that the callback has of later steps
+            belongs to an abandoned run.
+        every: Number of steps between reports, >= 1. Default: 10.
+        unit: Unit of the counts. Default: "samples".
+        telemetry: Reports contain its measurements of the last measured step since the previous report. None: no
+            measurements.
+        flops: For the utilization of the devices. None: no utilization.
+
     Raises:
-        ValueError: On every rank: every is no whole number >= 1, or not the same on all ranks.
-        RuntimeError: On every rank: some ranks make no Monitor, as with ``if rank == 0``, and came to another call.
-    Collectives: here, an object all-gather; one small all-reduce over the world per report (over gloo an object
-    all-gather). Host reads: one per report, on rank 0; over gloo on all ranks.
+        ValueError: On every rank: ``every`` is no integer >= 1, or differs between ranks.
+        RuntimeError: On every rank: some ranks create no Monitor (for example because of ``if rank == 0``), and reached
+            another call.
+
+    Collectives: an object all-gather in the constructor, and one small all-reduce over the world per report (over gloo
+        an object all-gather).
+    Host synchronization: one per report on rank 0; over gloo on all ranks.
 
     Attributes:
-        step: Steps so far; `state_dict` has it, so that a curve continues after a resume.
+        step: Number of steps so far. `state_dict` contains it, so that curves continue after a resume.
     """
 
     def __init__(
@@ -198,25 +210,25 @@ class Monitor:
         self.step = 0
         self._begun, self._began_at = False, 0
         self._reported: Measurement | None = None
-        self._device = registry.device  # of the sums; where the losses are, as soon as there is one
+        self._device = registry.device  # device of the sums; the first loss moves them to its own device
         self._skipped = self._zero()
-        self._window, self._window_count = self._zero(), 0.0  # of the step that is to come: the sum of loss * count
+        self._window, self._window_count = self._zero(), 0.0  # sums of loss * count and of count in this window
         self._start_over()
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
 
     def _follow(self, value: object) -> None:
-        """Go to the device of a tensor that is not on the CPU."""
+        """Move the sums to the device of ``value`` if that is a tensor on another device than the CPU."""
         if isinstance(value, Tensor) and value.device not in (self._device, torch.device("cpu")):
             self._device = value.device
             for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out", "_clipped", "_skipped_before"):
                 setattr(self, name, getattr(self, name).to(self._device, accumulation_dtype(self._device)))
 
     def _start_over(self) -> None:
-        # Sums of loss * count and of the counts that have a loss; the latter also of those whose loss is left out.
+        # sums of loss * count, of the counts with a loss, and of the counts whose loss is left out
         self._loss, self._loss_count, self._left_out = self._zero(), self._zero(), self._zero()
-        # Of the steps since the last report how many were clipped; of all before it how many were skipped.
+        # number of clipped steps since the last report, and of skipped steps before it
         self._clipped, self._skipped_before = self._zero(), self._skipped.clone()
         self._count, self._steps = 0.0, 0
         self._since = time.perf_counter()
@@ -224,20 +236,25 @@ class Monitor:
 
     @torch.no_grad()
     def __call__(self, stats: GradStats | None, loss: Tensor | float | None = None, count: float = 1) -> None:
-        """Note one step or micro-batch, and report if it is time.
+        """Record one step or micro-batch, and report if it is time.
 
         Args:
-            stats: What `ParallelOptimizer.step` returned; None (in the middle of an accumulation window) is no step.
-            loss: 0-dim: the mean over this rank's batch; None on a rank that has none, such as a first pipeline stage.
-            count: Samples, or whatever the unit is, in the batch: the same on ranks that share a data coordinate.
+            stats: The result of `ParallelOptimizer.step`; None in the middle of an accumulation window, which counts as
+                no step.
+            loss: Mean over this rank's batch, 0-dim; None on a rank without a loss, such as a first pipeline stage.
+            count: Number of samples (or other units) in the batch, equal on ranks that share a data coordinate.
+                Default: 1.
+
         Raises:
-            RuntimeError: A CUDA graph is made: call it after each replay, with what the captured step returned.
-        Collectives, host reads: as the class says; none between reports.
+            RuntimeError: A CUDA graph is being captured.
+
+        Collectives: those of a report, when it is time; otherwise none.
+        Host synchronization: one per report, otherwise none.
         """
         if is_captured():
             raise RuntimeError(
-                "Monitor counts steps on the host, of which replays of a CUDA graph do nothing: call it after each replay, "
-                "with the stats and the loss of the captured step, which then hold the replay's"
+                "Monitor counts steps on the host, and replays of a CUDA graph don't run host code; call it after each "
+                "replay, with the stats and the loss of the captured step, which contain the replay's values"
             )
         self._follow(loss if stats is None else stats.found_inf)
         if loss is not None:
@@ -257,7 +274,7 @@ class Monitor:
             self.flush()
 
     def _close_window(self, stats: GradStats) -> None:
-        """Add the step's losses to the sums. What a skipped step's gradients overflowed on says nothing of the model."""
+        """Add the window's losses to the sums, except a non-finite loss of a skipped step, which would spoil the mean."""
         left_out = stats.found_inf.bool() & ~self._window.isfinite()
         count = self._window.new_full((), self._window_count)
         self._loss += torch.where(left_out, 0.0, self._window)
@@ -267,30 +284,37 @@ class Monitor:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Report the steps since the last report now, at the end of an epoch or of training; nothing if there are none.
+        """Report the steps since the last report; do nothing if there are none.
 
-        All ranks call it. Collectives, host reads: those of a report.
+        Call it on all ranks at the end of an epoch or of training.
+
+        Collectives: those of a report.
+        Host synchronization: one per report.
         """
         if self._last is not None:
             self._report(self._last)
             self._start_over()
 
     def state_dict(self) -> dict[str, int]:
-        """The counts of steps and of skipped ones, the same on all ranks, for a checkpoint's ``extra=``. Losses since the
-        last report are not in it: `flush` before. Host reads: one."""
+        """Return the numbers of steps and of skipped steps, equal on all ranks, for a checkpoint's ``extra=``.
+
+        Losses since the last report are not included; call `flush` before.
+
+        Host synchronization: one.
+        """
         return {"step": self.step, "skipped_steps": int(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting where `state_dict` was called; what has been collected meanwhile is forgotten.
+        """Continue counting from a `state_dict`; everything collected since then is dropped.
 
         Raises:
-            ValueError: It is something else; nothing is changed.
+            ValueError: ``state`` is no state of a Monitor; nothing is changed.
         """
         try:
             fields({"step": check_count, "skipped_steps": check_count})(state, "state")
         except ValueError as error:
             raise ValueError(
-                f"{state!r:.200} is no state of a Monitor; give what its state_dict() returned ({error})"
+                f"{state!r:.200} is no state of a Monitor; give the result of its state_dict() ({error})"
             ) from None
         step, skipped = state["step"], state["skipped_steps"]
         self.step, self._skipped = step, self._zero() + skipped
@@ -330,7 +354,7 @@ class Monitor:
         self._tell(report)
 
     def _measured(self) -> Measurement | None:
-        """What was measured since the last report."""
+        """Return the measurement since the last report; None if there is none."""
         found = None if self.telemetry is None else self.telemetry.last
         if found is self._reported:
             return None
@@ -346,8 +370,9 @@ class Monitor:
         self._begun = True
 
     def _sums(self) -> Tensor:
-        """[4]: loss * count, the counts that have a loss, those whose loss is left out, and each data coordinate's count,
-        over the world."""
+        """Return the sums over the world: loss * count, counts with a loss, counts whose loss is left out, and all
+        counts, [4].
+        """
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)
         count = self._loss.new_full((), self._count / sharers)
@@ -355,5 +380,5 @@ class Monitor:
         with in_call(self.registry, "Monitor"):
             if topology.world_size == 1 or self.registry.device.type != "cpu":
                 return world_sum(sums, self.registry)
-            # Where only some ranks report, an all-reduce that meets another one would abort the process inside gloo.
+            # if only some ranks report, gloo would abort the process when two different all-reduces meet
             return sums.new_tensor(gather_objects(sums.tolist(), self.registry)).sum(0)

@@ -1,4 +1,4 @@
-"""A run as one page of HTML that needs nothing else: no network, and for the curves no scripts."""
+"""A training run as one HTML page that needs no network and no other files; the curves need no scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...parallel.mesh.text import printable
 from .labels import TOTAL
 from .writers import read_json_lines
 
-# How the page of a run looks, light and dark, and the script that shows all curves' values at the pointer -------------
+# Style sheet, and the script that shows all values at the pointer -----------------------------------------------------
 
 _LIGHT = ("#2f6ad0", "#c8641b", "#2e8b50", "#c23f48", "#7d55bd", "#8a6a45", "#bd4f93", "#20868e")
 _DARK = ("#7aa9f5", "#f0a263", "#67c58a", "#f2808a", "#b595ec", "#c3a17f", "#ef90c6", "#62c9d0")
@@ -71,7 +71,7 @@ const shown = v => typeof v === "string" ? v : v === 0 ? "0"
 for (const svg of document.querySelectorAll("svg.chart")) {
   const data = JSON.parse(svg.dataset.points), cursor = svg.querySelector(".cursor");
   const steps = [...new Set(data.series.flatMap(([, points]) => points.map(p => p[0])))].sort((a, b) => a - b);
-  // Of a curve that has no point at the step, the one before.
+  // a curve without a point at this step shows its previous point
   const before = (points, step) => points.filter(point => point[0] <= step).at(-1)?.[1];
   for (const title of svg.querySelectorAll("title")) title.remove();
   svg.addEventListener("pointermove", event => {
@@ -108,18 +108,18 @@ for (const svg of document.querySelectorAll("svg.chart")) {
 """
 
 
-# A chart as inline SVG: curves over steps, whose values show where the pointer is, with and without scripts -----------
+# Charts as inline SVG; values appear at the pointer with and without scripts ------------------------------------------
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 34
 COLORS = 8
-MOST = 600  # points of one curve
+MOST = 600  # largest number of points per curve
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to places between two pixels; logarithmic where values are positive and span more than 30 times."""
+    """Map from values to pixels; logarithmic if all values are positive and span a factor above 30."""
 
     low: float
     high: float
@@ -129,7 +129,7 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float], first: float, last: float, may_be_log: bool = True) -> Scale:
-        """Of the finite values among these."""
+        """Return the scale for the finite ones of ``values``."""
         finite = [value for value in values if isfinite(value)]
         low, high = min(finite, default=0.0), max(finite, default=1.0)
         if may_be_log and low > 0 and high / low > 30:
@@ -146,7 +146,7 @@ class Scale:
         return round(self.first + part * (self.last - self.first), 1)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers within it."""
+        """Return about ``most`` round numbers within the scale."""
         if self.log:
             first, last = floor(log10(self.low)), ceil(log10(self.high))
             decades = [10.0**k for k in range(first, last + 1, max(1, ceil((last - first) / most)))]
@@ -161,16 +161,20 @@ class Scale:
 
 
 def chart(name: str, series: Mapping[str, Sequence[Point]]) -> str:
-    """An SVG element of curves, by label; each of (step, value) points, in the order of steps.
+    """Return an SVG element with curves.
 
-    Values that are not finite break a curve, and are marks at the upper edge.
+    Non-finite values interrupt a curve and are drawn as marks at the upper edge.
+
+    Args:
+        name: Name of the chart, for screen readers.
+        series: Points (step, value) of each curve by label, in the order of steps.
     """
     steps = [step for points in series.values() for step, _ in points]
     x = Scale.of(steps, LEFT, WIDTH - RIGHT, may_be_log=False)
     y = Scale.of([value for points in series.values() for _, value in points], HEIGHT - BOTTOM, TOP)
     parts = [_grid(x, y)]
     drawn = {label: thinned(points) for label, points in series.items()}
-    # The whole model's curve comes first, and lies above the others.
+    # the full model's curve is first in the legend and drawn last, above the others
     for index, (label, points) in reversed([*enumerate(drawn.items())]):
         parts.append(_curve(label, points, x, y, f"c{index % COLORS}" + " main" * (label == TOTAL or len(drawn) == 1)))
     known = [
@@ -218,8 +222,9 @@ def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -
 
 
 def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """No more than so many of them: of each stretch the least and the largest, so that spikes stay, and what is not
-    finite."""
+    """Return at most about ``most`` points: the smallest and largest of each interval, so that spikes remain, and all
+    non-finite points.
+    """
     if len(points) <= most:
         return [*points]
     kept = set[int]()
@@ -234,7 +239,7 @@ def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """In few characters."""
+    """Format a number in few characters."""
     if not isfinite(value) or value == 0:
         return f"{value:g}"
     if 1e-3 <= abs(value) < 1e4:
@@ -247,33 +252,36 @@ def number(value: float) -> str:
 # Page -----------------------------------------------------------------------------------------------------------------
 
 WORDS = {
-    "loss": "mean over the steps since the report before",
-    "grad_norm": "of the unscaled gradient, before clipping",
-    "clip_coef": "what the last step's gradients were multiplied by",
-    "clipped_fraction": "of the steps since the report before",
-    "skipped_fraction": "of the steps since the report before",
-    "skipped_steps": "in all",
-    "update_ratio": "norm of what the step changed, by that of the weights",
-    "update_norm": "of what the step changed",
-    "param_norm": "of the weights before the step",
+    "loss": "mean over the steps since the previous report",
+    "grad_norm": "norm of the unscaled gradient, before clipping",
+    "clip_coef": "factor on the last step's gradients",
+    "clipped_fraction": "fraction of the steps since the previous report",
+    "skipped_fraction": "fraction of the steps since the previous report",
+    "skipped_steps": "number of skipped steps so far",
+    "update_ratio": "norm of the update, divided by the norm of the weights",
+    "update_norm": "norm of the update",
+    "param_norm": "norm of the weights before the step",
     "spectral_norm": "largest singular value, by power iteration",
     "grad_zeros": "fraction of elements whose gradient is 0",
-    "grad_underflow": "fraction of elements below 2⁻¹⁴ as they lie, zeros among them",
-    "noise_scale": "S / |G|², in samples: how large a batch is worth while",
+    "grad_underflow": "fraction of elements below 2⁻¹⁴ in the scaled gradient, including zeros",
+    "noise_scale": "S / |G|², in samples: the largest useful batch size",
     "noise_signal": "|G|², estimated",
     "noise_trace": "S, the trace of the covariance of one sample's gradient",
-    "flops_utilization": "of the devices' peak",
-    "loss_scale": "of the last step",
+    "flops_utilization": "fraction of the devices' peak",
+    "loss_scale": "loss scale of the last step",
 }
 TILES = ("loss", "grad_norm", "update_ratio", "clipped_fraction", "skipped_steps", "noise_scale", "flops_utilization")
 ASIDE = ("step", "measured_step")
 
 
 def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
-    """The document. Figures whose names are alike up to a slash share a chart, the whole model's curve first.
+    """Return the HTML document.
+
+    Figures with the same name up to the first slash share a chart, with the full model's curve first.
 
     Args:
-        reports: What `read_json_lines` returned, >= 1.
+        title: Title of the page.
+        reports: The result of `read_json_lines`, at least one report.
     """
     kinds: dict[str, dict[str, list[Point]]] = {}
     for report in reports:
@@ -318,7 +326,7 @@ def _total_first(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _tiles(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """The last numbers of the whole model: those that have no other label."""
+    """Return the last values of the full model, for figures that have no other label."""
     shown = {kind: series.get(TOTAL, next(iter(series.values()))) for kind, series in kinds.items()}
     alone = [(kind, shown[kind][-1][1]) for kind in TILES if kind in shown]
     alone += [(kind, points[-1][1]) for kind, points in shown.items() if kind.endswith("_per_second")]
@@ -338,32 +346,34 @@ def _table(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-# ``python -m meshstep.optim report run.jsonl [-o report.html]``: the curves of a run as one page ----------------------
+# Command ``python -m meshstep.optim report run.jsonl [-o report.html]`` -----------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and return the exit code: 0, or 2 where the file is none of `JsonLines`, with a message on stderr."""
+    """Write the page of a run and return the exit code: 0, or 2 with a message on stderr for a file not written by
+    `JsonLines`.
+    """
     parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
     report = parser.add_subparsers(required=True, metavar="report").add_parser(
         "report",
-        help="the curves of a run as one page of HTML",
-        description="Write one page with the curves of a run: it needs no network, and shows values under the pointer.",
+        help="write the curves of a run as one HTML page",
+        description="Write one HTML page with the curves of a run. It needs no network, and shows values at the pointer.",
         epilog="example: python -m meshstep.optim report run.jsonl -o report.html",
         allow_abbrev=False,
     )
-    report.add_argument("run", metavar="RUN.jsonl", type=Path, help="what JsonLines has written")
+    report.add_argument("run", metavar="RUN.jsonl", type=Path, help="a file written by JsonLines")
     report.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="default: beside the run, its name with .html"
+        "-o", "--output", metavar="FILE", type=Path, help="default: the run's path with the suffix .html"
     )
     report.add_argument("--title", help="default: the file's name")
     options = parser.parse_args(arguments)
     output: Path = options.output or options.run.with_suffix(".html")
-    # In an ASCII locale Python reads other bytes as lone surrogates, which no encoding writes.
+    # in an ASCII locale, Python decodes other bytes to lone surrogates, which can't be encoded again
     title = os.fsencode(options.title or options.run.stem).decode("utf-8", "replace")
     try:
         reports = read_json_lines(options.run)
         if not reports:
-            raise ValueError(f"{options.run} has no report yet")
+            raise ValueError(f"{options.run} contains no report yet; run the training for some steps first")
         output.write_bytes(page(title, reports).encode())
     except (OSError, ValueError) as error:
         print(f"{parser.prog} report: error: {printable(str(error))}", file=sys.stderr)

@@ -1,13 +1,13 @@
-"""Largest singular values of matrices that ranks have pieces of, by power iteration.
+"""Largest singular values of sharded matrices, by power iteration.
 
     u = W v,    w = W^T u,    sigma = |w| / |u|,    v <- w / |w|
 
-Each rank multiplies the rectangles that it speaks for, so that copies count once, and all matrices' products are summed
-over the world together. v is kept from one measurement to the next, so sigma, which is never too large, follows the weights
-however few iterations are made. What has more than two dims is the matrix [first, all others].
+Each rank multiplies the rectangles that it contributes, so that replicated elements count once. The products of all
+matrices are summed over the world together. v is kept between measurements. So sigma, which is never too large, follows
+the weights even with few iterations. A tensor with more than two dims is the matrix [first dim, all other dims].
 
-Reference: Miyato et al. 2018, "Spectral normalization for generative adversarial networks", arXiv:1802.05957, where u and v
-are kept in the same way.
+Reference: Miyato et al. 2018, "Spectral normalization for generative adversarial networks", arXiv:1802.05957, which
+also keeps u and v.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from .labels import world_sum
 
 @dataclass(frozen=True)
 class SpectralNorms:
-    """Ask `Telemetry` for the largest singular values of matrices.
+    """Option of `Telemetry` to measure the largest singular values of matrices.
+
+        Telemetry(optimizer, spectral=SpectralNorms(("*.weight",)))
 
     Args:
-        globs: Which, over parameter names; vectors are left out.
-        iterations: In each measurement, >= 1.
+        globs: Globs over parameter names; vectors are left out. Default: all matrices.
+        iterations: Number of iterations per measurement, >= 1. Default: 2.
     """
 
     globs: tuple[str, ...] = ("*",)
     iterations: int = 2
 
     def check(self) -> None:
-        """Raise ValueError if it is out of range."""
+        """Raise ValueError if an option is out of range."""
         if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
             raise ValueError(f"SpectralNorms(iterations={self.iterations!r}): give a whole number >= 1")
         globs: object = self.globs
@@ -50,17 +52,23 @@ class SpectralNorms:
 
 
 class PowerIteration:
-    """The matrices of one plan, and their vectors.
+    """Power iteration for the matrices of one plan.
 
     Args:
-        named: For each piece the logical tensor's name, the piece, and which part it is; see `WholeTensors.of`.
-        iterations: In each call.
-    Raises, collectives: as `WholeTensors.of`.
+        named: Per stepped tensor: the full tensor's name, the stepped tensor, and its region; see `WholeTensors.of`.
+        registry: The process groups.
+        iterations: Number of iterations per call.
+        device: Device of the results.
+
+    Raises:
+        ValueError: As `WholeTensors.of`.
+
+    Collectives: as in `WholeTensors.of`.
+    Memory: on every rank, one row per matrix; during a call, two rows and one column per matrix.
 
     Attributes:
-        names: Of the matrices, in one order on all ranks.
-        vectors: By name v: float64, of the shape of all dims but the first, the same bits on every rank. Memory: of all
-            matrices together, on every rank, a row of each; twice that and a column while it is computed.
+        names: Names of the matrices, in the same order on all ranks.
+        vectors: v by name: float64, with the shape of all dims except the first, bitwise identical on every rank.
     """
 
     def __init__(
@@ -73,7 +81,7 @@ class PowerIteration:
         self.registry, self.iterations, self.device = registry, iterations, device
         self._tensors = WholeTensors.of(named, registry)
         self._matrices = [self._tensors.everything[name] for name in sorted(self._tensors.everything)]
-        self._spoken = [
+        self._canonical_boxes = [
             (index, position, boxes)
             for index, matrix in enumerate(self._matrices)
             if (boxes := matrix.sources().get(self._tensors.rank))
@@ -83,28 +91,30 @@ class PowerIteration:
         self.vectors = {matrix.name: _start(matrix).to(device) for matrix in self._matrices}
 
     def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
-        """[matrices] float64: sigma of each, by the pieces as they are now.
+        """Return sigma of each matrix, [matrices] float64.
 
         Args:
-            pieces: In the order of ``named``.
-        Collectives: two all-reduces over the world an iteration, of all matrices together. Host reads: none.
+            pieces: The current stepped tensors, in the order of ``named``.
+
+        Collectives: two all-reduces over the world per iteration, for all matrices together.
+        Host synchronization: none.
         """
         pieces, found = [piece.detach().contiguous() for piece in pieces], list[Tensor]()
         for _ in range(self.iterations):
             left = self._summed(self._products(pieces, [*self.vectors.values()], transposed=False))
             right = self._summed(self._products(pieces, left, transposed=True))
             lengths = [(_length(w), _length(u)) for w, u in zip(right, left, strict=True)]
-            # A matrix of zeros leaves its vector as it is.
+            # a matrix of zeros leaves its vector unchanged
             found = [torch.where(u > 0, w / u, torch.zeros_like(u)) for w, u in lengths]
             for (name, v), w, (length, _) in zip([*self.vectors.items()], right, lengths, strict=True):
                 self.vectors[name] = torch.where((length > 0) & length.isfinite(), w / length, v)
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
     def _products(self, pieces: Sequence[Tensor], vectors: Sequence[Tensor], transposed: bool) -> list[Tensor]:
-        """Of each matrix this rank's part of W v, or of W^T u."""
+        """Return this rank's contribution to W v, or to W^T u, of each matrix."""
         shapes = [matrix.shape[1:] if transposed else matrix.shape[:1] for matrix in self._matrices]
         results = [torch.zeros(shape, dtype=torch.float64, device=self.device) for shape in shapes]
-        for index, position, boxes in self._spoken:
+        for index, position, boxes in self._canonical_boxes:
             for box, part in self._tensors.views(position, pieces[position], boxes):
                 row = Box(box.offsets[:1], box.sizes[:1])
                 column = Box(box.offsets[1:], box.sizes[1:])
@@ -122,12 +132,15 @@ class PowerIteration:
         return [part.view(product.shape) for part, product in zip(parts, products, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The vectors, by name; the same on every rank, and of any layout."""
+        """Return copies of the vectors by name, equal on every rank and in every layout."""
         return {name: vector.clone() for name, vector in self.vectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with those whose matrices there are still. Raises ValueError where one is no finite tensor; nothing is
-        changed."""
+        """Load the vectors of all matrices that still exist.
+
+        Raises:
+            ValueError: A value is no finite tensor; nothing is changed.
+        """
         self.check_state(state)
         for name, vector in self.vectors.items():
             if name in state and state[name].shape == vector.shape:
@@ -135,12 +148,12 @@ class PowerIteration:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ValueError where ``state`` is not of finite tensors by name."""
+        """Raise ValueError unless ``state`` maps names to finite tensors."""
         dict_of(check_finite)(state, "spectral")
 
 
 def _start(matrix: LogicalTensor) -> Tensor:
-    """Random, by the name: the same on every rank and in every layout."""
+    """Return a random unit vector, seeded by the matrix's name: equal on every rank and in every layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
     vector = torch.randn(matrix.shape[1:], generator=generator, dtype=torch.float64)
     return vector.div_(torch.linalg.vector_norm(vector).clamp_min(1e-300))

@@ -1,11 +1,11 @@
-"""Measure weights, gradients and updates every few steps, as the dense model would have them.
+"""`Telemetry`, which measures weights, gradients and updates of the full tensors every few steps.
 
     telemetry = Telemetry(optimizer, every=50)
     monitor = Monitor(registry, JsonLines("run.jsonl"), telemetry=telemetry)
 
-It looks on at the optimizer's own steps (`meshstep.optim.states.chain`): when gradients are whole and not clipped yet,
-and around the update. What each rank finds of its pieces, divided by their number of holders, is summed by logical
-parameter in one packed all-reduce:
+It observes the optimizer's own steps (`meshstep.optim.states.chain`): after the gradient reduction and before clipping,
+and before and after the update. Each rank measures its shards and divides by their replication factors. The results are
+summed by logical parameter in one packed all-reduce:
 
     [ |w|^2  |g|^2  |dw|^2  zeros  small ] of each parameter | window's weight | |g_local|^2 of each data rank
 """
@@ -48,28 +48,33 @@ from .gradient_noise import (
 from .labels import TOTAL, By, Slots, checked_by, chosen, labelled, world_sum
 from .spectral import PowerIteration, SpectralNorms
 
-# What one plan's measurements sum into which slots; made by all ranks together, anew when parameters are added --------
+# Measurement plan, which all ranks build together, and again when parameters are added --------------------------------
 
 KINDS = ("param_norm", "grad_norm", "update_norm", "grad_zeros", "grad_underflow")
 
 
 class Planned:
-    """Of an optimizer as it is now.
+    """Tensors and sums of the measurements, for the optimizer's current plan.
 
     Args:
-        by, spectral, noise: As `Telemetry` has them.
+        optimizer: The optimizer.
+        by, spectral, noise: As in `Telemetry`.
+
     Raises:
-        ValueError: On every rank: globs that fit to nothing; pieces of unequal sizes among the matrices; no gradient that
-            is a data rank's own.
-    Collectives: object all-gathers, and one all-reduce. Host reads: yes.
+        ValueError: On every rank: a glob matches nothing, a matrix has shards of unequal sizes, or no gradient comes
+            from the samples of a single data rank.
+
+    Collectives: object all-gathers and one all-reduce.
+    Host synchronization: yes.
 
     Attributes:
-        plan: Of what is stepped, with the names of all logical parameters.
-        measured: What has the gradients of what is stepped, in the order of its entries; ``values()`` gives the latter.
-        numels: Of each the elements that have a gradient: all, or none where it is frozen.
-        labels: What figures are given of, the whole model last.
-        local: What measures each data rank's own gradient; None where nobody asks.
-        left_out: The names of the parameters that the noise scale does not see.
+        plan: Plan of the stepped tensors, with the names of all logical parameters.
+        measured: The tensors that hold the gradients, in the order of the plan's entries. ``values()`` returns the
+            stepped tensors.
+        numels: Number of elements of each gradient; 0 for a frozen parameter.
+        labels: Labels of the figures, the full model's last.
+        local: Measures the gradient of each data rank; None if it is not needed.
+        left_out: Names of the parameters that the noise scale does not include.
     """
 
     def __init__(
@@ -94,13 +99,13 @@ class Planned:
         self.labels = (*labels, TOTAL)
         self._to_labels = Slots(where, len(labels), device)
 
-        # Frozen parameters have no gradients of which zeros could be counted.
+        # frozen parameters have no gradients, so their zeros are not counted
         self.numels = [row.grad_tensor.numel() if row.trained else 0 for row in table]
         elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
         self._elements = self.to_labels(self.summed(elements))
 
         fits = chosen(names, spectral.globs if spectral else ())
-        # Of unknown shape are those with pieces of unequal sizes, which are an error there.
+        # A full shape is unknown if shards have unequal sizes; `PowerIteration` raises for such a matrix.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
         self.spectral = None if spectral is None else self._power_iteration(table, spectral)
@@ -117,8 +122,8 @@ class Planned:
     def _see_local(self, optimizer: ParallelOptimizer[Any], model: ReductionPlan, own: list[bool]) -> None:
         if not any(own):
             raise ValueError(
-                "NoiseScale: the data axes split every parameter, so that no data rank has gradients of its own samples "
-                "alone: leave noise= out"
+                "NoiseScale: every parameter is sharded over the data axes, so no gradient comes from the samples of a "
+                "single data rank; leave noise= out"
             )
         params = optimizer.transforms.params
         self.local = LocalGradients(params, model, self.registry, self.device, self.constants)
@@ -126,37 +131,42 @@ class Planned:
         self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
 
     def to_parameters(self, values: Tensor) -> Tensor:
-        """[..., entries] -> [..., logical parameters]: what this rank adds, each piece divided by its number of holders."""
+        """Return [..., entries] summed to [..., logical parameters], each shard divided by its replication factor."""
         return self._to_parameters(values * self._weights)
 
     def to_labels(self, values: Tensor) -> Tensor:
-        """[..., logical parameters] -> [..., labels]: sums, the whole model's last."""
+        """Return [..., logical parameters] summed to [..., labels], with the full model's sum last."""
         return torch.cat([self._to_labels(values), values.sum(-1, keepdim=True)], -1)
 
     def of_local(self, squares: Tensor) -> Tensor:
-        """0-dim: of the squared norms of logical parameters the sum of those that `local` measures too."""
+        """Return the sum of the squared norms of the parameters that `local` measures, 0-dim."""
         return torch.where(self._own > 0, squares, 0.0).sum()
 
     def fractions(self, counts: Tensor) -> Tensor:
-        """[..., labels] counts of elements as fractions of all trained ones; NaN where there are none."""
+        """Return counts of elements, [..., labels], as fractions of all trainable elements; NaN for a label without
+        any.
+        """
         return counts / self._elements
 
     def summed(self, packed: Tensor) -> Tensor:
-        """Over the world. Collectives: one all-reduce, none on one rank."""
+        """Return the sum over the world.
+
+        Collectives: one all-reduce; none with one rank.
+        """
         return world_sum(packed, self.registry)
 
 
-# The figures of one measured step -------------------------------------------------------------------------------------
+# Measurement ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What `Telemetry` found in one step; on the device, the same bits on every rank.
+    """Figures of one measured step, on the device, bitwise identical on every rank.
 
     Args:
-        step: Which step, counted from 1.
-        names: Of the figures, with slashes, as dashboards want them: ``"update_norm/total"``.
-        values: [figures] float64.
+        step: Number of the step, counted from 1.
+        names: Names of the figures, with slashes as dashboards expect: ``"update_norm/total"``.
+        values: The figures, [figures] float64.
     """
 
     step: int
@@ -164,7 +174,10 @@ class Measurement:
     values: Tensor
 
     def to_dict(self) -> dict[str, float]:
-        """By name, NaN and inf as they are. Host reads: one."""
+        """Return the figures by name; NaN and inf are kept.
+
+        Host synchronization: one.
+        """
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
@@ -172,36 +185,47 @@ class Measurement:
 
 
 class Telemetry(StepObserver):
-    """Measures every few steps of an optimizer, from now on. Every rank makes one, at the same point.
+    """Measures an optimizer's steps every few steps. Every rank creates one, at the same point.
 
-    Figures, each of the whole model (``.../total``) and of every label:
+        telemetry = Telemetry(optimizer, every=50)
 
-    ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the logical tensors: the weights before the step, the
-    masters where there are; the unscaled, averaged gradient before clipping; what the step then changed, 0 where it was
-    skipped. ``update_ratio``: the update's by the weights'. ``grad_zeros``: the fraction of trained elements whose gradient
-    is 0, or did not come. ``grad_underflow``: the fraction of them that is smaller than 2^-14, the smallest normal number
-    of float16, zeros among them; of the gradients as they lie: with the loss scale, averaged over data, summed over the
-    window. So in fp16 it is what the loss scale does not save, and in other modes what fp16 would lose without one.
-    ``spectral_norm/<name>``: with `SpectralNorms`, of the weights before the step. ``noise_scale``, ``noise_signal``
-    (|G|^2) and ``noise_trace`` (S): with `NoiseScale`; of all parameters but `left_out`.
+    Each figure is given for the full model (``.../total``) and for every label:
+
+    * ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the full tensors. The weights are those before the
+      step (master weights if there are any). The gradient is the unscaled, averaged one before clipping. The update is
+      the change by the step, 0 if it was skipped.
+    * ``update_ratio``: ``update_norm`` divided by ``param_norm``.
+    * ``grad_zeros``: Fraction of the trainable elements whose gradient is 0 or missing.
+    * ``grad_underflow``: Fraction of the trainable elements with a gradient below 2^-14, the smallest normal number of
+      float16, including zeros. It is measured in the stored gradient: multiplied by the loss scale, averaged over data
+      ranks, summed over the window. In fp16 it is the fraction that the loss scale does not save; in other modes, the
+      fraction that fp16 without a loss scale would lose.
+    * ``spectral_norm/<name>``: With `SpectralNorms`, the largest singular value of the weights before the step.
+    * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, over all parameters except
+      `left_out`.
 
     Args:
-        optimizer: Of any precision, with states anywhere.
-        every: Steps between measured ones, >= 1; those that are skipped count.
-        by: What labels are; see `By`.
-        spectral: Largest singular values, of which matrices.
-        noise: The gradient noise scale.
+        optimizer: The optimizer, with any precision and state placement.
+        every: Number of steps between measured steps, >= 1, including skipped steps. Default: 50.
+        by: Kind of labels; see `By`. Default: "layer".
+        spectral: Measure largest singular values. None: not measured.
+        noise: Measure the gradient noise scale. None: not measured.
+
     Raises:
-        ValueError: On every rank: an argument is out of range, or not the same on all; globs fit to nothing; noise= where
-            gradients are averaged during backward, or there are no two data ranks.
-    Collectives: here, and after `add_param_group`, object all-gathers. In a measured step one all-reduce over the world;
-    and, with noise=, one for each kind of pending sums; with spectral=, two an iteration. None in other steps.
-    Host reads: none, but with `Offloaded` those that it has anyway.
-    Memory: in a measured step a copy of what this rank steps, float32 of what is half; 40 bytes a logical parameter.
+        ValueError: On every rank: an argument is out of range or differs between ranks, a glob matches nothing, the
+            optimizer already has a Telemetry, or ``noise=`` is given although gradients are averaged during backward or
+            there is only one data rank.
+
+    Collectives: object all-gathers in the constructor and after `add_param_group`. In a measured step, one all-reduce
+        over the world, with ``noise=`` also one per kind of partial gradients, and with ``spectral=`` two per
+        iteration. None in other steps.
+    Host synchronization: none in addition to those of `Offloaded`.
+    Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes
+        per logical parameter.
 
     Attributes:
-        step: Steps so far.
-        last: What was measured last, on the device; None before the first time.
+        step: Number of steps so far.
+        last: The last measurement, on the device; None before the first one.
     """
 
     def __init__(
@@ -225,14 +249,14 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        self._count = 1  # of micro-batches, in the mean that the gradient is
+        self._count = 1  # number of micro-batches over which the gradient is averaged
         self._scale: Tensor | None = None
         optimizer.add_observer(self)
 
     def _check(self) -> None:
         check_every(self.every, f"every={self.every!r}")
         if any(isinstance(observer, Telemetry) for observer in self.optimizer.observers):
-            raise ValueError("the optimizer has a Telemetry already: call its close() before you make another")
+            raise ValueError("the optimizer already has a Telemetry; call its close() before you create another")
         checked_by(self.by)
         if self.spectral is not None:
             self.spectral.check()
@@ -246,18 +270,21 @@ class Telemetry(StepObserver):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The parameters that the noise scale does not see: frozen ones, and those that a data axis splits or owns, such as
-        experts, of which no rank has a gradient of its own samples alone."""
+        """Return the names of the parameters that the noise scale does not include.
+
+        These are frozen parameters, and parameters that a data axis shards or owns, such as experts: their gradients
+        come from the samples of several ranks.
+        """
         return self._planned.left_out
 
     def close(self) -> None:
-        """Measure no more. A second call does nothing."""
+        """Stop measuring. A second call does nothing."""
         self.optimizer.remove_observer(self)
 
-    # What it is told of a step ---------------------------------------------------------------------------------------
+    # Events of a step ------------------------------------------------------------------------------------------------
 
     def not_captured(self) -> str | None:
-        return "Telemetry counts steps and measures some of them, in Python: close() it before the capture"
+        return "Telemetry counts and measures steps in Python: close() it before the capture"
 
     def local_grads(self, window: Window) -> None:
         self._due = (self.step + 1) % self.every == 0
@@ -292,7 +319,10 @@ class Telemetry(StepObserver):
             self._window = torch.cat([self._window, weights.view(-1), self._local])
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Around the update. Collectives: as the class says."""
+        """Measure before and after the update.
+
+        Collectives: see the class.
+        """
         self.step += 1
         if not self._due:
             update(request)
@@ -315,10 +345,10 @@ class Telemetry(StepObserver):
             totals = planned.summed(torch.cat([rows.view(-1), self._window.to(rows)]))
         self.last = self._figures(totals[: rows.numel()].view(rows.shape), totals[rows.numel() :], sigmas)
 
-    # The figures -----------------------------------------------------------------------------------------------------
+    # Figures ---------------------------------------------------------------------------------------------------------
 
     def _figures(self, rows: Tensor, window: Tensor, sigmas: Tensor | None) -> Measurement:
-        """From the sums over all ranks."""
+        """Return the measurement for sums over all ranks."""
         planned = self._planned
         place = place_of(planned.registry)
         inverse = inverse_weight(window[: place.stages], place.data_ranks, self._count)
@@ -343,7 +373,7 @@ class Telemetry(StepObserver):
         assert self.noise is not None
         assert self._planned.local is not None
         ranks = self._planned.local.data_ranks
-        # Of each data rank: only the stage that computes the loss knows its weight.
+        # only the pipeline stage that computes the loss has the weight of a data rank
         samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
         scale = 1.0 if self._scale is None else self._scale.to(powers)
         weighted = samples.sum() != 0
@@ -357,8 +387,12 @@ class Telemetry(StepObserver):
     # State -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Count of steps, means of the noise scale, vectors of the power iteration: the same on all ranks and in every
-        layout; for a checkpoint's ``extra=``. Host reads: none."""
+        """Return the number of steps, the means of the noise scale and the vectors of the power iteration.
+
+        It is equal on all ranks and in every layout; save it in a checkpoint's ``extra=``.
+
+        Host synchronization: none.
+        """
         spectral = self._planned.spectral
         return {
             "step": self.step,
@@ -367,13 +401,13 @@ class Telemetry(StepObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, on any layout.
+        """Continue from a `state_dict`, in any layout.
 
         Raises:
-            ValueError: It is something else; nothing is changed.
+            ValueError: ``state`` is no state of a Telemetry; nothing is changed.
         """
         if not {"step", "noise", "spectral"} <= state.keys():
-            raise ValueError(f"a state with {[*state]} is none of a Telemetry; give what its state_dict() returned")
+            raise ValueError(f"a state with the keys {[*state]} is no state of a Telemetry; give its state_dict()")
         check_count(state["step"], "step")
         if self._running is not None and state["noise"] is not None:
             self._running.check_state(state["noise"])

@@ -1,4 +1,4 @@
-"""Reports as rows of a table."""
+"""Callbacks of `Monitor` that write reports to files, dashboards and the terminal."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import Any, TextIO, TypeVar
 from .labels import TOTAL
 from .monitor import Report
 
-# Files of reports, one line a report, that a run which goes on goes on with -------------------------------------------
+# Files with one line per report, which a resumed run continues --------------------------------------------------------
 
 Self_ = TypeVar("Self_", bound="ReportFile")
 
 
 class ReportFile:
-    """A callback of `Monitor` that adds each report to a file, flushed at once: what was reported outlives the process. A
-    context manager, or `close` it.
+    """Base class of `Monitor` callbacks that append each report to a file.
 
-    Where the file exists, the run goes on in it after the step that the monitor says (`Monitor.load_state_dict`; 0 for a
-    new run). Lines of later steps, of a run that was given up, and one that a crash cut off, move to ``<path>.dropped``.
+    Each line is flushed at once, so reports outlive the process. Use it as a context manager, or call `close`. If the
+    file exists, the run continues it after the monitor's current step (`Monitor.load_state_dict`; 0 for a new run).
+    Lines of later steps, which belong to an abandoned run, and an incomplete last line move to ``<path>.dropped``.
 
     Args:
-        path: Made with the first report, so on global rank 0 only.
+        path: Path of the file. It is created with the first report, so on global rank 0 only.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -39,13 +39,13 @@ class ReportFile:
         self._file: TextIO | None = None
 
     def begin(self, step: int) -> None:
-        """Drop what is there of later steps."""
+        """Move all lines of steps after ``step`` out of the file."""
         self.close()
         if self.path.exists():
             self._drop(lambda line: (found := self._step(line)) is not None and found <= step)
 
     def _step(self, line: str) -> int | None:
-        """Of a whole line of the file; None: it is none."""
+        """Return the step of a complete line; None if it is not a report."""
         raise NotImplementedError
 
     def _drop(self, is_kept: Callable[[str], bool]) -> None:
@@ -58,7 +58,7 @@ class ReportFile:
         self._replace(line for line, kept in zip(lines, flags, strict=True) if kept)
 
     def _replace(self, lines: Iterable[str]) -> None:
-        """Other content, at once: a crash leaves the old file or the new one."""
+        """Replace the file's content atomically: a crash leaves the old file or the new one."""
         new = self.path.with_name(self.path.name + ".new")
         with open(new, "w", encoding="utf-8") as file:
             file.writelines(lines)
@@ -72,11 +72,11 @@ class ReportFile:
         self._file.flush()
 
     def __call__(self, report: Report) -> None:
-        """Write a line."""
+        """Write a line for ``report``."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """A second call does nothing; the next report opens the file again."""
+        """Close the file; the next report opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -90,13 +90,20 @@ class ReportFile:
         self.close()
 
 
-# Csv file -------------------------------------------------------------------------------------------------------------
+# CSV ------------------------------------------------------------------------------------------------------------------
 
 
 class CsvFile(ReportFile):
-    """As `ReportFile`: a header, then one row a report with all of `Report.scalars`; a cell is empty where a report lacks
-    the figure. Where a report has figures that none had before, such as the first measured step, the file is written anew
-    with more columns, at once."""
+    """`Monitor` callback that writes a CSV file: a header, then one row per report with all of `Report.scalars`.
+
+    A cell is empty if the report lacks the figure. If a report has new figures, such as those of the first measured
+    step, the file is rewritten with more columns. See `ReportFile` for continued runs.
+
+        monitor = Monitor(registry, CsvFile("run.csv"))
+
+    Args:
+        path: As in `ReportFile`.
+    """
 
     _columns: list[str] | None = None
 
@@ -143,13 +150,17 @@ def _row(cells: Sequence[str]) -> str:
     return text.getvalue()
 
 
-# Reports as JSON, one object a line -----------------------------------------------------------------------------------
+# JSON lines -----------------------------------------------------------------------------------------------------------
 
 
 class JsonLines(ReportFile):
-    """As `ReportFile`: ``{"step": 20, "loss": 0.25, "grad_norm/total": 1.5, ...}``, all of `Report.scalars`.
+    """`Monitor` callback that writes one JSON object per report, with all of `Report.scalars`.
 
-    JSON has no NaN and no infinity: these are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` reads.
+    A line is ``{"step": 20, "loss": 0.25, "grad_norm/total": 1.5, ...}``. JSON has no NaN or infinity; they are written
+    as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` accepts. See `ReportFile` for continued runs.
+
+    Args:
+        path: As in `ReportFile`.
     """
 
     def __call__(self, report: Report) -> None:
@@ -165,10 +176,13 @@ class JsonLines(ReportFile):
 
 
 def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
-    """The reports of a file, in its order; a last line that was cut off is left out.
+    """Return the reports of a file in order, without an incomplete last line.
+
+    Args:
+        path: Path of a file written by `JsonLines`.
 
     Raises:
-        ValueError: Another line is none of `JsonLines`.
+        ValueError: Another line is no report of `JsonLines`.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     reports = []
@@ -177,7 +191,7 @@ def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
         if figures is not None:
             reports.append(figures)
         elif number < len(lines) or line.endswith("\n"):
-            raise ValueError(f"line {number} of {path} is no report: give a file that JsonLines has written")
+            raise ValueError(f"line {number} of {path} is no report; give a file written by JsonLines")
     return reports
 
 
@@ -190,21 +204,25 @@ def _read(line: str) -> dict[str, Any] | None:
 
 
 def _figures(report: dict[str, Any] | None) -> dict[str, float] | None:
-    """The numbers of a report; None where one is none."""
+    """Return the numbers of a report; None if a value is no number."""
     try:
         return None if report is None else {name: float(value) for name, value in report.items()}
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-# Reports as curves of TensorBoard -------------------------------------------------------------------------------------
+# TensorBoard ----------------------------------------------------------------------------------------------------------
 
 
 class TensorBoardWriter:
-    """A callback of `Monitor` that writes each report's numbers to TensorBoard. A context manager, or `close` it.
+    """`Monitor` callback that writes each report's numbers to TensorBoard. Use it as a context manager, or call
+    `close`.
+
+        monitor = Monitor(registry, TensorBoardWriter("runs/first"))
 
     Args:
-        log_dir: Of the run; the file in it is made with the first report, so on global rank 0 only.
+        log_dir: Directory of the run. Its file is created with the first report, so on global rank 0 only.
+
     Raises:
         ImportError: The package tensorboard is not installed.
     """
@@ -221,14 +239,14 @@ class TensorBoardWriter:
         self._writer: Any = None
 
     def __call__(self, report: Report) -> None:
-        """Write one point of each curve."""
+        """Write one point per curve."""
         if self._writer is None:
             self._writer = self._make(self.log_dir)
         for name, value in report.scalars().items():
             self._writer.add_scalar(name, value, report.step)
 
     def close(self) -> None:
-        """Write what is pending. A second call does nothing."""
+        """Write pending data and close the file. A second call does nothing."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -242,18 +260,22 @@ class TensorBoardWriter:
         self.close()
 
 
-# Reports as a run of Weights & Biases ---------------------------------------------------------------------------------
+# Weights & Biases -----------------------------------------------------------------------------------------------------
 
 
 class WeightsAndBiases:
-    """A callback of `Monitor` that logs each report's numbers. A context manager, or `close` it.
+    """`Monitor` callback that logs each report's numbers to Weights & Biases. Use it as a context manager, or call
+    `close`.
 
-    A run that goes on is told so by its own options, ``id="...", resume="must"``: the service ignores steps that it has
-    already, and with ``resume_from="<id>?_step=100"`` it forgets later ones.
+        monitor = Monitor(registry, WeightsAndBiases(project="digits"))
+
+    To continue a run, pass its options ``id="...", resume="must"``: the service ignores steps that it already has. With
+    ``resume_from="<id>?_step=100"`` it drops later steps.
 
     Args:
-        **options: Of ``wandb.init``, which is called with the first report, so on global rank 0 only: ``project="...",
-            mode="offline"``.
+        **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. It is called with the first
+            report, so on global rank 0 only.
+
     Raises:
         ImportError: The package wandb is not installed.
     """
@@ -270,13 +292,17 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def __call__(self, report: Report) -> None:
-        """Log one point of each curve."""
+        """Log one point per curve."""
         if self._run is None:
             self._run = self._wandb.init(**self.options)
         self._run.log(report.scalars(), step=report.step)
 
     def close(self, exit_code: int = 0) -> None:
-        """Send what is pending. A second call does nothing."""
+        """Send pending data and finish the run. A second call does nothing.
+
+        Args:
+            exit_code: Exit code of the run; not 0 marks it as failed. Default: 0.
+        """
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
             self._run = None
@@ -290,23 +316,26 @@ class WeightsAndBiases:
         self.close(exit_code=0 if kind is None else 1)
 
 
-# Reports in the terminal: a table that stays where it is, or a line each where there is no terminal -------------------
+# Terminal -------------------------------------------------------------------------------------------------------------
 
 BARS = "▁▂▃▄▅▆▇█"
-HISTORY = 24  # reports of which the course is drawn
+HISTORY = 24  # reports per drawn curve
 FIRST = ("loss", "grad_norm")
 
 
 class Terminal:
-    """A callback of `Monitor`: a live table where ``file`` is a terminal that shows Unicode and the package rich is
-    installed, else one plain line per report. A context manager, or `close` it. The extra ``meshstep[terminal]`` brings
-    rich.
+    """`Monitor` callback that shows reports in the terminal. Use it as a context manager, or call `close`.
 
-    Names are shown as text: markup and control characters in them have no effect.
+    It shows a live table if ``file`` is a terminal with Unicode and the package rich is installed (extra
+    ``meshstep[terminal]``). Otherwise it prints one line per report. Names are shown as plain text: markup and control
+    characters in them have no effect.
+
+        monitor = Monitor(registry, Terminal())
 
     Args:
-        file: None: ``sys.stdout`` as it is with the first report.
-        rows: Figures that are shown at most: loss and norm first, then others of the whole model, then singular values.
+        file: Output stream. None: the current ``sys.stdout`` at the first report.
+        rows: Largest number of figures in the table: loss and norm first, then other figures of the full model, then
+            singular values. Default: 24.
     """
 
     def __init__(self, file: TextIO | None = None, rows: int = 24) -> None:
@@ -316,7 +345,7 @@ class Terminal:
         self._courses: dict[str, deque[float]] = {}
 
     def __call__(self, report: Report) -> None:
-        """Show it."""
+        """Show the report."""
         if not self._started:
             self._start(self.file or sys.stdout)
         if self._live is None:
@@ -349,13 +378,13 @@ class Terminal:
         names = sorted(self._courses, key=_place)
         for name in names[: self.rows]:
             course = self._courses[name]
-            table.add_row(Text(name), f"{course[-1]:.4g}", drawn(course))  # a str would be read as markup
+            table.add_row(Text(name), f"{course[-1]:.4g}", drawn(course))  # rich interprets a str as markup
         if len(names) > self.rows:
             table.caption = f"and {len(names) - self.rows} more"
         return table
 
     def close(self) -> None:
-        """Leave the table as it is. A second call does nothing."""
+        """Stop updating the table, which remains visible. A second call does nothing."""
         if self._live is not None:
             self._live.stop()
         self._live, self._started = None, False
@@ -378,7 +407,9 @@ def _can_write(file: TextIO, text: str) -> bool:
 
 
 def _place(name: str) -> int:
-    """Those that are looked at first, then those of the whole model, then what somebody has asked for by itself."""
+    """Return the sort key of a figure: loss and norm, other figures of the full model, singular values, then labelled
+    figures.
+    """
     kind, _, label = name.partition("/")
     if kind in FIRST and label in ("", TOTAL):
         return FIRST.index(kind)
@@ -386,11 +417,11 @@ def _place(name: str) -> int:
 
 
 def drawn(values: deque[float]) -> str:
-    """The course of values in one row of characters, from their least to their largest; ``!`` where one is not finite."""
+    """Draw values as one row of bar characters, scaled from the smallest to the largest; ``!`` for a non-finite value."""
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     if low == high:
-        low = min(low, 0.0)  # what is always 1 is not what is always 0
+        low = min(low, 0.0)  # distinguishes a constant 1 from a constant 0
     span = high - low or 1.0
     return "".join(
         BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] if isfinite(value) else "!" for value in values

@@ -57,12 +57,13 @@ def test_who_clips_by_another_norm_or_wraps_what_is_split_is_told_on_every_rank(
         assert "accelerate steps this optimizer" in told["clips by itself"]
         assert "call meshstep.optim.take_over_clipping(accelerator, optimizer)" in told["clips by itself"]
         assert "write `if accelerator.sync_gradients:` before the clip" in told["in a window"]
-        assert "1 of the optimizer's 4 parameters are not among those" in told["some parameters"]
+        assert "1 of the optimizer's 4 parameters are not passed to the clip" in told["some parameters"]
         assert "leave accumulation_steps= of ParallelOptimizer out" in told["windows of both"]
         for when in ("later", "before"):
+            told_when = told[f"wrapped {when}"]
             assert (
-                "DistributedDataParallel over the ranks [0, 1] is around parameter 0 of group 0 (shape (sharded, 6)), of"
-                in told[f"wrapped {when}"]
+                "parameter 0 of group 0 (shape (sharded, 6)) is in a DistributedDataParallel over the ranks [0, 1]"
+                in told_when
             )
         assert 'give the accelerator "bf16" or "no"' in told["a loss scale"]
         assert "take_over_clipping(..., SGD): give the ParallelOptimizer" in told["no optimizer of ours"]

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
         "commit= is asked in Python: leave it out",
     ),
     "replay": (lambda: run_of(states=Replayable()), "Replayable reads on the host whether an update is skipped"),
-    "telemetry": (with_telemetry, r"Telemetry counts steps and measures some of them, in Python: close\(\) it"),
+    "telemetry": (with_telemetry, r"Telemetry counts and measures steps in Python: close\(\) it"),
     "raise": (lambda: run_of(on_nonfinite="raise"), "on_nonfinite='raise' reads the norm.*call poll"),
     "offloaded": (lambda: run_of(states=Offloaded(0.5)), "Offloaded waits for the GPU and steps on the CPU"),
     "half states": (lambda: run_of(states=HalfStates()), "HalfStates draws by the number of the step"),

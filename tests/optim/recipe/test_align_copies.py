@@ -153,7 +153,7 @@ def stepped_on_one_rank() -> str:
             for param in params.values():
                 optimizer.state[param]["exp_avg"] = torch.ones_like(param)
         before = values(optimizer)
-        with pytest.raises(ValueError, match="copies can't be aligned") as error:
+        with pytest.raises(ValueError, match="replicas can't be aligned") as error:
             align_copies(optimizer)
         assert all(same(tensors, before[key]) for key, tensors in values(optimizer).items())
         return str(error.value)

@@ -74,8 +74,12 @@ def other_schedule() -> Any:
             lambda: {"optimizer": torch.optim.SGD(classifier().parameters())},
             "4 of the optimizer's parameters",
         ),
-        (ValueError, lambda: {"lr_scheduler": other_schedule()}, "StepLR was made on another SGD than the one given"),
-        (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give one of torch's or meshstep's"),
+        (
+            ValueError,
+            lambda: {"lr_scheduler": other_schedule()},
+            "StepLR was created with another SGD than the given one",
+        ),
+        (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give a schedule of torch or meshstep"),
         (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has already been prepared for 'bf16'"),
     ],
 )

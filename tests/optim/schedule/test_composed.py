@@ -55,7 +55,10 @@ def test_after_a_milestone_a_skipped_step_holds_though_steps_before_it_were_take
 def test_a_chain_that_it_would_overwrite_is_refused_with_what_to_write(
     others: Callable[[torch.optim.Optimizer], list[LRScheduler]],
 ) -> None:
-    says = r"multiplies the rates of its schedules, but \w+LR writes .* take SequentialLR .* with a decay of your own"
+    says = (
+        r"multiplies the rates of its schedules, but \w+LR overwrites .* use SequentialLR .* "
+        r"as the decay of a single WarmupLR subclass"
+    )
     with pytest.raises(TypeError, match=says):
         rates(lambda optimizer: ChainedScheduler(others(optimizer)), [1.0])
 

@@ -141,7 +141,7 @@ def test_a_schedule_made_before_wrapping_watches_the_wrapper(fused: bool) -> Non
         optimizer.step()
         schedule.step()
         assert rates(optimizer) == pytest.approx([rate])
-    with pytest.raises(ValueError, match="the schedule is of another SGD"):
+    with pytest.raises(ValueError, match="the schedule was created with another SGD"):
         LinearWarmupLR(optimizer_of(BASES), 10).watch(optimizer)
 
 

@@ -89,7 +89,7 @@ def test_bad_arguments() -> None:
     build = partial(trial, registry=registry, mup=True)
     with pytest.raises(ValueError, match="give two or more"):
         coordinate_check(build, (64, 64), registry)
-    with pytest.raises(ValueError, match="fits to no module"):
+    with pytest.raises(ValueError, match="matches no module that returned a tensor in every width"):
         coordinate_check(build, (32, 64), registry, layers=("attention.*",))
     flat = CoordinateCheck((2, 4), {"a": (0.0, 1.0), "b": (1.0, 2.0)})
     assert math.isnan(flat.slopes()["a"])

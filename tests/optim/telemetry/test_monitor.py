@@ -256,7 +256,7 @@ def test_a_loaded_monitor_goes_on_counting() -> None:
     second = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=2)
     second(stats_of(2), 100.0)  # before it is loaded
     second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"is no state of a Monitor; give what its state_dict\(\) returned"):
+    with pytest.raises(ValueError, match=r"is no state of a Monitor; give the result of its state_dict\(\)"):
         second.load_state_dict({"step": 3})
     for step in range(4, 6):
         second(stats_of(step), 1.0)

@@ -287,7 +287,11 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path, capsys: 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    cases = ((tmp_path / "none.jsonl", "No such file"), (empty, "has no report yet"), (Path(__file__), "is no report"))
+    cases = (
+        (tmp_path / "none.jsonl", "No such file"),
+        (empty, "contains no report yet"),
+        (Path(__file__), "is no report"),
+    )
     for path, said in cases:
         assert main(["report", str(path), "-o", str(tmp_path / "out.html")]) == 2
         assert said in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_a_closed_one_measures_no_more() -> None:
     model = nn.Linear(3, 2)
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1)
-    with pytest.raises(ValueError, match=r"has a Telemetry already: call its close\(\)"):
+    with pytest.raises(ValueError, match=r"already has a Telemetry; call its close\(\)"):
         Telemetry(optimizer)
     telemetry.close()
     telemetry.close()
@@ -250,11 +250,11 @@ def test_groups_are_those_of_all_ranks(world: World) -> None:
     [
         ({"every": 0}, "give a whole number of steps >= 1"),
         ({"by": "module"}, "give 'parameter', 'layer', 'group', or labels with globs"),
-        ({"by": {"mlp": "mlp.*"}}, "fits to no parameter; there are 0.weight"),
-        ({"by": {"total": "*"}}, "the name of the whole model's figures"),
+        ({"by": {"mlp": "mlp.*"}}, "matches no parameter; there are 0.weight"),
+        ({"by": {"total": "*"}}, "by= has the label 'total', which is reserved for the full model"),
         ({"spectral": SpectralNorms(iterations=0)}, "give a whole number >= 1"),
         ({"spectral": SpectralNorms(globs="*")}, "give a tuple of globs"),  # type: ignore[arg-type]
-        ({"noise": NoiseScale()}, "NoiseScale needs two data ranks"),
+        ({"noise": NoiseScale()}, "NoiseScale needs at least two data ranks"),
         ({"noise": NoiseScale(decay=1.0)}, "give a number >= 0 and < 1"),
         ({"noise": NoiseScale(samples=0)}, "give a finite number > 0"),
     ],
@@ -323,7 +323,7 @@ def test_a_resumed_run_has_the_figures_of_one_that_was_not_interrupted(world: Wo
 
 def test_a_state_of_something_else_is_refused() -> None:
     telemetry = Telemetry(alone(nn.Linear(3, 2)))
-    with pytest.raises(ValueError, match=r"give what its state_dict\(\) returned"):
+    with pytest.raises(ValueError, match=r"give its state_dict\(\)"):
         telemetry.load_state_dict({"step": 3})
 
 

@@ -217,7 +217,7 @@ class _Examination:
         suspects.update((known.label, None) for known in wrong)
         return suspects, untold
 
-    # What the gradients promise ---------------------------------------------------------------------------------------
+    # Predictions of the gradients -------------------------------------------------------------------------------------
 
     def _promises(self) -> list[tuple[KnownParameter, Promise | None]]:
         """Return each parameter with its predicted derivative; None if ranks that must agree predict different values."""
@@ -255,7 +255,7 @@ class _Examination:
             for axis in contract.apart
         )
 
-    # What is wrong ----------------------------------------------------------------------------------------------------
+    # Findings ---------------------------------------------------------------------------------------------------------
 
     def _findings(self, wrong: Sequence[KnownParameter], suspects: Mapping[str, Cause | None]) -> list[Finding]:
         found: list[Finding] = []
@@ -309,7 +309,7 @@ class _Examination:
             describe_cause(cause, axes, factor, spec, None),
         )
 
-    # Where it is wrong ------------------------------------------------------------------------------------------------
+    # Location of a wrong backward -------------------------------------------------------------------------------------
 
     def _place(self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]) -> Fault | None:
         """Locate the last wrong backward, in forward order, that also makes the gradients of earlier modules wrong."""

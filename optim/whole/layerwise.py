@@ -171,7 +171,6 @@ class LARS(WholeOptimizer):
 
 # StableAdamW: AdamW with smaller steps for a tensor whose gradient is unexpectedly large (arXiv:2304.13013) -----------
 
-#
 #     m <- b1' m + (1 - b1') g        v <- b2' v + (1 - b2') g^2        b' = b (1 - b^(t-1)) / (1 - b^t)
 #     k <- max(1, RMS(g / sqrt(max(v, eps^2))))                         of the full tensor
 #     w <- w - lr / k (wd w + m / (sqrt(v) + eps))

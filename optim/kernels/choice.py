@@ -51,11 +51,11 @@ def use_kernels(kernels: Kernels) -> None:
         use_kernels("torch")
 
     Args:
-        kernels: "auto": on a CPU, compiled loops compute the powers of gradients and the updates of torch's fused Adam,
-            AdamW, SGD and Adagrad in one pass over memory; on a GPU, torch's kernels do. "torch": torch's own kernels
-            everywhere. "triton": Triton kernels compute these powers and updates on a GPU; on a CPU as "auto". The
-            Triton kernels **have never run on a GPU**: they pass their tests in Triton's interpreter, and compile for
-            GPUs. A step captured in a CUDA graph uses torch's kernels in any case.
+        kernels: "auto": compiled loops on a CPU, torch's kernels on a GPU. The loops compute powers of gradients and
+            the updates of torch's fused Adam, AdamW, SGD and Adagrad in one pass over memory. "torch": torch's own
+            kernels everywhere. "triton": Triton kernels compute these powers and updates on a GPU; on a CPU as "auto".
+            The Triton kernels **have never run on a GPU**: they pass their tests in Triton's interpreter, and compile
+            for GPUs. A step captured in a CUDA graph uses torch's kernels in any case.
 
     Raises:
         ValueError: ``kernels`` is none of the three.

@@ -25,8 +25,8 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
         take_over_clipping(trainer, optimizer)  # max_grad_norm= of its arguments is the threshold
         take_over_clipping(accelerator, optimizer)  # after prepare; then call accelerator.clip_grad_norm_(...) as usual
 
-    Afterwards ``clip_grad_norm_`` is `ParallelOptimizer.clip_grad_by_norm`: it reduces and measures the gradients of
-    all parameters of the optimizer, clips them in place, and returns the norm before clipping, 0-dim float64. It
+    Afterwards ``clip_grad_norm_`` is `ParallelOptimizer.clip_grad_by_norm`. It reduces and measures the gradients of
+    all parameters of the optimizer, and clips them in place. It returns the norm before clipping, 0-dim float64. It
     replaces the optimizer's ``max_norm=``. With the threshold ``inf``, which a Trainer without ``max_grad_norm`` uses
     to measure, the optimizer's ``max_norm=`` is applied. ``clip_grad_value_`` is
     `ParallelOptimizer.clip_grad_by_value`. No other methods change.
@@ -41,9 +41,9 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
             accumulation windows managed by both, or a `DistributedDataParallel` around a sharded model. Nothing is
             changed.
 
-    The new ``clip_grad_norm_`` raises, on every rank, ValueError if some of the optimizer's parameters are not passed
-    to it or the model has been wrapped since, and RuntimeError in the middle of a window (write ``if
-    accelerator.sync_gradients:`` before it).
+    The new ``clip_grad_norm_`` raises errors on every rank. It raises ValueError if some of the optimizer's parameters
+    are not passed to it, or if the model was wrapped later. It raises RuntimeError in the middle of a window; write
+    ``if accelerator.sync_gradients:`` before it.
 
     Collectives: an object all-gather, and one per clip before the first step. A clip has those of a step, which then
         has none.

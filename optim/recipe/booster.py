@@ -474,8 +474,9 @@ class Booster(Saving, Generic[Stats_co]):
                 sampler, or reads the first samples of an IterableDataset. Samplers of your own class are trusted. None:
                 there is none.
             lr_scheduler: A torch or meshstep schedule that was created with ``optimizer``. torch's schedules move with
-                every call of their ``step`` (except with `HoldOnSkip`); meshstep's only if the optimizer took a step.
-                With a list of optimizers, create the schedule with the returned optimizer instead. None: there is none.
+                every call of their ``step``, except with `HoldOnSkip`. meshstep's schedules move only if the optimizer
+                took a step. With a list of optimizers, create the schedule with the returned optimizer instead. None:
+                there is none.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), with None for omitted objects. The optimizer is a
                 `ParallelOptimizer`. With ``"ddp"`` the model is wrapped, and the original is its ``.module``. A

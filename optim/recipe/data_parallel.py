@@ -89,8 +89,15 @@ def data_size(registry: ProcessGroupRegistry) -> int:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Broadcast the parameters and buffers of data coordinate 0 to all replicas. Tensors sharded over a data axis are
-    broadcast over the other data axes only.
+    """Broadcast the parameters and buffers of data coordinate 0 to all replicas.
+
+        share_weights(model, registry)
+
+    Tensors sharded over a data axis are broadcast over the other data axes only.
+
+    Args:
+        model: The model; changed in place.
+        registry: The process groups.
 
     Collectives: one broadcast per tensor over the data axes; none with a single data coordinate.
     """

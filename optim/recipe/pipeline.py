@@ -57,8 +57,8 @@ class Pipeline:
 
     Raises:
         TypeError: On every rank: ``schedule`` is no such schedule.
-        ValueError: On every rank: the schedule has no loss function, its stages don't communicate over the mesh's
-            pipeline axes, or a zero-bubble schedule has a stage in `DistributedDataParallel`, which never receives the
+        ValueError: On every rank: the schedule has no loss function, or its stages don't communicate over the mesh's
+            pipeline axes. Or a zero-bubble schedule has a stage in `DistributedDataParallel`, which never receives the
             gradients of the second part.
 
     Collectives: an object all-gather in the constructor.

@@ -355,6 +355,8 @@ class ConstantLR(WarmupLR):
 class MultiStepLR(WarmupLR):
     """Multiplies the rate by gamma at each milestone; the warm-up factor is applied in addition.
 
+        schedule = MultiStepLR(optimizer, milestones=[300, 600], warmup_steps=50)
+
         decay(t) = gamma ** |{m in milestones: m <= t}|
 
     Args:
@@ -387,6 +389,8 @@ class MultiStepLR(WarmupLR):
 
 class PolynomialLR(WarmupLR):
     """Decays with a power of the remaining fraction of the run: (1 - x(t)) ** power.
+
+        schedule = PolynomialLR(optimizer, total_steps=1000, warmup_steps=50, power=2.0)
 
         x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
 
@@ -445,6 +449,8 @@ class LinearWarmupLR(PolynomialLR):
 
 class CosineAnnealingLR(WarmupLR):
     """Decays along half a cosine: (1 + cos(pi x(t))) / 2.
+
+        schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50, eta_min=1e-5)
 
         x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
 

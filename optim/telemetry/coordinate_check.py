@@ -76,6 +76,13 @@ def coordinate_check(
 ) -> CoordinateCheck:
     """Train a model of each width, and compare activations before and after. Every rank calls it.
 
+        def build(width):
+            torch.manual_seed(0)
+            model = Model(width, registry)
+            return Trial(model, lambda: model(x), lambda: train(model, steps=3))
+
+        print(coordinate_check(build, (64, 128, 256), registry))
+
     Args:
         build: Returns a model of a width, sharded over the mesh or not. Set the seed in it, so that models differ in
             the width only.

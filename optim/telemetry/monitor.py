@@ -123,6 +123,8 @@ class Report:
 class Flops:
     """Numbers from which a `Monitor` computes the utilization of the devices.
 
+        monitor = Monitor(registry, unit="tokens", flops=Flops.of_parameters(optimizer, peak=989e12))
+
     Args:
         per_count: Floating-point operations of forward and backward of the full model per count of the monitor.
         peak: Peak operations per second of one rank's device, in the dtype of the computation.
@@ -166,6 +168,9 @@ class Flops:
 
 class Monitor:
     """Collects results of steps on the device, and passes a `Report` to its callbacks every few steps.
+
+        monitor = Monitor(registry, JsonLines("run.jsonl"), every=20)
+        monitor(optimizer.step(), loss, count=len(batch))  # in every step
 
     Every rank creates a monitor and calls it in every step. The callbacks run on global rank 0 only.
 

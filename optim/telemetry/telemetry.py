@@ -212,9 +212,9 @@ class Telemetry(StepObserver):
         noise: Measure the gradient noise scale. None: not measured.
 
     Raises:
-        ValueError: On every rank: an argument is out of range or differs between ranks, a glob matches nothing, the
-            optimizer already has a Telemetry, or ``noise=`` is given although gradients are averaged during backward or
-            there is only one data rank.
+        ValueError: On every rank: an argument is out of range or differs between ranks, a glob matches nothing, or the
+            optimizer already has a Telemetry. Or ``noise=`` is given although gradients are averaged during backward,
+            or there is only one data rank.
 
     Collectives: object all-gathers in the constructor and after `add_param_group`. In a measured step, one all-reduce
         over the world, with ``noise=`` also one per kind of partial gradients, and with ``spectral=`` two per

@@ -156,6 +156,8 @@ def _row(cells: Sequence[str]) -> str:
 class JsonLines(ReportFile):
     """`Monitor` callback that writes one JSON object per report, with all of `Report.scalars`.
 
+        monitor = Monitor(registry, JsonLines("run.jsonl"))
+
     A line is ``{"step": 20, "loss": 0.25, "grad_norm/total": 1.5, ...}``. JSON has no NaN or infinity; they are written
     as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` accepts. See `ReportFile` for continued runs.
 

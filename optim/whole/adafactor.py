@@ -72,6 +72,8 @@ Moments = Mapping[str, Tensor]
 class Adafactor(WholeOptimizer):
     """Adafactor, with the defaults of `torch.optim.Adafactor`.
 
+        optimizer = ParallelOptimizer(Adafactor(model.parameters()), registry, max_norm=1.0)
+
     Args:
         params: Parameters or param groups.
         lr: Largest relative step: a number or a 0-dim tensor.
@@ -81,8 +83,8 @@ class Adafactor(WholeOptimizer):
         d: Largest RMS of an update.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
 
-    State: for matrices ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the full tensor, on every rank
-    that holds part of it; for other tensors ``variance`` of the shard.
+    The state of a matrix is ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the full tensor, on every
+    rank that holds part of it. The state of other tensors is ``variance`` of the shard.
 
     Raises:
         ValueError: An option is out of range.
@@ -189,6 +191,8 @@ class Adafactor(WholeOptimizer):
 class CAME(WholeOptimizer):
     """CAME, with the defaults of its authors' package ``came_pytorch``.
 
+        optimizer = ParallelOptimizer(CAME(model.parameters(), lr=2e-4), registry, max_norm=1.0)
+
     Args:
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor.
@@ -197,9 +201,9 @@ class CAME(WholeOptimizer):
         betas: b1, b2, b3.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
 
-    State: ``exp_avg`` of the shard. For matrices also ``exp_avg_sq_row``, ``exp_avg_res_row`` [..., rows, 1] and
-    ``exp_avg_sq_col``, ``exp_avg_res_col`` [..., 1, columns] of the full tensor, on every rank that holds part of it;
-    for other tensors ``exp_avg_sq`` of the shard.
+    The state of every tensor has ``exp_avg`` of the shard. A matrix also has ``exp_avg_sq_row``, ``exp_avg_res_row``
+    [..., rows, 1] and ``exp_avg_sq_col``, ``exp_avg_res_col`` [..., 1, columns] of the full tensor, on every rank that
+    holds part of it. Other tensors have ``exp_avg_sq`` of the shard.
 
     Raises:
         ValueError: An option is out of range.

@@ -427,8 +427,8 @@ class Homes:
         Returns:
             An iterator of positions and shards in the tensor's dtype; replicas are bitwise identical.
 
-        Collectives: per round, two all-to-alls of the ranks that hold its tensors; one if every owner rank already
-            holds its full matrices; none if no other rank holds any.
+        Collectives: per round, at most two all-to-alls of the ranks that hold its tensors. The first is omitted if
+            every owner rank already holds its full matrices, both if no other rank holds any part.
         Host synchronization: none.
         Memory: at most three rounds of full matrices; on a CPU the buffers of two rounds are kept for the next step.
         """

@@ -22,6 +22,8 @@ from .optimizer import LazyTensors, Slot, Update, WholeOptimizer, moments
 class LAMB(WholeOptimizer):
     """LAMB, with the options of NVIDIA's and timm's implementations.
 
+        optimizer = ParallelOptimizer(LAMB(model.parameters()), registry, max_norm=1.0)
+
     It does not clip gradients; `ParallelOptimizer` can. A param group without weight decay (biases, gains of norms) has
     the trust ratio 1 unless ``always_adapt`` is True. The trust ratio is also 1 if the norm of the tensor or of its
     update is 0.
@@ -102,6 +104,8 @@ def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
 class LARS(WholeOptimizer):
     """LARS, with the options of timm's implementation.
 
+        optimizer = ParallelOptimizer(LARS(model.parameters(), lr=1.0, momentum=0.9), registry, max_norm=1.0)
+
     A param group without weight decay (biases, gains of norms) uses plain SGD unless ``always_adapt`` is True. A tensor
     whose norm or gradient norm is 0 uses plain SGD too.
 
@@ -180,6 +184,8 @@ class LARS(WholeOptimizer):
 
 class StableAdamW(WholeOptimizer):
     """AdamW with Adafactor's clipping of updates, with the options of optimi's and pytorch_optimizer's implementations.
+
+        optimizer = ParallelOptimizer(StableAdamW(model.parameters()), registry, max_norm=1.0)
 
     Args:
         params: Parameters or param groups.

@@ -178,6 +178,8 @@ def scale_of(rule: Scale | None, shape: Shape) -> float:
 class Muon(WholeOptimizer):
     """Muon for matrices, AdamW for all other parameters.
 
+        optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.02), registry, max_norm=1.0)
+
     A parameter with two or more dims is a matrix unless its name matches ``no_matrices`` (embeddings and heads). Three
     dims are a stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the
     rows and all other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or
@@ -191,9 +193,10 @@ class Muon(WholeOptimizer):
             updates there.
         adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: their defaults.
         no_matrices: Globs over names of parameters that AdamW steps. Default: `NO_MATRICES`.
-        blocks: Blocks of a fused weight along its rows, each a separate matrix, by glob over names: the number of equal
-            blocks (``3`` for q, k and v; the number of heads for Muon per head) or the list of sizes. A weight that no
-            glob matches uses the `meshstep.parallel.blocks` of its layout, along rows or columns. None: layouts only.
+        blocks: Blocks of a fused weight along its rows, each a separate matrix, by glob over names. The value is the
+            number of equal blocks, or the list of sizes. Examples: ``3`` for q, k and v; the number of heads for Muon
+            per head. A weight that no glob matches uses the `meshstep.parallel.blocks` of its layout, along rows or
+            columns. None: layouts only.
         ns_dtype: Dtype of the iteration. Default: bfloat16, as in torch. None: the parameter's dtype. In float16,
             elements below 6e-8 become 0. A matrix at least about twice as long as it is short uses the Gram form, whose
             last bits differ from torch's (see `newton_schulz`).

@@ -32,6 +32,8 @@ Grafting = Literal["adam", "sgd"]
 class Shampoo(HomeOptimizer):
     """Shampoo for matrices, the grafted method for vectors.
 
+        optimizer = ParallelOptimizer(Shampoo(model.named_parameters()), registry, max_norm=1.0)
+
     A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix
     (preconditioners, their roots and the moments) are on its owner rank only.
 

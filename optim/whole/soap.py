@@ -45,6 +45,8 @@ from .optimizer import Slot, Update, moments
 class SOAP(HomeOptimizer):
     """SOAP for matrices, its Adam for vectors.
 
+        optimizer = ParallelOptimizer(SOAP(model.named_parameters()), registry, max_norm=1.0)
+
     A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix (L, R,
     both bases and two moments) are on its owner rank only.
 

@@ -88,8 +88,8 @@ class WholeTensors:
         """Agree with all ranks on the full tensors.
 
         Args:
-            named: Per position: the full tensor's name, unique in the model; the stepped tensor; its region of the full
-                tensor, None if the region is unknown.
+            named: Per position, the full tensor's name (unique in the model), the stepped tensor, and its region of the
+                full tensor (None: unknown).
             registry: The process groups.
             say: Returns the metadata of each position, which must be equal on all ranks that hold the tensor; may
                 raise. None: no metadata.

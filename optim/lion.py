@@ -1,5 +1,6 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675) with torch's foreach kernels, and with skip flag and gradient scale on the
-device.
+"""Lion (Chen et al. 2023, arXiv:2302.06675) with torch's foreach kernels.
+
+The skip flag and the gradient scale remain on the device.
 """
 
 from __future__ import annotations

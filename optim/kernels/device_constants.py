@@ -17,8 +17,9 @@ KEPT = 64
 
 
 class Constants:
-    """Cache of the `KEPT` constants used last. The set may differ between steps, because the parameters with gradients
-    may.
+    """Cache of the `KEPT` constants used last.
+
+    The set may differ between steps, because the parameters with gradients may.
     """
 
     def __init__(self) -> None:
@@ -89,8 +90,9 @@ class Chunks:
 
 
 class Tables:
-    """Cache of the last `TABLES_KEPT` tables by content; nothing is copied while the addresses of gradients remain the
-    same.
+    """Cache of the last `TABLES_KEPT` tables by content.
+
+    Nothing is copied while the addresses of gradients remain the same.
 
     A table is never overwritten, because a kernel that has not run yet may still read it. It is copied to a GPU from
     pinned memory, without host synchronization. A table belongs to the stream that was current at the request.

@@ -87,8 +87,9 @@ def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
-    """Give a plain tensor the strides of the dense tensor ``param``, which has the same shape. The object remains the
-    same.
+    """Give a plain tensor the strides of the dense tensor ``param``, which has the same shape.
+
+    The object remains the same.
     """
     if type(tensor) in PLAIN and tensor.shape == param.shape and not same_memory_format(tensor, param):
         tensor.data = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(

@@ -57,8 +57,9 @@ class PointerColumns:
 
 
 class Native:
-    """Functions of one compiled library. They take addresses and return 0, or another value if memory for their tables
-    ran out.
+    """Functions of one compiled library.
+
+    They take addresses and return 0, or another value if memory for their tables ran out.
 
     Args:
         path: Path of the library.

@@ -60,8 +60,9 @@ class Variant(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Rows of several `KernelLaunch` objects for one launch, followed by numbers and learning-rate addresses per
-    object.
+    """Rows of several `KernelLaunch` objects for one launch.
+
+    The last two fields have numbers and learning-rate addresses per object.
     """
 
     fixed: array[int]

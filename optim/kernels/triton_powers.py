@@ -1,5 +1,6 @@
-"""Triton kernels for powers of gradients: one program sums a chunk of a tensor, and a second kernel adds the sums by
-tensor.
+"""Triton kernels for powers of gradients.
+
+One program sums a chunk of a tensor, and a second kernel adds the sums by tensor.
 
     cells[chunk] = sum over the chunk of |x|^p          out[tensor] = sum of the tensor's cells
 

@@ -181,8 +181,9 @@ def update_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Step one chunk, given in ``chunks`` as (row, number within it). Other arguments as in `count_steps` and
-    `step_block`.
+    """Step one chunk, given in ``chunks`` as (row, number within it).
+
+    Other arguments as in `count_steps` and `step_block`.
 
     Args:
         grads, halves: Addresses [rows]; 0 for a missing half-precision copy.

@@ -1,5 +1,8 @@
-"""The command ``python -m meshstep.testing audit SCRIPT:BUILD --topology data=2,tensor=2``, which checks a model's
-layout.
+"""Command that checks a model's layout.
+
+    python -m meshstep.testing audit SCRIPT:BUILD --topology data=2,tensor=2
+
+The exit code tells whether there are findings.
 """
 
 from __future__ import annotations

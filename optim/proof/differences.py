@@ -103,8 +103,9 @@ class Differences:
         self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
     def along(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float) -> Iterator[Difference]:
-        """Yield the central difference along the directions for one step size after another. Each one costs two
-        forwards.
+        """Yield the central difference along the directions for one step size after another.
+
+        Each one costs two forwards.
 
         Args:
             directions: Each parameter with this rank's part of its direction.
@@ -189,9 +190,7 @@ class Promise:
     size: float
 
     def scaled(self, size: float) -> tuple[tuple[KnownParameter, Tensor | None], float]:
-        """Return the parameter with its direction and prediction, both scaled so that the derivative has about
-        ``size``.
-        """
+        """Return the parameter, direction and prediction, scaled to a derivative of about ``size``."""
         factor = size / self.size if self.size else 1.0
         return (self.known, None if self.direction is None else self.direction * factor), self.value * factor
 
@@ -209,8 +208,9 @@ def find_wrong(
 
 
 def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
-    """Yield groups of parameters with effects of similar size. Parameters without any predicted effect form their own
-    groups.
+    """Yield groups of parameters with effects of similar size.
+
+    Parameters without any predicted effect form their own groups.
     """
     by_size: dict[int | None, list[Promise]] = {}
     for promise in promises:

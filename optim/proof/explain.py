@@ -23,8 +23,9 @@ _SEEDS = (1, 2)
 
 
 class Probe:
-    """Measurements along one direction of a parameter: each rank's product <gradient, direction>, and differences of
-    the loss.
+    """Measurements along one direction of a parameter.
+
+    They are each rank's product <gradient, direction>, and differences of the loss.
     """
 
     def __init__(self, differences: Differences, known: KnownParameter, contract: GradientContract, seed: int) -> None:

@@ -157,8 +157,9 @@ def spec_of_contract(
 
 
 def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
-    """Return the axes that shard a dim: all axes with distinct shards, except pipeline axes and one axis of each
-    diagonal.
+    """Return the axes that shard a dim.
+
+    These are all axes with distinct shards, except pipeline axes and one axis of each diagonal.
     """
     diagonals = dict(_diagonals(known, contract, topology))
     return [axis for axis in contract.apart if axis not in topology.pipe_axes and axis not in diagonals]
@@ -262,8 +263,9 @@ def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) ->
 
 
 def split_beside(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
-    """Return the axes along which another parameter of the same module is sharded: several ranks hold it with unequal
-    values.
+    """Return the axes along which another parameter of the same module is sharded.
+
+    Several ranks hold that parameter with unequal values.
     """
     beside = [
         other

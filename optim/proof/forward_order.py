@@ -80,8 +80,9 @@ class ForwardOrder:
         self._at = {known.label: self._position(known) for known in self._known}
 
     def _position(self, known: KnownParameter) -> int:
-        """Return the index of the module's input, or of the closest enclosing module that is called; -1 if there is
-        none.
+        """Return the index of the module's input, or of the closest enclosing module that is called.
+
+        Returns -1 if there is none.
         """
         order = list(self._hashes[min(known.seen)])
         module = known.module

@@ -228,8 +228,9 @@ class _AllInFloat64(TorchFunctionMode):
 
 
 def _raised_within(value: object) -> object:
-    """Convert the tensors and dtypes in ``value``. Single leaves skip `tree_map`, which is slower than most torch
-    functions.
+    """Convert the tensors and dtypes in ``value``.
+
+    Single leaves skip `tree_map`, which is slower than most torch functions.
     """
     if value is None or isinstance(value, (int, float, str)):
         return value

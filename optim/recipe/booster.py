@@ -153,8 +153,9 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
 
 
 def first_samples(loader: Any) -> str | None:
-    """Return a digest of the first samples of a DataLoader's IterableDataset; None if there is none or it can't be
-    read.
+    """Return a digest of the first samples of a DataLoader's IterableDataset.
+
+    Returns None if there is none, or if it can't be read.
 
     The samples are read from the dataset for this purpose.
     """
@@ -307,8 +308,9 @@ class Saving:
         lr_scheduler: LRScheduler | None = None,
         dataloader: ShardedDataLoader[Any] | None = None,
     ) -> Any:
-        """Load a checkpoint of `save` into the objects that `boost` returned, on this mesh or another. Every rank calls
-        it.
+        """Load a checkpoint of `save` into the objects that `boost` returned, on this mesh or another.
+
+        Every rank calls it.
 
         The next ``for`` loop over the loader continues the saved epoch; see `ShardedDataLoader.load_state_dict`.
 

@@ -188,8 +188,9 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose direct parameters have another dtype than most; `fully_shard` needs one dtype per
-    module.
+    """Return the modules whose direct parameters have another dtype than most.
+
+    `fully_shard` needs one dtype per module.
     """
     sizes: Counter[torch.dtype] = Counter()
     for param in model.parameters():

@@ -165,8 +165,9 @@ class Pipeline:
 
 
 class _Loss:
-    """The schedule's loss function, multiplied by the loss scale and, for means, divided by the number of
-    micro-batches.
+    """The schedule's loss function, scaled for the optimizer.
+
+    It multiplies by the loss scale, and divides means by the number of micro-batches.
 
     Attributes:
         given: The scaled losses since it was cleared, by id, each with its unscaled loss.

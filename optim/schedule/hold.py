@@ -38,8 +38,9 @@ def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method without keeping its object alive, and does nothing after that is
-    gone.
+    """Return a function that calls a bound method without keeping its object alive.
+
+    It does nothing after the object is gone.
     """
     weak = WeakMethod(method)
 

@@ -128,8 +128,9 @@ class WarmupLR(LRScheduler):
             self.watch(optimizer)
 
     def watch(self, optimizer: ParallelOptimizer) -> None:
-        """Move when ``optimizer`` takes a step. Call it if the schedule was created before its torch optimizer was
-        wrapped.
+        """Move when ``optimizer`` takes a step.
+
+        Call it if the schedule was created before its torch optimizer was wrapped.
 
         Args:
             optimizer: The `ParallelOptimizer` that wraps the schedule's optimizer.

@@ -92,8 +92,9 @@ class RunningScale:
         self.decay, self.means = decay, torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, found: Estimates) -> Tensor:
-        """Add estimates and return B_simple, |G|^2 and S of the means, [3] float64; NaN before the first finite
-        estimate.
+        """Add estimates and return B_simple, |G|^2 and S of the means, [3] float64.
+
+        The result is NaN before the first finite estimate.
 
         Host synchronization: none.
         """
@@ -154,8 +155,9 @@ def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: C
 def counts(
     gradients: Sequence[Tensor | None], numels: Sequence[int], device: torch.device, constants: Constants
 ) -> Tensor:
-    """Return how many elements of each gradient are 0, and how many are below `SMALLEST_NORMAL`: [2, n] float64 on
-    ``device``.
+    """Count the elements of each gradient that are 0, and those below `SMALLEST_NORMAL`.
+
+    Returns [2, n] float64 on ``device``.
 
     Zeros are included in the second number. A missing gradient counts as zeros.
 
@@ -273,8 +275,9 @@ class LocalGradients:
         self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
 
     def powers(self) -> Tensor:
-        """Return this rank's contribution to the squared norm of its data rank, [data ranks] float64, at the data
-        rank's index.
+        """Return this rank's contribution to the squared norm of its data rank.
+
+        The result is [data ranks] float64, with the contribution at the data rank's index.
 
         The gradients are those after backward: multiplied by the loss scale and summed over the window.
 

@@ -1,5 +1,6 @@
-"""`Monitor`, which reports a training run every few steps, with one host synchronization per report and none in
-between.
+"""`Monitor`, which reports a training run every few steps.
+
+It needs one host synchronization per report, and none in between.
 
     with JsonLines("run.jsonl") as lines:
         monitor = Monitor(registry, lines, lambda report: bar.set_postfix_str(str(report)), every=20)
@@ -143,8 +144,9 @@ class Flops:
 
     @classmethod
     def of_parameters(cls, optimizer: ParallelOptimizer[Any], peak: float, active: float = 1.0) -> Flops:
-        """Return 6 N operations per token: two per parameter in forward, four in backward, without attention between
-        tokens.
+        """Return `Flops` with 6 N operations per token.
+
+        These are two operations per parameter in forward and four in backward, without attention between tokens.
 
         N is the number of elements in the optimizer's plan, each logical element counted once over all ranks.
         Reference: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
@@ -375,8 +377,9 @@ class Monitor:
         self._begun = True
 
     def _sums(self) -> Tensor:
-        """Return the sums over the world: loss * count, counts with a loss, counts whose loss is left out, and all
-        counts, [4].
+        """Return the sums over the world, [4].
+
+        They are loss * count, counts with a loss, counts whose loss is left out, and all counts.
         """
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)

@@ -222,8 +222,9 @@ def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -
 
 
 def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Return at most about ``most`` points: the smallest and largest of each interval, so that spikes remain, and all
-    non-finite points.
+    """Return at most about ``most`` points.
+
+    The smallest and largest point of each interval remain, so that spikes remain visible, and all non-finite points.
     """
     if len(points) <= most:
         return [*points]
@@ -350,8 +351,9 @@ def _table(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page of a run and return the exit code: 0, or 2 with a message on stderr for a file not written by
-    `JsonLines`.
+    """Write the page of a run and return the exit code.
+
+    The exit code is 0, or 2 with a message on stderr for a file that `JsonLines` has not written.
     """
     parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
     report = parser.add_subparsers(required=True, metavar="report").add_parser(

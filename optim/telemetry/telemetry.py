@@ -143,8 +143,9 @@ class Planned:
         return torch.where(self._own > 0, squares, 0.0).sum()
 
     def fractions(self, counts: Tensor) -> Tensor:
-        """Return counts of elements, [..., labels], as fractions of all trainable elements; NaN for a label without
-        any.
+        """Return counts of elements, [..., labels], as fractions of all trainable elements.
+
+        The result is NaN for a label without any.
         """
         return counts / self._elements
 

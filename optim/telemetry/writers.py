@@ -217,8 +217,9 @@ def _figures(report: dict[str, Any] | None) -> dict[str, float] | None:
 
 
 class TensorBoardWriter:
-    """`Monitor` callback that writes each report's numbers to TensorBoard. Use it as a context manager, or call
-    `close`.
+    """`Monitor` callback that writes each report's numbers to TensorBoard.
+
+    Use it as a context manager, or call `close`.
 
         monitor = Monitor(registry, TensorBoardWriter("runs/first"))
 
@@ -266,8 +267,9 @@ class TensorBoardWriter:
 
 
 class WeightsAndBiases:
-    """`Monitor` callback that logs each report's numbers to Weights & Biases. Use it as a context manager, or call
-    `close`.
+    """`Monitor` callback that logs each report's numbers to Weights & Biases.
+
+    Use it as a context manager, or call `close`.
 
         monitor = Monitor(registry, WeightsAndBiases(project="digits"))
 
@@ -409,8 +411,9 @@ def _can_write(file: TextIO, text: str) -> bool:
 
 
 def _place(name: str) -> int:
-    """Return the sort key of a figure: loss and norm, other figures of the full model, singular values, then labelled
-    figures.
+    """Return the sort key of a figure.
+
+    The order is loss and norm, other figures of the full model, singular values, labelled figures.
     """
     kind, _, label = name.partition("/")
     if kind in FIRST and label in ("", TOTAL):

@@ -1,6 +1,4 @@
-"""Optimizers whose update needs the full tensor, for parameters that are sharded over ranks, and the base classes for
-them.
-"""
+"""Optimizers whose update needs the full tensor, for sharded parameters, and their base classes."""
 
 from .any_optimizer import AnyOptimizer, whole
 from .at_home import HomeOptimizer

@@ -1,5 +1,6 @@
-"""Adafactor: Adam without momentum, with second moments factored into rows and columns (Shazeer, Stern,
-arXiv:1804.04235).
+"""Adafactor and CAME, whose second moments are factored into rows and columns.
+
+Adafactor (Shazeer, Stern, arXiv:1804.04235) is Adam without momentum:
 
     R <- R + t^c (rows of g^2 - R)      C <- C + t^c (columns of g^2 - C)        means over the full matrix; c < 0
     u <- g / sqrt(R C / mean(R))

@@ -49,8 +49,9 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A part of a full tensor that is computed separately: the full tensor, an expert, a block of a fused weight, or a
-    head.
+    """A part of a full tensor that is computed separately.
+
+    It is the full tensor, an expert, a block of a fused weight, or a head.
 
     Args:
         tensor: The full tensor.
@@ -310,8 +311,9 @@ class Round:
 def in_flight(
     rounds: Sequence[Round], values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Run the rounds, and yield results as they arrive. One round computes while the next one and the previous one are
-    sent.
+    """Run the rounds, and yield results as they arrive.
+
+    One round computes while the next one and the previous one are sent.
     """
     last = {position: index for index, one in enumerate(rounds) for position in one.positions}
     results: dict[int, Tensor] = {}
@@ -414,8 +416,7 @@ class Homes:
     def map(
         self, values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Compute every matrix on its owner rank, and yield this rank's shards of the results by position, as they
-        arrive.
+        """Compute every matrix on its owner rank, and yield this rank's shards of the results by position.
 
         Consume all results: each one starts communication that other ranks wait for.
 

@@ -1,5 +1,6 @@
-"""Which rank holds which elements of a full tensor, and which rank contributes replicated elements. The same on all
-ranks.
+"""Assignment of the elements of a full tensor to ranks.
+
+It tells which ranks hold an element, and which one contributes a replicated element. It is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ Blocks = Mapping[str, int | Sequence[int]]
 
 
 def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> list[Box]:
-    """Return the matrices of a tensor in order, divided by ``blocks`` if its name matches, else by the blocks of its
-    layout.
+    """Return the matrices of a tensor in order.
+
+    The tensor is divided by ``blocks`` if its name matches, else by the blocks of its layout.
 
     A tensor with 2 dims is a matrix, a tensor with 3 dims a stack of matrices. With 4 or more dims, the first dim is
     the rows and all other dims together are the columns.

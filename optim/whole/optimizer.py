@@ -246,8 +246,9 @@ class WholeOptimizer(torch.optim.Optimizer):
             torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype), out=target)
 
     def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
-        """Update ``target <- target - rate (direction + decay target)`` in place and in one pass, unless the step is
-        skipped.
+        """Update ``target`` to ``target - rate (direction + decay target)`` in place and in one pass.
+
+        Nothing changes if the step is skipped.
 
         Call it within a step. An `Update` may then return ``target`` itself as the new value.
 

@@ -140,8 +140,9 @@ class WholeTensors:
     # Parts ----------------------------------------------------------------------------------------------------------
 
     def rectangles(self, position: int, piece: Tensor) -> dict[Shape, Tensor]:
-        """Split a contiguous tensor of the stepped tensor's shape into rectangles of the full tensor, by offsets;
-        views.
+        """Return views of the rectangles of the full tensor in ``piece``, by their offsets.
+
+        ``piece`` is contiguous and has the stepped tensor's shape.
         """
         return self._regions[position].parts(piece)
 

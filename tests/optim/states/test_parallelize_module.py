@@ -60,7 +60,8 @@ def misdeclared(kind: str) -> str:
     [
         (
             "pending",
-            "the gradient of norm.weight is Partial(sum) over 'tensor', but the parameter is Replicate(); declare",
+            "the gradient of norm.weight is Partial(sum) over 'tensor', but the parameter is Replicate(); "
+            "declare the parameter P(partial='tensor')",
         ),
         ("complete", "down.bias is declared partial over 'tensor', but its gradient is complete"),
         ("measured", "the gradient of norm.weight (P(partial='tensor')) is still a pending sum over tensor"),

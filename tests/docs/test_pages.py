@@ -33,6 +33,10 @@ ELSEWHERE = {  # page -> who runs its Python
     "docs/FIRST_MLP.md": "docs/test_first_mlp.py",
     "docs/CLUSTERS.md": "docs/test_clusters.py",
     "MIGRATING.md": "docs/test_readme.py",
+    "docs/howto/PARAMETER_GROUPS.md": "docs/test_howto.py",
+    "docs/howto/FINE_TUNING.md": "docs/test_howto.py",
+    "docs/howto/LOGGING.md": "docs/test_howto.py",
+    "docs/howto/TESTING.md": "docs/test_howto.py",
 }
 # Of MIGRATING.md, which needs other packages: heading -> who runs what is under it.
 MIGRATED = {

@@ -1,0 +1,124 @@
+"""How-to pages that need several ranks, other packages, or pytest: their snippets print what the page shows.
+
+The other how-to pages run in test_pages.py. ``python tests/docs/test_howto.py PAGE``, with ``tests/harness`` on the path,
+writes the printed text into the page.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from snippets import blocks, printed_by
+from world import World
+
+ROOT = Path(__file__).parent.parent.parent
+HOWTO = ROOT / "docs" / "howto"
+ON_TWO_RANKS = ("PARAMETER_GROUPS.md", "FINE_TUNING.md")
+
+
+def session(codes: list[str], name: str) -> list[str]:
+    """The text that each part of a page prints on this rank."""
+    namespace: dict[str, Any] = {"__name__": name}
+    try:
+        return [printed_by(code, name, namespace) for code in codes]
+    finally:
+        if "registry" in namespace:
+            namespace["registry"].close()
+
+
+def parts_of(page: str) -> tuple[list[str], list[str]]:
+    codes, shown = zip(*blocks("python", (HOWTO / page).read_text()), strict=True)
+    return list(codes), list(shown)
+
+
+@pytest.mark.parametrize("page", ON_TWO_RANKS)
+def test_page_on_two_ranks_prints_the_shown_text(world: World, page: str) -> None:
+    codes, shown = parts_of(page)
+    by_rank = world.run(2, session, codes, page)
+    assert by_rank[0] == shown
+    assert by_rank[1] == [""] * len(codes)
+
+
+# LOGGING.md -----------------------------------------------------------------------------------------------------------
+
+
+class Service:
+    """Counts the calls of a dashboard's package that may not be installed."""
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+
+    def log(self, data: dict[str, float], step: int) -> None:
+        assert data
+        self.steps.add(step)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        assert name
+        self.steps.add(step)
+
+    def finish(self, exit_code: int) -> None:
+        assert exit_code == 0
+
+    def close(self) -> None:
+        pass
+
+
+def test_logging_page_writes_to_every_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wandb, tensorboard = Service(), Service()
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: wandb))
+    writer = types.SimpleNamespace(SummaryWriter=lambda log_dir: tensorboard)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    monkeypatch.chdir(tmp_path)
+    codes, shown = parts_of("LOGGING.md")
+    assert session(codes, "LOGGING.md") == shown
+    assert wandb.steps == tensorboard.steps == {10, 20}
+    lines = (tmp_path / "runs" / "1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [10, 20]
+    assert len((tmp_path / "runs" / "1.csv").read_text().splitlines()) == 3
+
+
+# TESTING.md -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "outcome"), [('P("tensor")', "2 passed"), ("P()", "2 failed")])
+def test_testing_page_passes_and_fails_with_a_wrong_layout(tmp_path: Path, spec: str, outcome: str) -> None:
+    ((code, _),) = blocks("python", (HOWTO / "TESTING.md").read_text())
+    right = '"up": P("tensor")'
+    assert right in code
+    (tmp_path / "test_my_model.py").write_text(code.replace(right, f'"up": {spec}'))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "test_my_model.py"]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert outcome in done.stdout, done.stdout + done.stderr
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def write(name: str) -> None:
+    """Put the text that a page prints now into the page."""
+    path = HOWTO / name
+    codes, _ = parts_of(name)
+    world = World()
+    texts = world.run(2, session, codes, name)[0] if name in ON_TWO_RANKS else session(codes, name)
+    world.close()
+    page = path.read_text()
+    for code, text in zip(codes, texts, strict=True):
+        before, _, after = page.partition(code)
+        if text:
+            shown, _, after = after.partition("```text\n")
+            page = f"{before}{code}{shown}```text\n{text}```{after.partition('```')[2]}"
+    path.write_text(page)
+
+
+if __name__ == "__main__":
+    for page_name in sys.argv[1:]:
+        write(page_name)

@@ -369,7 +369,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         if self._window.may_clear():
             if self._switch is not None:
-                self._switch.check_clearing(self._window.left_out)
+                self._switch.check_clearing(self._window.sync_skipped)
             self._states.clear(set_to_none)
             self._window.clear()
             if self._switch is not None:
@@ -412,8 +412,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                     check_window_is_used(window, self._model_params, self.registry)
                 return None  # type: ignore[return-value]
             problem = None
-            if window.asked is not None and window.decision is None:
-                _, problem = self._clip_now(window.asked)
+            if window.pending_clip is not None and window.decision is None:
+                _, problem = self._clip_now(window.pending_clip)
             problem = self._completion(window, self._switch) or problem  # complete the gradients
             # Measure them and decide, in exactly one collective, unless an explicit clip has done so in this window.
             decision = window.decision or self._clipping(self._clip, self._scale_info(), captured=window.captured)
@@ -548,7 +548,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         window.captured = check_captured(call, self.not_captured)
         in_use(clip)  # checks its arguments
         if not window.is_full:
-            window.asked = clip
+            window.pending_clip = clip
             return None
         window.scale = self._scale
         decision, problem = self._clip_now(clip)

@@ -43,7 +43,7 @@ class GradientCompletion:
 
     Attributes:
         table: The records, with the partial gradients that the first window found in DTensor gradients.
-        looked: True after all ranks have checked the gradients of the first window.
+        grads_checked: True after all ranks have checked the gradients of the first window.
         changed: Indices of the parameters that were frozen, and of the parameters that were unfrozen, since they were
             added. Updated in every window.
     """
@@ -61,15 +61,15 @@ class GradientCompletion:
         self.chain, self.table, self.early = chain, table, early
         self.params = table.grad_tensors
         self._make_buckets, self._buckets = buckets, list(buckets(table.plan))
-        self.looked, self._agreement, self._has_copies = False, agreement, False
+        self.grads_checked, self._agreement, self._has_copies = False, agreement, False
         self._has_fingerprints = has_fingerprints
         self._unused: UnusedParameters | None = unused
         self.changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-        self._looked_at = 0
+        self._next_checked = 0
 
     def not_captured(self) -> str | None:
         """Return why a step can't be captured in a CUDA graph now; None: it can be."""
-        if self.looked:
+        if self.grads_checked:
             return None
         return "no step was made before, and the first one looks at what came, on the host: make some steps without a graph"
 
@@ -105,8 +105,8 @@ class GradientCompletion:
         problem: Exception | None
         frozen, problem = self._frozen_since()
         if window.scaled and not window.calls:
-            window.strays = window.has_strays(self.chain.params)
-        seen = None if self.looked else self._seen(window)
+            window.unscaled_grads = window.has_bypassed_grads(self.chain.params)
+        seen = None if self.grads_checked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
         # These collectives precede the transforms, so that their order does not depend on whether this rank ran a backward.
@@ -118,10 +118,10 @@ class GradientCompletion:
             self._look(seen, window, averaged and switch is not None and (switch.in_backward or window.reduced))
         for link in self.chain.bringing:
             problem = link.bring(window, averaged) or problem
-        window.holds_old = True
+        window.has_stale_grads = True
         if seen is not None:
             on_all_ranks(lambda: check_kinds(self.table), self.chain.registry)
-            self.looked = window.looked = True
+            self.grads_checked = window.grads_checked = True
             window.forget_gradients()
         for param in self.params:
             gradient = param.grad
@@ -207,8 +207,8 @@ class GradientCompletion:
         """
         given = self.chain.given
         if given:
-            self._looked_at = (self._looked_at + 1) % len(given)
-            if any(given[index].is_converted for index in (0, -1, self._looked_at)):
+            self._next_checked = (self._next_checked + 1) % len(given)
+            if any(given[index].is_converted for index in (0, -1, self._next_checked)):
                 raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:

@@ -587,7 +587,7 @@ class Shards(Link):
         window.reduced = True
         with self._reducer.micro_batch(window.several):
             yield
-        window.came |= self._reducer.came
+        window.saw_grads |= self._reducer.came
 
     @torch.no_grad()
     def catch_up(self, window: Window) -> None:
@@ -675,7 +675,7 @@ class Shards(Link):
 
 
 def _check_cleared(window: Window) -> None:
-    if window.holds_old:
+    if window.has_stale_grads:
         raise RuntimeError(
             "the reduced gradients of the last window have not been cleared, and new gradients can't be added to them: "
             "call zero_grad() after every step (and after clipping, if more micro-batches follow)"

@@ -94,14 +94,14 @@ class GradSyncController(ABC):
     def clear(self) -> None:  # noqa: B027 (most keep none)
         """Forget the gradients that are kept elsewhere."""
 
-    def check_clearing(self, left_out: bool) -> None:  # noqa: B027 (most can be cleared)
+    def check_clearing(self, sync_skipped: bool) -> None:  # noqa: B027 (most can be cleared)
         """Raise RuntimeError if gradients are to be cleared that can't be."""
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
         """Around the backward of one micro-batch."""
         yield
-        window.left_out = not self.on
+        window.sync_skipped = not self.on
         self.expect(window)
 
     @contextmanager
@@ -221,17 +221,17 @@ class TorchGradSync(GradSyncController):
     def averages(self, window: Window) -> bool:
         """Not if DDP left the last micro-batch out, for which `step` can make up: what it averaged before is the same on
         all ranks, and stays as it is. Only `fully_shard` itself reduces what it has."""
-        if window.left_out and not self.is_ddp:
+        if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
                 "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "
                 "accumulation_steps, and leave it out of no_sync()"
             )
-        return not window.left_out
+        return not window.sync_skipped
 
-    def check_clearing(self, left_out: bool) -> None:
+    def check_clearing(self, sync_skipped: bool) -> None:
         """What only `fully_shard` has would add to later gradients."""
-        if left_out and not self.is_ddp:
+        if sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard keeps the gradients of micro-batches that it has not reduced, whoever clears the parameters' "
                 "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
@@ -384,7 +384,7 @@ class MegatronGradSync(TorchGradSync):
 
     def averages(self, window: Window) -> bool:
         """Raises RuntimeError where it is told to reduce while backward runs, and was not told of the last micro-batch."""
-        if window.left_out and self._overlap:
+        if window.sync_skipped and self._overlap:
             raise RuntimeError(
                 "overlap_grad_reduce=True has not reduced the gradients of this window: call window_ends() before the "
                 "forward of the last micro-batch where a window is shorter than accumulation_steps, and leave it out of "
@@ -415,5 +415,5 @@ class MegatronGradSync(TorchGradSync):
             if hasattr(param, "main_grad"):
                 param.grad = None
 
-    def check_clearing(self, left_out: bool) -> None:
+    def check_clearing(self, sync_skipped: bool) -> None:
         """All of it can be cleared."""

@@ -66,11 +66,11 @@ class GradientReport(NamedTuple):
         trainer that clips them too; facts: See the attribute. Host reads: some."""
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # States are also made by a step with gradients of zeros.
-        not_zero = window.has_strays(params) and any(
+        not_zero = window.has_bypassed_grads(params) and any(
             g.layout != torch.strided or bool((g != 0).any()) for g in gradients
         )
         # Where backward has reduced them they are taken, or sums that every rank has.
-        some = window.came if window.reduced else bool(gradients)
+        some = window.saw_grads if window.reduced else bool(gradients)
         # torch's state-dict functions set gradients of zeros on the tensors that the optimizer steps. A reduction in
         # backward does so too, for parameters without a gradient.
         if isinstance(param_groups, list) and not window.reduced:
@@ -82,7 +82,7 @@ class GradientReport(NamedTuple):
         except ValueError as error:
             wrong = str(error)
         broken = window.phase == "broken"
-        counts = window.looked, window.count_written(params)
+        counts = window.grads_checked, window.count_written(params)
         return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts, *counts)
 
 

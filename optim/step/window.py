@@ -1,16 +1,17 @@
-"""Where the optimizer is between two steps, and what the micro-batches of the window weigh together.
+"""The state of the optimizer between two steps, and the total weight of an accumulation window's micro-batches.
 
     open --begin--> accumulating --complete--> complete --clip--> clipped --close--> open
                     a backward that raises --> broken --clear--> open
 
-The gradient of a window is the mean over everything in it, whatever the micro-batches and data ranks hold:
+The gradient of a window is the mean over all of its samples or tokens, however they are distributed over micro-batches and
+data ranks:
 
     grad = sum over data ranks, micro-batches of grad(loss_sum)  /  sum over data ranks, micro-batches of weight
 
-Gradient synchronisation divides by the number of data ranks D, so D / W is left, with W the total weight. W travels in
-the packed collective that the norm needs anyway, and D / W is folded into the same factor as clipping and unscaling.
-Means of micro-batch means are something else where micro-batches hold different numbers of tokens. Without weights the
-factor is 1 / K with K micro-batches in managed accumulation, and 1 where the caller decides when to step.
+Averaging over D data ranks has divided by D, so the factor D / W is left, with the total weight W. W is summed in the
+collective that measures the gradient norm, and D / W becomes part of the factor that clips and unscales gradients. The mean
+of micro-batch means would differ if micro-batches have different numbers of tokens. Without weights the factor is 1 / K for
+K micro-batches in managed accumulation, and 1 if the caller decides when to step.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ if TYPE_CHECKING:
 
 # The window's weight --------------------------------------------------------------------------------------------------
 
-# What the micro-batches of a window weigh, all data ranks together, on its way through the collective that measures.
+# The total weight of a window over all data ranks, summed in the collective that measures the gradient norm.
 
 
 class Weight:
-    """What one rank's micro-batches of a window weigh together.
+    """The sum of the weights of a window's micro-batches on this rank.
 
     Attributes:
-        value: A number; where any micro-batch's weight is a tensor a 0-dim tensor, the same one for life: CUDA graphs of
-            micro-batches add to it in every replay.
-        sum: That tensor, from when there was one on; replays add to it while ``value`` is 0.
+        value: A number. After the first weight that is a tensor: a 0-dim tensor, always the same object, because CUDA
+            graphs of micro-batches add to it in every replay.
+        sum: That tensor; None before the first weight that is a tensor. Replays add to it even while ``value`` is 0.
     """
 
     def __init__(self) -> None:
@@ -59,14 +60,14 @@ class Weight:
         self.sum: Tensor | None = None
 
     def clear(self) -> None:
-        """Nothing has come."""
+        """Set the sum to 0."""
         self.value = 0.0
         if self.sum is not None:
             self.sum.zero_()
 
     @torch.no_grad()
     def add(self, weight: float | Tensor) -> None:
-        """Of one more micro-batch; 0-dim."""
+        """Add the weight of one micro-batch, a number or a 0-dim tensor."""
         if isinstance(weight, Tensor) and not isinstance(self.value, Tensor):
             if self.sum is None or self.sum.device != weight.device:
                 self.sum = torch.zeros((), dtype=accumulation_dtype(weight.device), device=weight.device)
@@ -77,17 +78,26 @@ class Weight:
             self.value += weight
 
     def check_captured(self, weight: float | Tensor) -> None:
-        """Raise RuntimeError for a weight that the replays of a CUDA graph would not add, where one is made."""
+        """Raise RuntimeError if a CUDA graph captures the micro-batch and its replays could not add ``weight``."""
         if is_captured() and (self.sum is None or not isinstance(weight, Tensor)):
             raise RuntimeError(
                 f"weight={weight!r} in a micro-batch that is captured in a CUDA graph, of which every replay would add the "
-                "same: give a 0-dim tensor on the GPU, which you write to, in the windows before that are not captured too"
+                "same number: give a 0-dim tensor on the GPU and write new values to it, "
+                "also in earlier windows that are not captured"
             )
 
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """Where a rank is, as far as weights ask."""
+    """The position of a rank in the topology, as needed for the sum of weights.
+
+    Args:
+        stages: The number of pipeline stages.
+        stage: The rank's pipeline stage.
+        sharers: The number of ranks on the model axes; all of them have the same weight.
+        data_ranks: The number of data ranks.
+        constants: A cache of device tensors with fixed values.
+    """
 
     stages: int
     stage: int
@@ -107,7 +117,7 @@ _PLACES: WeakKeyDictionary[ProcessGroupRegistry, WindowPlace] = WeakKeyDictionar
 
 
 def place_of(registry: ProcessGroupRegistry) -> WindowPlace:
-    """Of this rank."""
+    """Return the position of this rank, cached per registry."""
     place = _PLACES.get(registry)
     if place is None:
         place = _PLACES[registry] = WindowPlace.of(registry)
@@ -123,24 +133,27 @@ def window_fields(
 ) -> PackedSum:
     """Pack this rank's part of the window's weight W, [pipeline stages] float64, as the field ``"window_weight"``.
 
-    All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
-    none (only the last one computes a loss) add 0. `inverse_weight` reads the sum over ranks.
+    All ranks of a stage with the same data coordinate have the same weight, so each one adds its part of it. Stages without
+    a weight add 0, because only the last stage computes a loss. `inverse_weight` reads the sum over ranks.
 
     Args:
-        bypassed, agreement: Values of fields of these names; None: there is no such field.
+        weight: The window's weight on this rank, a number or a 0-dim tensor.
+        registry: The process groups of the mesh.
+        device: The device of the packed fields.
+        bypassed, agreement: The values of the fields of these names. None (default): the field does not exist.
     Returns:
-        The packed fields. Don't write to the values of numbers, which are made once.
+        The packed fields. The tensor may be cached, so don't write to it.
     """
     place = place_of(registry)
     found = {name: number for name, number in (("agreement", agreement), ("bypassed", bypassed)) if number is not None}
     more, sizes = list(map(float, found.values())), {"window_weight": place.stages, **dict.fromkeys(found, 1)}
-    if not isinstance(weight, Tensor) and not is_captured():  # a graph would copy from the host in every replay
+    if not isinstance(weight, Tensor) and not is_captured():  # a CUDA graph would repeat the copy from the host
         own = [0.0] * place.stages
         own[place.stage] = weight / place.sharers
         values = [*own, *more]
         return PackedSum(place.constants(tuple(values), values.copy, torch.float64, device), sizes)
     slots = torch.zeros(place.stages + len(more), dtype=torch.float64, device=device)
-    # Not `slots[...] = number`, which in torch 2.11 is a copy from the host.
+    # `slots[...] = number` would be a copy from the host in torch 2.11.
     slots[place.stage].fill_(weight / place.sharers)
     for at, number in enumerate(more, place.stages):
         if number:
@@ -149,29 +162,33 @@ def window_fields(
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
-    """D / W in plain numbers: ``weights[d][k]`` is that of micro-batch k on data coordinate d."""
+    """Return D / W computed with Python numbers. ``weights[d][k]`` is the weight of micro-batch k on data coordinate d."""
     total = sum(sum(of_rank) for of_rank in weights)
     return len(weights) / total if total else 1.0
 
 
 # Gradients that a pipeline schedule divides twice ---------------------------------------------------------------------
 
-# With ``scale_grads=True`` every stage of `torch.distributed.pipelining` divides the gradients of its parameters by the
-# number of micro-batches when the schedule is through: right where each is of this call alone, and is divided once.
+# With ``scale_grads=True`` every stage of `torch.distributed.pipelining` divides its parameters' gradients by the number of
+# micro-batches at the end of the schedule. This is wrong for gradients that were divided before: of an earlier schedule
+# step in the window, or of a parameter that two stages share.
 
 
 @contextmanager
 def watching_stages(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
-    """Around a schedule's step: note in the window where stages divide what was divided already.
+    """Return a context manager around a pipeline schedule's step that detects gradients which a stage divides twice.
+
+    The result is stored in ``window.divided_again``.
 
     Args:
-        params: Whose gradients add up.
+        window: The accumulation window.
+        params: The parameters whose gradients accumulate.
     """
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         yield
         return
-    kind: Any = module._PipelineStageBase  # of all stages; nothing public tells when they divide
+    kind: Any = module._PipelineStageBase  # the base class of stages; there is no public hook for the division
     divide = kind.scale_grads
     before = params if window.micro_batches > 1 else ()
     divided = {id(param) for param in before if param.grad is not None}
@@ -195,138 +212,142 @@ Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 
 
 class Window:
-    """The micro-batches since the last step: how many, their weight here, and what has been done with the gradients.
+    """The micro-batches since the last step: their number, their weight on this rank, and the state of their gradients.
 
-    No other object remembers where the optimizer is between two steps.
+    This object holds all state of the optimizer between two steps.
 
     Args:
-        steps: Micro-batches a window in managed accumulation; None: the caller decides when to step.
-        scaled: There is a loss scale, in which gradients must have come.
+        steps: Micro-batches per window in managed accumulation; None: the caller decides when to step.
+        scaled: True if there is a loss scale, which every loss must be multiplied by. Default False.
     Raises:
-        ValueError: steps is no whole number >= 1.
+        ValueError: ``steps`` is not a whole number >= 1.
 
     Attributes:
-        phase: Where it is.
-        micro_batches: How many have come; those without a loss count.
-        calls: Backward calls, and losses scaled for those of others, since the last step.
-        strays: At the end of a window with a loss scale, `has_strays`.
-        several: The micro-batch may have more backward calls than one.
-        entered: A micro-batch has begun and not ended.
-        captured: The step, or explicit clip, that was called last is one that a CUDA graph is made of.
-        scale: The loss scale that the gradients contain, 0-dim; None: they contain none. Set when they are completed.
-        left_out: torch's data parallelism was told to leave the last micro-batch out.
-        reduced: A backward has reduced the gradients while it ran.
-        asked: What an explicit call in the middle of the window wants done at its end.
-        decision: What was decided and done in this window by an explicit call.
-        explicit: The rules of the window's explicit clips, in their order.
-        holds_old: The gradients of the window before have been reduced and nobody has cleared them.
-        came: A backward has left a gradient on this rank, ever.
-        divided_again: A pipeline schedule has divided gradients that were divided before, ever.
-        looked: The gradients of a window have been checked by all ranks together, which the first step does.
+        phase: The phase of the window, see the module's docstring.
+        micro_batches: The number of micro-batches so far, including micro-batches without a loss.
+        calls: The number of backward calls, and of losses that were scaled for other code's backward calls, in this window.
+        unscaled_grads: The result of `has_bypassed_grads` at the end of a window with a loss scale.
+        several: True if the micro-batch may have several backward calls.
+        entered: True while a micro-batch runs.
+        captured: True if a CUDA graph captures the last called step or explicit clip.
+        sync_skipped: True if torch's data parallelism was told not to reduce the last micro-batch.
+        reduced: True if backward has reduced gradients while it ran.
+        pending_clip: The clipping rule of an explicit call in the middle of the window, to be applied at its end; or None.
+        decision: The step decision of an explicit clip in this window; or None.
+        explicit: The rules of the window's explicit clips, in the order of the calls.
+        has_stale_grads: True if the gradients of the last window have been reduced and not been cleared.
+        saw_grads: True after any backward has left a gradient on this rank.
+        divided_again: True after a pipeline schedule has divided gradients that were divided before.
+        grads_checked: True after all ranks have checked the gradients of a window together, in the first step.
     """
 
     def __init__(self, steps: int | None, scaled: bool = False) -> None:
         if steps is not None and not is_whole(steps, 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
-        self.holds_old = self.left_out = self.several = self.captured = self.came = self.divided_again = False
-        self.entered = self.looked = False
+        self.has_stale_grads = self.sync_skipped = self.several = self.captured = self.saw_grads = (
+            self.divided_again
+        ) = False
+        self.entered = self.grads_checked = False
         self.scale: Tensor | None = None
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
         self._fields: tuple[tuple[object, ...], PackedSum, WindowPlace] | None = None
-        self._facts: int | None = None  # in their slot
+        self._facts: int | None = None  # in the cached fields
         self._watched: _OtherBackward | None = None
         self.close()
 
     def close(self, params: Sequence[Tensor] = ()) -> None:
-        """The step is over, or the window was given up: start an empty one.
+        """Start an empty window, after a step or when the window is given up.
 
         Args:
-            params: After a step: those whose gradients stay until somebody clears them.
+            params: After a step: the parameters, whose gradients stay until they are cleared. Default: none.
         """
         if params:
             self._stepped_with = _Gradient.last_of(params)
         self.phase: Phase = "open"
         self.micro_batches = 0
         self.calls = 0
-        self.strays = False
+        self.unscaled_grads = False
         if self.has_weight or self._weight.sum is not None:
             self._weight.clear()
         self.reduced = False
-        self.asked: Clip | None = None
+        self.pending_clip: Clip | None = None
         self.decision: StepDecision | None = None
         self.explicit: tuple[Clip | None, ...] = ()
         self._weighted: bool | None = None
         self._with_gradient: list[int] = []
         self._recorded: list[_Gradient] = []
         self._stop_watching()
-        self._handled: BaseException | None = None  # when the last micro-batch began
+        self._handled: BaseException | None = None  # the exception being handled when the last micro-batch began
 
     def clear(self) -> None:
-        """The gradients are gone, and the window with them."""
-        self.holds_old = False
+        """Start an empty window after all gradients were cleared."""
+        self.has_stale_grads = False
         self._stepped_with = None
         self.close()
 
-    def has_strays(self, params: Sequence[Tensor]) -> bool:
-        """Whether gradients are there that came past `backward` and `window`, as far as this rank can tell: those that the
-        last step left are none."""
+    def has_bypassed_grads(self, params: Sequence[Tensor]) -> bool:
+        """Return True if this rank has gradients from a backward that bypassed `backward` and `window`.
+
+        Gradients that the last step left do not count.
+        """
         if self.calls:
             return False
         found = _Gradient.last_of(params)
         return found is not None and not found.is_still(self._stepped_with)
 
     def count_written(self, params: Sequence[Tensor]) -> tuple[int, int]:
-        """Return how many gradients were written to in place since the last micro-batch, and of how many that is known.
+        """Return how many gradients were written to in place since the last micro-batch, and how many were observed.
 
-        Known before the first check of gradients only, of plain tensors.
+        Plain gradients are observed until the first check of gradients; gradients of DTensors are never observed.
         """
         written = [before for before in self._recorded if before.was_written(params[before.position].grad)]
         return len(written), len(self._recorded)
 
     def forget_gradients(self) -> None:
-        """Let others write to the gradients of this window."""
+        """Stop observing writes to the gradients of this window."""
         self._recorded = []
 
     @property
     def weight(self) -> float | Tensor:
-        """Of all micro-batches so far on this rank, a number or a 0-dim tensor; 0 where none was given."""
+        """Return the weight of this rank's micro-batches so far, a number or a 0-dim tensor; 0 without weights."""
         return self._weight.value
 
     @property
     def has_weight(self) -> bool:
-        """Whether this rank gave any other than 0."""
+        """Return True if this rank's weight is a tensor or is not 0."""
         return isinstance(self.weight, Tensor) or self.weight != 0
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the micro-batches so far were given weights, 0 among them."""
+        """Return True if the micro-batches so far were given weights, including weights of 0."""
         return bool(self._weighted)
 
     def number_of_facts(self, agreement: StepAgreement, changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
-        """Return this rank's part of the slot of a `StepAgreement`. Host reads: none.
+        """Return this rank's summand in the field of a `StepAgreement`. Host synchronization: none.
 
         Args:
-            changed: The indices of parameters that were frozen, and of those that were unfrozen.
+            agreement: The comparison of settings between ranks.
+            changed: The indices of parameters that were frozen, and of parameters that were unfrozen.
         """
         return agreement.number(self.micro_batches, self.weight if self.is_weighted else None, *changed, self.explicit)
 
     @property
     def count(self) -> int:
-        """What the sum of the micro-batches' gradients is divided by where no rank gave a weight."""
+        """Return the divisor of the summed micro-batch gradients if no rank gave a weight."""
         return 1 if self.steps is None else max(1, self.micro_batches)
 
     @property
     def is_full(self) -> bool:
-        """Whether a step is due: always, where the caller decides."""
+        """Return True if a step is due; always True if the caller decides when to step."""
         return self.steps is None or self.micro_batches >= self.steps
 
     def not_captured(self, device: torch.device) -> Iterator[str]:
-        """Yield the reasons why a step of this window can't be captured in a CUDA graph, with gradients on ``device``."""
+        """Yield the reasons why a CUDA graph can't capture a step of this window, with gradients on ``device``."""
         if not self.is_full:
             yield (
-                f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have come, which replays would not "
+                f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have run, which replays would not "
                 "count: capture a whole window, or leave accumulation_steps out and call step only in the graph of the "
                 "last one"
             )
@@ -335,17 +356,19 @@ class Window:
 
     @property
     def is_unused(self) -> bool:
-        """Whether, in managed accumulation, no micro-batch has come."""
+        """Return True in managed accumulation before the first micro-batch."""
         return self.steps is not None and not self.micro_batches
 
     @property
     def next_is_last(self) -> bool:
-        """Whether, in managed accumulation, the next micro-batch is the last one."""
+        """Return True in managed accumulation if the next micro-batch is the last one of the window."""
         return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
     def ends(self, last: bool) -> bool:
-        """Whether `step` is to do anything; ``last``: the window is a short one, the tail of an epoch.
+        """Return True if `step` must end the window.
 
+        Args:
+            last: True: the window is shorter than ``steps``, such as the last window of an epoch.
         Raises:
             RuntimeError: A backward of this window raised.
         """
@@ -353,8 +376,10 @@ class Window:
         return self.is_full or (last and self.micro_batches > 0)
 
     def may_clear(self) -> bool:
-        """Whether `zero_grad` is to do anything: not in the middle of a window of managed accumulation, unless that is
-        given up: a backward raised, or the caller is handling an error that has come since the last micro-batch began.
+        """Return True if `zero_grad` may clear gradients now.
+
+        It may not in the middle of a window of managed accumulation. It may if the window is given up: a backward raised,
+        or the caller handles an error that was raised after the last micro-batch began.
         """
         if self.steps is None or not self.micro_batches or self.phase == "broken":
             return True
@@ -368,16 +393,19 @@ class Window:
         facts: int | None = None,
         facts_of_tensors: Tensor | None = None,
     ) -> GradScaleInfo:
-        """Return what gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of
-        the window or its number of micro-batches.
+        """Return the divisor of gradients on ``device``: the loss scale, if there is one, and the window's weight or count.
 
         Args:
-            facts, facts_of_tensors: This rank's part of the slot of a `StepAgreement`; None: there is none, or no tensors.
+            registry: The process groups of the mesh.
+            scale: The loss scale; None: there is none.
+            device: The device of the measurement.
+            facts: This rank's summand in the field of a `StepAgreement`. None (default): there is no agreement.
+            facts_of_tensors: The summand for settings in tensors. None (default): there are none.
         """
         alone, vote = registry.topology.world_size == 1, None
-        if self.scaled and not (alone and self.calls):  # or this rank knows that there was one, and has nobody to tell
-            vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
-        done = self.decision is not None  # they were clipped in place in this window, and have it in them already
+        if self.scaled and not (alone and self.calls):  # a single rank with a scaled loss needs no vote
+            vote = _SCALED if self.calls else -1.0 if self.unscaled_grads else 0.0
+        done = self.decision is not None  # an explicit clip has already divided the gradients
         pack, place = self._fields_of(self.weight, vote, registry, device, facts)
         if facts_of_tensors is not None:
             pack = replace(pack, values=pack.values.clone())
@@ -394,7 +422,7 @@ class Window:
         device: torch.device,
         facts: int | None,
     ) -> tuple[PackedSum, WindowPlace]:
-        """Return `window_fields`, kept where they are of numbers; a graph would read them there for ever."""
+        """Return `window_fields`, cached unless a value is a tensor or a CUDA graph would read the cached memory."""
         if self.captured or isinstance(weight, Tensor):
             return window_fields(weight, registry, device, vote, facts), place_of(registry)
         key = weight, vote, registry, device, facts is None
@@ -404,7 +432,7 @@ class Window:
                 pack = replace(pack, values=pack.values.clone())
             self._fields, self._facts = (key, pack, place), facts
         _, pack, place = self._fields
-        if facts is not None and facts != self._facts:  # with a learning rate that a schedule moves in every step
+        if facts is not None and facts != self._facts:  # e.g. after a change of the learning rate
             self._facts = facts
             pack.split(pack.values)["agreement"].fill_(facts)
         return pack, place
@@ -419,12 +447,14 @@ class Window:
         around: Sequence[Callable[[Window], AbstractContextManager[None]]],
         several: bool = False,
     ) -> Iterator[None]:
-        """Around the backward of one micro-batch; where it raises, the window is broken.
+        """Return a context manager around the backward of one micro-batch. If the backward raises, the window is broken.
 
         Args:
-            weight, params: As for `begin`.
-            several: There may be more backward calls than one, whose gradients add up.
-            around: What every rank enters, whether it has something to compute or not.
+            weight, params: The arguments of `begin`.
+            around: Functions that return context managers; every rank enters these, including ranks without samples.
+            several: True if there may be several backward calls, whose gradients accumulate. Default False.
+        Raises:
+            RuntimeError: A micro-batch is already running.
         """
         if self.entered:
             raise RuntimeError(
@@ -440,13 +470,13 @@ class Window:
                 for enter in around:
                     stack.enter_context(enter(self))
                 yield
-                self.came = self.came or any(param.grad is not None for param in params)
+                self.saw_grads = self.saw_grads or any(param.grad is not None for param in params)
         except BaseException:
             self.phase = "broken"
             raise
         finally:
             self.entered = False
-        if not self.looked:
+        if not self.grads_checked:
             self._recorded = _Gradient.all_of(params)
         if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
@@ -457,24 +487,24 @@ class Window:
         """Count one micro-batch, before its backward.
 
         Args:
-            weight: What the summed loss is to be divided by, e.g. its number of tokens; a number or a 0-dim tensor. None:
-                the loss is a mean; it counts 1 in managed accumulation, and nothing is divided otherwise, as in torch.
-            params: Whose gradients add up.
+            weight: The divisor of the summed loss, such as its number of tokens; a number or a 0-dim tensor. None: the loss
+                is a mean. It counts 1 in managed accumulation; otherwise gradients are not divided, as in torch.
+            params: The parameters whose gradients accumulate.
         Raises:
-            ValueError: The window is full; some of its micro-batches have a weight and some have none; a number is
-                negative or infinite.
-            RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared in between;
-                or, in managed accumulation, another backward was called since the last micro-batch.
+            ValueError: The window is full; only some of its micro-batches have a weight; or a number is negative or
+                infinite.
+            RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared within the
+                window; or, in managed accumulation, a backward bypassed the optimizer since the last micro-batch.
         """
         if self.phase == "clipped":
             raise RuntimeError(
                 "the gradients of this window have been clipped, and no more can be added to them: call step() or "
-                "zero_grad() before the next backward, and clip when the last micro-batch has come"
+                "zero_grad() before the next backward, and clip after the last micro-batch"
             )
         self._check_whole()
         self._check_gradients(params)
         self._count(weight)
-        self.phase, self.left_out = "accumulating", False
+        self.phase, self.sync_skipped = "accumulating", False
         self.calls += 1
         self._handled = sys.exc_info()[1]
 
@@ -500,11 +530,11 @@ class Window:
         self.micro_batches += 1
 
     def complete(self) -> None:
-        """The gradients have been reduced. A broken window stays broken."""
-        self.phase, self.left_out = "broken" if self.phase == "broken" else "complete", False
+        """Mark the gradients as reduced. A broken window stays broken."""
+        self.phase, self.sync_skipped = "broken" if self.phase == "broken" else "complete", False
 
     def clipped(self, decision: StepDecision) -> None:
-        """An explicit call has unscaled and clipped them."""
+        """Mark the gradients as unscaled and clipped by an explicit call. A broken window stays broken."""
         self.phase, self.decision = "broken" if self.phase == "broken" else "clipped", decision
 
     def _check_gradients(self, params: Sequence[Tensor]) -> None:
@@ -524,9 +554,9 @@ class Window:
         self._stop_watching()
 
     def _watch(self, params: Sequence[Tensor]) -> None:
-        """Notice a backward between this micro-batch and the next, by the last parameter with a gradient.
+        """Detect a backward between this micro-batch and the next, from the last parameter with a gradient.
 
-        By a hook, because scripts may clip or mask gradients in between.
+        A hook detects it, because a script may clip or mask gradients in between, so a changed gradient proves nothing.
         """
         last = _Gradient.last_of(params, trained=True)
         if last is not None:
@@ -541,19 +571,19 @@ class Window:
     def _check_whole(self) -> None:
         if self.phase == "broken":
             raise RuntimeError(
-                "a backward of this window raised, so that some gradients have its part and some do not: call zero_grad() "
-                "of this optimizer and begin the window anew"
+                "a backward of this window raised, so its gradients are incomplete: call zero_grad() of this optimizer and "
+                "repeat the window"
             )
 
 
-_SCALED = 2.0**30  # more than there are ranks: one that knows of a scaled loss speaks for all
+_SCALED = 2.0**30  # exceeds the number of ranks, so a single rank with a scaled loss decides the sum
 
 
 class _OtherBackward:
-    """A hook that notes a backward; it keeps no window alive.
+    """A hook that records a backward. It holds no reference to the window.
 
     Args:
-        before: The last gradient. A backward that leaves it unchanged, such as that of `prove`, added nothing to it.
+        before: The last gradient. A backward that leaves it unchanged, as in `prove`, has added nothing to it.
     """
 
     def __init__(self, before: _Gradient) -> None:
@@ -563,13 +593,13 @@ class _OtherBackward:
         self._has_come = True
 
     def has_added(self, params: Sequence[Tensor]) -> bool:
-        """Return whether a backward came and the gradient is another one, or was written to."""
+        """Return True if a backward ran and the gradient was replaced or written to."""
         after = _Gradient.last_of(params, trained=True)
         return self._has_come and (after is None or not after.is_still(self._before))
 
 
 class _Gradient(NamedTuple):
-    """A gradient as it was at a time, which it does not keep alive."""
+    """A gradient with its version counter at a time. The gradient is referenced weakly."""
 
     position: int
     tensor: weakref.ref[Tensor]
@@ -577,10 +607,11 @@ class _Gradient(NamedTuple):
 
     @classmethod
     def last_of(cls, params: Sequence[Tensor], trained: bool = False) -> _Gradient | None:
-        """Return the gradient of the last parameter that has one, which is nearest to the loss.
+        """Return the gradient of the last parameter that has one, which is nearest to the loss; None: there is none.
 
         Args:
-            trained: Look only at parameters that the next backward gives a gradient.
+            params: The parameters.
+            trained: True: only look at parameters that require a gradient. Default False.
         """
         for index in range(len(params) - 1, -1, -1):
             gradient = params[index].grad
@@ -590,7 +621,7 @@ class _Gradient(NamedTuple):
 
     @classmethod
     def all_of(cls, params: Sequence[Tensor]) -> list[_Gradient]:
-        """Those of all parameters which have one; without DTensors, of which torch's own functions know the full tensor."""
+        """Return the gradients of all parameters that have one, except DTensors."""
         gradients = ((index, param.grad) for index, param in enumerate(params))
         return [
             cls(index, weakref.ref(gradient), gradient._version)
@@ -599,11 +630,11 @@ class _Gradient(NamedTuple):
         ]
 
     def was_written(self, now: Tensor | None) -> bool:
-        """Return whether ``now`` is the same tensor and was written to in place."""
+        """Return True if ``now`` is the same tensor and was written to in place."""
         return now is not None and self.tensor() is now and now._version != self.version
 
     def is_still(self, before: _Gradient | None) -> bool:
-        """Whether it is the same, and has not been written to."""
+        """Return True if this is the gradient ``before``, and it has not been written to."""
         if before is None or (self.position, self.version) != (before.position, before.version):
             return False
         return self.tensor() is before.tensor() is not None

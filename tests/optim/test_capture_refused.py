@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "a rate": (with_a_rate_that_is_a_number, r"the lr of param group 0 is 0.25.*lr=torch.tensor\(0.25, device='cpu'\)"),
     "half a window": (
         half_a_window,
-        "1 of accumulation_steps=2 micro-batches have come, which replays would not count",
+        "1 of accumulation_steps=2 micro-batches have run, which replays would not count",
     ),
 }
 

@@ -213,7 +213,7 @@ def interrupted_window() -> list[str]:
 
 def test_a_window_that_was_given_up_leaves_nothing_behind() -> None:
     said, value = interrupted_window()
-    assert "begin the window anew" in said
+    assert "repeat the window" in said
     assert float(value) == -3.0
 
 

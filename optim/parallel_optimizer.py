@@ -36,7 +36,7 @@ from .step.call_guard import guard_calls, own_calls
 from .step.combined_optimizer import OPTIMIZER_INDEX, asks_other_ranks, parts_of, unchanged
 from .step.data_parallel import GradSyncController
 from .step.first_window_checks import check_window_is_used
-from .step.skips import DISAGREED, PARTED, OnNonfinite, SkipMonitor
+from .step.skips import DISAGREED, REPLICAS_DIVERGED, OnNonfinite, SkipMonitor
 from .step.step_agreement import StepAgreement
 from .step.torch_engine import lay_out_states
 from .step.update import UpdateEngine
@@ -460,7 +460,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         if reason == DISAGREED and self._agreement is not None:
             return self._agreement.error(self._skips.facts)
         vote = self._clipping.vote
-        if reason == PARTED and vote is not None and vote.watch is not None:
+        if reason == REPLICAS_DIVERGED and vote is not None and vote.watch is not None:
             return vote.watch.error()
         names = nonfinite_names(self._table, self.registry)
         return FloatingPointError(

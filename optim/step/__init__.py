@@ -1,1 +1,1 @@
-"""A window of micro-batches from its first backward to its update."""
+"""Accumulation windows, step checks, and the update engines."""

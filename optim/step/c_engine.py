@@ -1,9 +1,10 @@
 """The update engine of compiled C loops: torch's fused Adam, AdamW, SGD and Adagrad on a CPU, in one pass over memory.
 
-    weight, states = formula(weight, states, gradient * factor, numbers)        each row, unless the step is skipped
+    weight, states = formula(weight, states, gradient * factor, numbers)        for each row, unless the step is skipped
 
-A row is a parameter with its states, as addresses. Rows are cached from step to step and reused while their tensors are
-unchanged. Whether a parameter becomes a row depends on that parameter alone, so all ranks with a replica choose alike.
+A row contains the addresses of a parameter and its states. Rows are cached and reused while their tensors are unchanged.
+The choice whether a parameter becomes a row depends on that parameter only, so all ranks with a replica make the same
+choice.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from .update_request import LowPrecisionOut, UpdateRequest
 
 @dataclass(frozen=True)
 class FusedOptimizerSpec:
-    """An optimizer of torch, in the order of the kernels.
+    """A torch optimizer that the kernels support. Names are in the order of the kernels' arguments.
 
     Args:
-        kind: Its formula.
-        hyper: The keys of its numbers in a param group; ``"betas"`` are two.
-        states: Their names.
-        last: The key in a param group without which there is no last state.
-        counted: It counts the steps of each parameter.
+        kind: The formula.
+        hyper: The param-group keys of its numbers; ``"betas"`` has two numbers.
+        states: The names of its states.
+        last: The param-group key that enables the last state. Default None: it always exists.
+        counted: True (default) if it counts the steps of each parameter.
     """
 
     kind: Kind
@@ -79,15 +80,15 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
 
 
 def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
-    """Return what torch fills a new state of the parameter's shape with.
+    """Return the number with which torch fills a new state of the parameter's shape.
 
     Args:
-        optimizer: One of torch's, or any other, whose states start from 0.
+        optimizer: An optimizer; states of optimizers outside torch start from 0.
         group: The parameter's param group.
-        name: The state's.
+        name: The name of the state.
     """
     if isinstance(optimizer, torch.optim.Adagrad) and name == "sum":
-        return float(optimizer.defaults["initial_accumulator_value"])  # also where the group has its own, as torch does
+        return float(optimizer.defaults["initial_accumulator_value"])  # torch ignores a group's own value as well
     if isinstance(optimizer, torch.optim.Rprop) and name == "step_size":
         return float(group["lr"])
     return 0.0
@@ -99,13 +100,21 @@ GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
-"""Of split weights, which are stepped as the float32 masters that both are."""
+"""The int16 remainder of each split weight, which is stepped as a float32 master."""
 RowCache = dict[tuple[int, torch.device], "ParamRows"]
 """The rows of an optimizer's last step, by param group and device."""
 
 
 class KernelCall(NamedTuple):
-    """One call of the loops. Args: halves: Copies that it writes. alive: What its addresses belong to."""
+    """The arguments of one call of the loops.
+
+    Args:
+        columns: The addresses and lengths of the rows.
+        grad_dtype: The dtype of the gradients.
+        half_dtype: The dtype of the half-precision copies.
+        halves: The half-precision copies that the call writes.
+        alive: Tensors that must stay allocated during the call, because ``columns`` has their addresses.
+    """
 
     columns: PointerColumns
     grad_dtype: torch.dtype
@@ -115,12 +124,12 @@ class KernelCall(NamedTuple):
 
 
 class PointerTable:
-    """Tensors to be stepped, a row each.
+    """The addresses of tensors to be stepped, one row per tensor.
 
     Args:
         params: The tensors.
-        fixed: Their addresses, those of three states each, and of their step counts, a column after another; 0: none.
-        rests: The addresses of remainders; None: nowhere are any.
+        fixed: One column of addresses each for the tensors, three states, and the step counts; 0: there is none.
+        rests: The addresses of remainders; None: no tensor has one.
     """
 
     def __init__(self, params: Sequence[Tensor], fixed: Sequence[Sequence[int]], rests: Sequence[int] | None) -> None:
@@ -131,12 +140,17 @@ class PointerTable:
         self._all_contiguous = all(self.contiguous)
 
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
-        """What steps all rows, one at least, by gradients of one dtype; and writes their half-precision copies."""
+        """Return the call that steps all rows (at least one) and writes their half-precision copies.
+
+        Args:
+            grads: The gradient of each row, of one dtype.
+            copies: The half-precision copies that may be written; None: there are none.
+        """
         rows = list(grads)
         if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
             rows = [match_memory_format(grad, param) for grad, param in zip(grads, self.params, strict=True)]
         addresses = array("Q", map(Tensor.data_ptr, rows))
-        if 0 in addresses:  # no elements, or zeros that torch has given no memory
+        if 0 in addresses:  # empty tensors, or lazy zeros without memory
             rows = [match_memory_format(grad, param) for grad, param in zip(grads, self.params, strict=True)]
             addresses = array("Q", map(Tensor.data_ptr, rows))
         halves = [] if copies is None else [copies.copies.get(param) for param in self.params]
@@ -159,13 +173,16 @@ class PointerTable:
 
 
 class ParamRows:
-    """What the loops step of one param group.
+    """The rows of one param group, and its other parameters.
 
     Args:
-        whole, state: All parameters of the group; the optimizer's state.
-        names: As `states_in` says, the step counts' last.
-        table, remainders: The rows, and theirs.
-        waiting, others: Those that have had no gradient; those that have had one, and are no rows.
+        whole: All parameters of the group.
+        state: The optimizer's state.
+        names: The result of `states_in`.
+        table: The rows.
+        remainders: The remainders of split weights.
+        waiting: Parameters that have had no gradient yet.
+        others: Parameters that have had a gradient and are not rows.
     """
 
     def __init__(
@@ -187,8 +204,8 @@ class ParamRows:
         self._have_only_names = False
 
     def keep(self) -> ParamRows:
-        """Note what `are_still` compares with. Returns the rows."""
-        # All values of a state are read at once, unless there are others than the kernels' among them.
+        """Record the values that `are_still` compares, and return self."""
+        # `dict.values` is faster, but only works if a state has no other entries than those of the kernels.
         self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
         self._values = self._values_now()
         self._addresses, self._signature = list(map(Tensor.data_ptr, self._values)), Signature(self._there)
@@ -200,8 +217,12 @@ class ParamRows:
         return [*self._there, *(held.get(name) for name in self._names for held in self._states)]
 
     def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders) -> bool:
-        """Whether all is as it was: parameters, states and remainders, by address, parameters and remainders also by dtype,
-        shape and strides, and no first gradient. Of a state those change with the tensor or its address."""
+        """Return True if the rows are still valid.
+
+        No parameter may have its first gradient. Parameters, states and remainders must be the same tensors at the same
+        addresses; parameters and remainders must also have the same dtypes, shapes and strides. For states these change
+        only together with the tensor or its address.
+        """
         now = self._values_now()
         return (
             len(params) == len(self._whole)
@@ -222,7 +243,7 @@ class ParamRows:
         return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
 
     def calls(self, copies: LowPrecisionOut | None) -> list[KernelCall] | None:
-        """What steps all rows; None where not all have gradients that the loops read, of one dtype."""
+        """Return the calls that step all rows; None if a gradient is missing or unsupported, or if dtypes differ."""
         grads: list[Any] = [param.grad for param in self.table.params]
         if not grads:
             return []
@@ -237,7 +258,7 @@ class ParamRows:
 def rows_as_before(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
 ) -> list[ParamRows | None]:
-    """Of each param group what kernels on this device stepped of it in the last step; None where that has changed."""
+    """Return the cached rows of each param group for kernels on this device; None if a group has changed."""
     known, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
     found = list[ParamRows | None]()
     for index, group in enumerate(optimizer.param_groups):
@@ -250,7 +271,7 @@ def rows_as_before(
 def step_rows(
     loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[KernelCall]], request: UpdateRequest
 ) -> None:
-    """Make the calls of each param group. Args: request: Its ``skip`` and ``factor`` are on the CPU."""
+    """Run the calls of each param group. ``skip`` and ``factor`` of the request must be on the CPU."""
     known, copies = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out
     times = 1.0 if request.factor is None else number(request.factor)
     hypers = [numbers_in(group, known) for group in optimizer.param_groups]
@@ -275,8 +296,20 @@ def update_by_loops(
     grad_dtype: torch.dtype,
     half_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """`Native.update`, of arrays. Args: factor: Of gradients of ``grad_dtype``; negative to maximize. found_inf: 0-dim
-    float32, on the CPU. half_dtype: Of the half-precision copies."""
+    """Call `Native.update` with the addresses of arrays.
+
+    Args:
+        loops: The compiled loops.
+        kind: The formula.
+        columns: The addresses and lengths of the rows.
+        hyper: The numbers of the param group.
+        factor: The factor on gradients; negative to maximize.
+        found_inf: 0-dim float32 on the CPU; 1 skips the update.
+        grad_dtype: The dtype of the gradients.
+        half_dtype: The dtype of the half-precision copies. Default bfloat16.
+    Raises:
+        MemoryError: The loops could not allocate memory.
+    """
     arrays = columns.fixed, columns.grads, columns.halves, columns.rests, columns.numels, array("d", hyper)
     *tables, numbers = (None if values is None else values.buffer_info()[0] for values in arrays)
     dtypes, flag, threads = (DTYPES[grad_dtype], DTYPES[half_dtype]), found_inf.data_ptr(), torch.get_num_threads()
@@ -285,7 +318,10 @@ def update_by_loops(
 
 
 def number(value: float | Tensor) -> float:
-    """A hyper-parameter as a number; of a tensor on the CPU it is read where it lies, and nobody waits."""
+    """Return a hyper-parameter as a float. A plain tensor on the CPU is read from its address, without torch's overhead.
+
+    Host synchronization: for a tensor on a device.
+    """
     if not isinstance(value, Tensor):
         return float(value)
     if not (is_number(value) and value.is_cpu):
@@ -295,20 +331,24 @@ def number(value: float | Tensor) -> float:
 
 
 def numbers_in(group: Mapping[str, Any], known: FusedOptimizerSpec) -> list[float]:
-    """The numbers of a param group, in the order of the kernels."""
+    """Return the numbers of a param group in the order of the kernels."""
     values = [group[key] if key == "betas" else (group[key],) for key in known.hyper]
     return [number(value) for pair in values for value in pair]
 
 
 def states_in(group: Mapping[str, Any], known: FusedOptimizerSpec) -> tuple[str, ...]:
-    """The names of the states that a param group has, in the order of the kernels, and of its step counts."""
+    """Return the names of a param group's states in the order of the kernels, and ``"step"`` if steps are counted."""
     states = known.states if known.last is None or group[known.last] else known.states[:-1]
     return (*states, "step") if known.counted else states
 
 
 def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
-    """The loops, if they step what this optimizer steps, see `is_known`; and if what they would read of a step are None,
-    or plain ``numbers`` on the CPU."""
+    """Return the loops if they support the optimizer; None otherwise.
+
+    Args:
+        optimizer: The optimizer.
+        numbers: Tensors that the loops would read, or None. They must be plain tensors on the CPU.
+    """
 
     def is_read(value: Tensor) -> bool:
         return is_number(value) and value.is_cpu
@@ -320,8 +360,11 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 
 
 def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
-    """Whether it is one of torch's own classes, fused, without anybody's hooks in its step, and all tensors in its param
-    groups are such as kernels read."""
+    """Return True if the loops or Triton kernels support the optimizer.
+
+    It must be one of torch's fused classes, without step hooks or a replaced `step`. ``is_read`` must be true for all
+    tensors in its param groups.
+    """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False
     if has_step_hooks(optimizer):
@@ -332,7 +375,7 @@ def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
 
 
 def is_number(value: Tensor) -> bool:
-    """Whether kernels know what its memory holds."""
+    """Return True if kernels can read the tensor from its memory: a plain float32 or float64 tensor that is not lazy."""
     return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64) and not is_lazy(value)
 
 
@@ -340,10 +383,11 @@ def is_number(value: Tensor) -> bool:
 
 
 def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> bool:
-    """Step by the rows of the last step, and return True; False, and nothing changed, where the loops can't step all of it.
+    """Step with the cached rows and return True. Return False, without a change, if the loops can't step all parameters.
 
     Args:
-        request: Without split weights.
+        optimizer: The optimizer.
+        request: A request without split weights.
         cache: The rows of the last step.
     """
     loops = loops_for(optimizer, request.skip, request.factor)
@@ -354,7 +398,7 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
         if rows is None:
             return False
         of_group = rows.calls(request.low_precision_out)
-        if of_group is None:  # some have no gradient, or gradients of other dtypes
+        if of_group is None:  # gradients are missing, or their dtypes differ
             of_group, left = split_supported(rows, request.low_precision_out)
             if left:
                 return False
@@ -364,15 +408,16 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
 
 
 def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> list[list[Tensor]]:
-    """Step all rows; where ``request.skip`` is 1 nothing changes, except that states are made.
+    """Step all rows. If ``request.skip`` is 1, nothing changes except that states are created.
 
     Args:
-        loops: `loops_for` the optimizer.
+        loops: The result of `loops_for` for the optimizer.
+        optimizer: The optimizer.
         request: Its ``skip`` and ``factor`` are on the CPU.
-        cache: The rows of the last step, which are replaced by those of this one.
+        cache: The rows of the last step; they are replaced by the rows of this step.
     Returns:
         For each param group the parameters with gradients that are left for torch.
-    Collectives, host synchronization: none.
+    Collectives: none. Host synchronization: none.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
     taken = [split_supported(rows, request.low_precision_out) for rows in groups]
@@ -384,8 +429,10 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
 
 
 def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[ParamRows]:
-    """Return the rows of each param group for kernels on this device; cached ones where they are unchanged. States are made
-    as torch makes them, where a parameter has its first gradient."""
+    """Return the rows of each param group for kernels on this device, from the cache if they are unchanged.
+
+    If a parameter has its first gradient, its states are created as torch creates them.
+    """
     known, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
     before = rows_as_before(optimizer, device, remainders, cache)
     for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
@@ -393,7 +440,7 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
             names = states_in(group, known)
             first = {name: first_value(optimizer, group, name) for name in names}
             rows = _rows(group["params"], optimizer.state, first, device, remainders)
-            if not by_bucket.holders:  # buckets hold copies that are thrown away after it
+            if not by_bucket.holders:  # parameters of a bucket are temporary
                 cache[index, device] = rows.keep()
         found.append(rows)
     return found
@@ -406,17 +453,23 @@ def _rows(
     device: torch.device,
     remainders: Remainders,
 ) -> ParamRows:
-    """Those parameters that the kernels step: dense float32 ones on their device with float32 states, and bfloat16 ones
-    with remainders. The others are left for torch. States and remainders get the strides of their parameters.
+    """Return the rows of one param group.
+
+    Rows are dense float32 parameters on the device with float32 states, and bfloat16 parameters with remainders. Other
+    parameters are left for torch. States and remainders get the strides of their parameters.
 
     Args:
-        first: By the names of the states, in the order of the kernels, what new ones are filled with.
+        whole: All parameters of the group.
+        state: The optimizer's state.
+        first: The initial value of each state by name, in the order of the kernels.
+        device: The device of the kernels.
+        remainders: The remainders of split weights.
     """
     names = tuple(first)
     params, waiting, others = list[Tensor](), list[Tensor](), list[Tensor]()
     for param in whole:
         if param.grad is None and param not in state:
-            waiting.append(param)  # for its first gradient
+            waiting.append(param)  # its first gradient invalidates the cached rows
         elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, first):
             params.append(param)
         else:
@@ -440,11 +493,11 @@ def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -
 
 
 def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
-    """Makes those that are not there yet."""
+    """Return True if the parameter's states are supported. Missing states are created."""
     if not first:
         return True
     state = states[param]
-    if "step" in first and "step" not in state:  # first, as torch does
+    if "step" in first and "step" not in state:  # created first, as torch does
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name, value in first.items():
         if state.get(name) is None:
@@ -460,23 +513,25 @@ def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> boo
 
 
 def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[list[KernelCall], list[Tensor]]:
-    """The calls that step the rows that have gradients, one for each dtype of these; and the parameters with gradients
-    that are left, because they or their gradients are nothing for the loops.
+    """Return the calls that step the supported rows, one per gradient dtype, and the other parameters with gradients.
 
     Args:
-        copies: Half-precision copies that are to be written.
+        rows: The rows of a param group.
+        copies: Half-precision copies that the calls write; None: there are none.
     """
     table, grads = rows.table, [param.grad for param in rows.table.params]
     there = [grad for grad in grads if grad is not None]
     dtypes = dict.fromkeys(grad.dtype for grad in there)
     if {*map(type, there)} <= PLAIN and dtypes.keys() <= GRADIENTS and {grad.layout for grad in there} <= STRIDED:
-        read, strange = [grad is not None for grad in grads], list[Tensor]()
+        read, unsupported = [grad is not None for grad in grads], list[Tensor]()
     else:
         read = [
             grad is not None and type(grad) in PLAIN and grad.dtype in GRADIENTS and grad.layout in STRIDED
             for grad in grads
         ]
-        strange = [param for param, here in zip(table.params, read, strict=True) if not here and param.grad is not None]
+        unsupported = [
+            param for param, here in zip(table.params, read, strict=True) if not here and param.grad is not None
+        ]
     calls = list[KernelCall]()
     for dtype in dtypes:
         chosen = read
@@ -485,10 +540,10 @@ def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[li
         if any(chosen):
             of_dtype = table if all(chosen) else _only(table, chosen)
             calls.append(of_dtype.call([grad for grad in compress(grads, chosen) if grad is not None], copies))
-    return calls, [param for param in rows.others if param.grad is not None] + strange
+    return calls, [param for param in rows.others if param.grad is not None] + unsupported
 
 
 def _only(table: PointerTable, chosen: Sequence[bool]) -> PointerTable:
-    """With these of its rows."""
+    """Return a table of the chosen rows."""
     rests = None if table.rests is None else list(compress(table.rests, chosen))
     return PointerTable(list(compress(table.params, chosen)), [list(compress(c, chosen)) for c in table.fixed], rests)

@@ -1,4 +1,4 @@
-"""Guard of a wrapped torch optimizer: `step` on it is refused, its other methods act on the `ParallelOptimizer`."""
+"""The guard of a wrapped torch optimizer: it refuses `step`, and forwards other methods to the `ParallelOptimizer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORWARDED = ("zero_grad", "load_state_dict", "add_param_group", "train", "eval")
 
 
 class _OwnCalls(threading.local):
-    """Context of the library's own calls of a wrapped optimizer, which the guard lets through; per thread."""
+    """A per-thread context manager for this library's calls of a wrapped optimizer, which the guard accepts."""
 
     depth = 0
 
@@ -33,13 +33,13 @@ own_calls = _OwnCalls()
 
 
 class CallGuard:
-    """Step pre-hook of one wrapped torch optimizer, which refuses calls of its `step` from outside of the library.
+    """A step pre-hook of one wrapped torch optimizer that refuses calls of its `step` from outside this library.
+
+    The guard removes itself after the last `ParallelOptimizer` over ``optimizer`` has been garbage-collected.
 
     Args:
-        optimizer: The torch optimizer; referenced weakly.
-        listed: It is one of the list that the `ParallelOptimizer` was given.
-
-    When the last `ParallelOptimizer` over ``optimizer`` is garbage, the guard removes itself.
+        optimizer: The torch optimizer, referenced weakly.
+        listed: True if it is an element of the list that was passed to `ParallelOptimizer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, listed: bool) -> None:
@@ -54,20 +54,20 @@ class CallGuard:
                 vars(optimizer)[name] = _forwarded(self, self._optimizer, method, listed)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise RuntimeError unless the library itself called ``optimizer.step``."""
+        """Raise RuntimeError unless this library called ``optimizer.step``."""
         if not own_calls.depth and self.owner() is not None:
             raise RuntimeError(
                 f"step() was called on the {kind_of(optimizer)} that a ParallelOptimizer wraps, which would step this rank "
-                "by gradients that are neither reduced over ranks nor clipped: call step() of the ParallelOptimizer, and "
-                "give that to schedules, scalers and trainers"
+                "with gradients that are neither reduced over ranks nor clipped: call step() of the ParallelOptimizer, and "
+                "pass that to schedules, scalers and trainers"
             )
 
     def owner(self) -> Any:
-        """Return the newest `ParallelOptimizer` over the optimizer; None if all are garbage."""
+        """Return the newest `ParallelOptimizer` over the optimizer; None: all have been garbage-collected."""
         return next((owner for ref in reversed(self._owners) if (owner := ref()) is not None), None)
 
     def add_owner(self, owner: object) -> None:
-        """Keep the guard up for as long as ``owner`` lives."""
+        """Keep the guard until ``owner`` is garbage-collected."""
         self._owners.append(weakref.ref(owner, self._drop))
 
     def _drop(self, ref: weakref.ref[Any]) -> None:
@@ -81,7 +81,7 @@ class CallGuard:
 def _forwarded(
     guard: CallGuard, optimizer: weakref.ref[Any], method: Callable[..., Any], listed: bool
 ) -> Callable[..., Any]:
-    """Return what replaces a method of a wrapped optimizer."""
+    """Return the replacement of a method of a wrapped optimizer."""
     name = method.__name__
 
     @wraps(method)
@@ -91,7 +91,7 @@ def _forwarded(
             return method(optimizer(), *args, **kwargs)
         if listed and name in ("load_state_dict", "add_param_group"):
             raise RuntimeError(
-                f"{name}() was called on one of the optimizers of which a ParallelOptimizer was made: call {name}() of the "
+                f"{name}() was called on one of the optimizers that a ParallelOptimizer wraps: call {name}() of the "
                 "ParallelOptimizer, which has the param groups and the state of all of them"
             )
         return getattr(owner, name)(*args, **kwargs)
@@ -101,7 +101,7 @@ def _forwarded(
 
 
 def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
-    """Let only ``owner``, a `ParallelOptimizer`, step the optimizer that it wraps, for as long as it lives."""
+    """Refuse calls of ``optimizer.step`` while ``owner``, the `ParallelOptimizer` that wraps it, exists."""
     guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for index, part in enumerate(guarded):
         guard = next((hook for hook in _step_pre_hooks(part).values() if type(hook) is CallGuard), None)
@@ -109,25 +109,25 @@ def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step hooks other than the guard are registered on ``optimizer``."""
+    """Return True if ``optimizer`` has step hooks other than the guard."""
     others = any(type(hook) is not CallGuard for hook in _step_pre_hooks(optimizer).values())
     return others or bool(optimizer._optimizer_step_post_hooks)
 
 
 def _step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Return the step pre-hooks. torch has methods to register and remove a hook, and none to list or order hooks."""
+    """Return the step pre-hooks. torch has methods to register and remove hooks, but none to list or reorder them."""
     return optimizer._optimizer_step_pre_hooks
 
 
 def remove_forwarding(optimizer: torch.optim.Optimizer) -> None:
-    """Give ``optimizer`` the methods of its class back."""
+    """Restore the methods of the optimizer's class."""
     for name in FORWARDED:
         if hasattr(vars(optimizer).get(name), "_meshstep_forwarded"):
             del vars(optimizer)[name]
 
 
 def remove_guard(copied: torch.optim.Optimizer) -> None:
-    """Make a shallow copy of a wrapped optimizer an unguarded one; the original keeps its guard."""
+    """Remove the guard from a shallow copy of a wrapped optimizer. The original keeps its guard."""
     remove_forwarding(copied)
     kept = OrderedDict((key, hook) for key, hook in _step_pre_hooks(copied).items() if type(hook) is not CallGuard)
-    copied._optimizer_step_pre_hooks = kept  # its own: the original has the other
+    copied._optimizer_step_pre_hooks = kept  # a new dict, because the copy shares the original's

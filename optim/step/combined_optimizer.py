@@ -1,10 +1,10 @@
-"""Several torch optimizers as one: a kind for matrices and one for the rest, say, with one norm and one verdict.
+"""Several torch optimizers combined into one, such as Muon for matrices and AdamW for the rest.
 
     ParallelOptimizer([Muon(matrices, lr=0.02), AdamW(others, lr=1e-3, fused=True)], registry, max_norm=1.0)
 
-The param groups of all stand in one list, each with the number of its optimizer under ``"optimizer"``, and all keep their
-state in one dictionary. So whatever is done to *an* optimizer's groups and state (pieces, masters, checkpoints, schedules)
-is done to theirs; only what steps must know that they are several, and asks `parts_of`.
+They share one gradient norm and one step decision. Their param groups are in one list, each with the index of its optimizer
+under ``"optimizer"``, and their states are in one dict. Sharding, masters, checkpoints and schedules therefore handle them
+as one optimizer; only the update uses `parts_of`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 OPTIMIZER_INDEX = "optimizer"
-COPIED_ATTRIBUTES = ("elementwise", "_step_supports_amp_scaling")  # by attributes, which torch's copies leave out
+COPIED_ATTRIBUTES = ("elementwise", "_step_supports_amp_scaling")  # torch's copies and pickles omit these attributes
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Optimizers whose param groups and state are those of one.
+    """Several optimizers as one, with the param groups and the state of all.
 
     Args:
-        parts: Torch optimizers. They share this one's groups and state from now on: step and save this one.
+        parts: Torch optimizers. They share this optimizer's groups and state from now on: step and save this one only.
     Raises:
-        ValueError: There is none, or a parameter is in two of them.
-        TypeError: One is no plain torch optimizer.
+        ValueError: ``parts`` is empty, or a parameter is in two optimizers.
+        TypeError: An element is not a torch optimizer, or is itself a wrapper or combination.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -48,7 +48,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, with the groups and the state as they are now."""
+        """Return the optimizers, updated to the present groups and state."""
         self._share()
         return self._parts
 
@@ -58,36 +58,36 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.state = self.state
 
     def release(self) -> None:
-        """Give the optimizers back what they had."""
-        for part, (groups, state) in zip(self._parts, self._given, strict=False):  # a copy's were never anybody else's
+        """Give the optimizers back their original param groups and states."""
+        for part, (groups, state) in zip(self._parts, self._given, strict=False):  # `_given` is empty in a copy
             part.param_groups, part.state = groups, state
             for group in groups:
                 del group[OPTIMIZER_INDEX]
 
     def keep(self) -> None:
-        """Never `release` them: what they had may be much memory."""
+        """Drop the originals that `release` would restore, which may use much memory."""
         self._given = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each of them; with ``grad_scale`` and ``found_inf`` where they were set for those that take them."""
+        """Step each optimizer, with ``grad_scale`` and ``found_inf`` if these attributes were set on it."""
         if closure is not None:
             raise ValueError("several optimizers take no closure, which each would evaluate: call backward, then step")
         for part in self.parts:
             part.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer whose number it says under ``"optimizer"``; its defaults fill it.
+        """Add a group to the optimizer with the index ``param_group["optimizer"]``, which fills in its defaults.
 
         Raises:
-            ValueError: It says none; or as that optimizer does.
+            ValueError: The index is missing or out of range, or the optimizer rejects the group.
         """
         if not self._parts:
-            self.param_groups.append(param_group)  # torch's constructor wants one
+            self.param_groups.append(param_group)  # torch's constructor calls this with one group
             return
         index = param_group.get(OPTIMIZER_INDEX)
         if not isinstance(index, int) or not 0 <= index < len(self._parts):
             raise ValueError(
-                f"the param group is of optimizer {index!r}: say which one takes it, {{'params': [...], "
+                f"the param group has {OPTIMIZER_INDEX!r}={index!r}: give the index of its optimizer, {{'params': [...], "
                 f"{OPTIMIZER_INDEX!r}: 0}} to {len(self._parts) - 1}, in the order in which they were given"
             )
         part = self.parts[index]
@@ -97,11 +97,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
     # Modes -----------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Tell those that have modes."""
+        """Call `train` of the optimizers that have this method."""
         self._change_mode("train")
 
     def eval(self) -> None:
-        """Tell those that have modes."""
+        """Call `eval` of the optimizers that have this method."""
         self._change_mode("eval")
 
     def _change_mode(self, name: str) -> None:
@@ -113,10 +113,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
     # State -----------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Each optimizer loads its own groups and their state, in its own way.
+        """Load into each optimizer its param groups and their state.
 
         Raises:
-            ValueError: It is of other optimizers, or does not fit. What some have loaded by then stays.
+            ValueError: The state is of other optimizers, or one optimizer rejects it. Optimizers that loaded before keep
+                the loaded state.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -125,8 +126,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         own = [group[OPTIMIZER_INDEX] for group in self.param_groups]
         if whose != own:
             raise ValueError(
-                f"the state's param groups are of optimizers {whose} (None: of an only one), and those here of {own}: give "
-                "the state of the same optimizers in the same order"
+                f"the state's param groups are of optimizers {whose} (None: not of a list), but this list has groups of "
+                f"optimizers {own}: give the state of the same optimizers in the same order"
             )
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         loaded = []
@@ -158,7 +159,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for part, attributes in zip(self._parts, said, strict=False):
             vars(part).update(attributes)
         for part in self.parts:
-            # What an optimizer does to groups and states of an older torch it does in place.
+            # Lets each optimizer upgrade groups and states of older torch versions in place.
             part.__setstate__({"state": part.state, "param_groups": part.param_groups})
 
     def __repr__(self) -> str:
@@ -166,7 +167,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def _emptied(part: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same without groups and state."""
+    """Return a shallow copy without groups and state."""
     new = copy(part)
     new.state, new.param_groups = defaultdict(dict), []
     return new
@@ -192,13 +193,15 @@ def _check(parts: Sequence[object]) -> None:
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that it is made of; itself, where it is one."""
+    """Return the optimizers of a `CombinedOptimizer`; a list with ``optimizer`` itself otherwise."""
     return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 @contextmanager
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, an error leaves the optimizers as they were of which one was made."""
+    """Return a context manager that restores the optimizers in a `CombinedOptimizer` after an error.
+
+    After success their original groups and states are dropped."""
     try:
         yield
     except BaseException:
@@ -210,10 +213,10 @@ def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Its name, or theirs."""
+    """Return the class name, or the names joined by " + ", for messages."""
     return " + ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
 def asks_other_ranks(optimizer: object) -> bool:
-    """Whether it is one of `meshstep.optim.whole`, to which pieces may be given: it gets from others what they lack."""
+    """Return True for optimizers of `meshstep.optim.whole`, which accept shards and gather full tensors themselves."""
     return bool(getattr(optimizer, "asks_other_ranks", False))

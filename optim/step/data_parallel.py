@@ -1,4 +1,4 @@
-"""Who reduces gradients over the data axes: the optimizer, or torch's data parallelism."""
+"""Gradient averaging over the data axes, by this library or by a data-parallel module of torch or Megatron."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ def check_gradient_reduction(
     compression: Exchange | None,
     bucket_bytes: int | None,
 ) -> None:
-    """Check the arguments that say how the optimizer itself reduces gradients.
+    """Check the arguments for this library's gradient reduction.
 
     Args:
-        modules: Those of ``data_parallel=``.
+        modules: The modules in ``data_parallel=``.
+        average_data: True if this library averages gradients over the data axes.
+        overlap: True if gradients are reduced during backward.
+        compression: The communication hook; None: gradients are reduced uncompressed.
+        bucket_bytes: Bytes per flat bucket; None: the default.
     Raises:
-        ValueError: One is out of range, or two exclude each other.
-        TypeError: ``compression`` is no `Exchange`.
+        ValueError: An argument is out of range, or two arguments are incompatible.
+        TypeError: ``compression`` is not an `Exchange`.
     """
     if overlap and modules:
         raise ValueError(
@@ -53,13 +57,13 @@ def check_gradient_reduction(
 
 
 class GradSyncController(ABC):
-    """Whether gradients are reduced in backward, which only the last micro-batch of a window does.
+    """Controls whether the next backward reduces gradients; only the last micro-batch of a window does.
 
     Attributes:
-        on: Whether the next forward and backward reduce.
-        is_ddp: It is torch's `DistributedDataParallel` that does, or Megatron's.
-        in_backward: A module averages all gradients over the data axes before backward ends.
-        float32_grads: The gradients of half-precision parameters may be float32.
+        on: True if the next forward and backward reduce.
+        is_ddp: True if torch's or Megatron's `DistributedDataParallel` reduces.
+        in_backward: True if a module averages all gradients over the data axes before backward ends.
+        float32_grads: True if half-precision parameters may have float32 gradients.
     """
 
     on = True
@@ -68,45 +72,49 @@ class GradSyncController(ABC):
     float32_grads = True
 
     def set(self, on: bool) -> None:
-        """Whether the next forward and backward reduce."""
+        """Set whether the next forward and backward reduce."""
         self.on = on
 
     def expect(self, window: Window) -> None:
-        """In managed accumulation the micro-batch that comes next reduces if it is the last one of its window."""
+        """Let the next micro-batch reduce if it is the last one of its window, in managed accumulation."""
         if window.steps is not None:
             self.set(window.next_is_last)
 
     @abstractmethod
     def averages(self, window: Window) -> bool:
-        """Whether what was to be averaged in the window's backward has been, or will be in `step`; asked at its end.
+        """Return True if the window's gradients were averaged in backward or will be in `step`; called at its end.
 
         Raises:
-            RuntimeError: Something has not been reduced, and nobody can reduce it any more.
+            RuntimeError: Gradients were not reduced, and only the backward could have reduced them.
         """
 
     def not_captured(self) -> str | None:
-        """Return why a step can't be captured in a CUDA graph with it; None: it can be."""
+        """Return why a CUDA graph can't capture a step with this controller; None (default): it can."""
         return None
 
-    def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (most leave them there)
-        """Let ``params`` have their gradients in ``.grad``, at the end of a window."""
+    def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (optional to override)
+        """Move the gradients of ``params`` into ``.grad``, at the end of a window."""
 
-    def clear(self) -> None:  # noqa: B027 (most keep none)
-        """Forget the gradients that are kept elsewhere."""
+    def clear(self) -> None:  # noqa: B027 (optional to override)
+        """Clear gradients that are not in ``.grad``."""
 
-    def check_clearing(self, sync_skipped: bool) -> None:  # noqa: B027 (most can be cleared)
-        """Raise RuntimeError if gradients are to be cleared that can't be."""
+    def check_clearing(self, sync_skipped: bool) -> None:  # noqa: B027 (optional to override)
+        """Raise RuntimeError if there are gradients that can't be cleared.
+
+        Args:
+            sync_skipped: True if the last micro-batch was not reduced.
+        """
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Around the backward of one micro-batch."""
+        """Return a context manager around the backward of one micro-batch."""
         yield
         window.sync_skipped = not self.on
         self.expect(window)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Don't reduce within the context."""
+        """Return a context manager in which backward does not reduce."""
         before = self.on
         self.set(False)
         try:
@@ -116,14 +124,18 @@ class GradSyncController(ABC):
 
 
 class OverlappedReduce(GradSyncController):
-    """The optimizer's own buckets are reduced while the backward of the last micro-batch of a window runs."""
+    """Reduces this library's gradient buckets while the backward of the last micro-batch of a window runs."""
 
     def __init__(self, reducer: BackwardReducer) -> None:
         self._reducer = reducer
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Raises RuntimeError where a backward of the window has reduced already: what it summed would be summed again."""
+        """Return a context manager around the backward of one micro-batch.
+
+        Raises:
+            RuntimeError: An earlier backward of the window has reduced gradients, which would be reduced again.
+        """
         if self.on and window.reduced:
             raise RuntimeError(
                 "an earlier backward of this window has reduced the gradients already, as overlap=True does in the last "
@@ -137,25 +149,25 @@ class OverlappedReduce(GradSyncController):
         window.reduced |= reduces
 
     def averages(self, window: Window) -> bool:
-        """What has not been reduced is reduced in `step`, but not what came to the sum afterwards."""
+        """Return True: `step` reduces the rest. Raises RuntimeError if a gradient was added after its reduction."""
         if window.reduced:
             self._reducer.check_no_stray()
         return True
 
     def renew(self, reducer: BackwardReducer) -> None:
-        """Leave the parameters alone that were reduced so far, and reduce by another one."""
+        """Remove the hooks from the present parameters, and reduce with another reducer."""
         self._reducer.remove_hooks()
         self._reducer = reducer
 
 
 class TorchGradSync(GradSyncController):
-    """Turns the gradient synchronisation of torch's data parallelism on and off.
+    """Turns the gradient synchronization of torch's data-parallel modules on and off.
 
     Args:
-        modules: Each a `DistributedDataParallel`, or a module that `fully_shard` was applied to; or a wrapper of one of
-            these (``torch.compile``, a framework's). All of one kind; several where a rank has several pipeline stages.
+        modules: `DistributedDataParallel` modules, or modules with `fully_shard`, or wrappers of these (``torch.compile``,
+            a framework's wrapper). All must be of one kind. Pass several if a rank has several pipeline stages.
     Raises:
-        TypeError: One is neither, or some are one and some the other.
+        TypeError: A module is of neither kind, or the kinds differ.
     """
 
     in_backward = True
@@ -164,12 +176,12 @@ class TorchGradSync(GradSyncController):
         self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
         by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
         self.is_ddp = True in by_ddp
-        self.float32_grads = not self.is_ddp  # it reduces in the parameters' dtype, and breaks on others
+        self.float32_grads = not self.is_ddp  # DDP reduces in the parameters' dtype and fails with others
         for given, module in zip(modules, self.modules, strict=True):
             if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
                 raise TypeError(
                     f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module "
-                    "that fully_shard was applied to (a list of them where a rank has several stages of a pipeline); "
+                    "that fully_shard was applied to (a list of them if a rank has several pipeline stages); "
                     "leave it out if the optimizer itself averages"
                 )
         if len(by_ddp) > 1:
@@ -183,34 +195,33 @@ class TorchGradSync(GradSyncController):
         return f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
 
     def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
-        """`DistributedDataParallel` averages whatever it has over its group, and divides nothing that it ignores.
+        """Raise ValueError if `DistributedDataParallel` would average different shards of a parameter, such as experts.
 
-        Raises:
-            ValueError: It does so though ranks that see different samples hold different pieces of a parameter, as of
-                experts.
+        This happens if a data axis shards a trained parameter. `DistributedDataParallel` averages all gradients over its
+        process group, and does not divide the gradients of ignored parameters.
         """
         large = [axis for axis in topology.data_axes if topology.size(axis) > 1 and self.is_ddp]
         for entry in entries:
             if entry.trained and any(axis in entry.spec.distinct_axes(topology) for axis in large):
                 raise ValueError(
-                    f"{entry.name} is declared {entry.spec}, of different pieces along a data axis, over which "
-                    "DistributedDataParallel would average it, or leave it undivided where it ignores it: leave "
+                    f"{entry.name} is declared {entry.spec}, with different shards along a data axis, over which "
+                    "DistributedDataParallel would average it, or leave it undivided if it is ignored: leave "
                     "data_parallel out, so that the optimizer reduces gradients by the specs"
                 )
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
-        """Raise ValueError if a `DistributedDataParallel` averages over other ranks than those of the data axes.
+        """Raise ValueError if a `DistributedDataParallel` averages over other ranks than the ranks of the data axes.
 
-        It copies the parameters of its first rank to all ranks of its group when it is made, and averages gradients over
-        them. Over more ranks than the data axes both mix shards; over fewer, gradients stay unaveraged. `fully_shard`
-        needs no check here: its mesh is part of the layout of its DTensors.
+        At construction it copies the parameters of its first rank to all ranks of its process group, and it averages
+        gradients over them. With more ranks than the data axes both mix shards; with fewer, gradients stay unaveraged.
+        `fully_shard` needs no check, because its DTensors contain its mesh.
         """
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
                 check_group(module, module.process_group, registry)
 
     def set(self, on: bool) -> None:
-        """Whether the next forward and backward synchronise."""
+        """Set whether the next forward and backward synchronize."""
         self.on = on
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
@@ -219,23 +230,28 @@ class TorchGradSync(GradSyncController):
                 module.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def averages(self, window: Window) -> bool:
-        """Not if DDP left the last micro-batch out, for which `step` can make up: what it averaged before is the same on
-        all ranks, and stays as it is. Only `fully_shard` itself reduces what it has."""
+        """Return False if DDP did not reduce the last micro-batch, so that `step` must average.
+
+        Gradients that DDP averaged before are equal on all ranks, so a second average does not change them.
+
+        Raises:
+            RuntimeError: `fully_shard` did not reduce the last micro-batch; only its own backward can.
+        """
         if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
-                "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "
+                "before its backward. Call window_ends() before the forward of the last one if a window is shorter than "
                 "accumulation_steps, and leave it out of no_sync()"
             )
         return not window.sync_skipped
 
     def check_clearing(self, sync_skipped: bool) -> None:
-        """What only `fully_shard` has would add to later gradients."""
+        """Raise RuntimeError if `fully_shard` holds unreduced gradients, which would be added to later ones."""
         if sync_skipped and not self.is_ddp:
             raise RuntimeError(
-                "fully_shard keeps the gradients of micro-batches that it has not reduced, whoever clears the parameters' "
-                "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
-                "no_sync(), before zero_grad()"
+                "fully_shard keeps the gradients of micro-batches that it has not reduced, even if the parameters' "
+                "gradients are cleared: finish the window with a micro-batch that it reduces, after window_ends() and "
+                "outside of no_sync(), before zero_grad()"
             )
 
 
@@ -257,14 +273,17 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
 def find_misplaced_ddp(
     params: Iterable[Tensor], entries: Iterable[ParameterEntry], registry: ProcessGroupRegistry
 ) -> tuple[str, list[int]] | None:
-    """Return a sharded parameter of a `DistributedDataParallel` over ranks with other shards of it, and these ranks.
+    """Return a sharded parameter in a `DistributedDataParallel` over ranks with other shards, and these ranks.
 
-    All modules of the process are searched, because a `DistributedDataParallel` is not found from its parameters.
+    All modules of the process are searched, because a parameter has no reference to its `DistributedDataParallel`.
 
     Args:
         params: The model's parameters.
         entries: Their entries in the plan.
-    Returns: None if there is no such module. Collectives, host reads: none.
+        registry: The process groups of the mesh.
+    Returns:
+        The parameter's name and the ranks; None: there is no such module.
+    Collectives: none. Host synchronization: none.
     """
     topology = registry.topology
     replicas = {*topology.peers(registry.global_rank, *topology.data_axes)}
@@ -283,17 +302,16 @@ def find_misplaced_ddp(
 
 
 def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    """Those that ``data_parallel=`` names; none where the optimizer averages."""
+    """Return the modules in ``data_parallel=``; an empty list if this library averages gradients."""
     if data_parallel is None:
         return []
     if isinstance(data_parallel, (list, tuple, nn.ModuleList)):
         return list(data_parallel)
-    return [data_parallel]  # type: ignore[list-item]  # one; what is none, its user refuses
+    return [data_parallel]  # type: ignore[list-item]  # the type is checked by `TorchGradSync`
 
 
 def reducing_module(module: nn.Module) -> nn.Module:
-    """The module within wrappers that is a `DistributedDataParallel` or has been given to `fully_shard`; the innermost
-    where none is."""
+    """Return the `DistributedDataParallel` or `fully_shard` module inside wrappers, or else the innermost module."""
     while True:
         wrapped = [module._modules.get(name) for name in ("_orig_mod", "_forward_module")]
         if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
@@ -306,23 +324,24 @@ def reducing_module(module: nn.Module) -> nn.Module:
 
 # Megatron data parallel -----------------------------------------------------------------------------------------------
 
-# Megatron-core's `DistributedDataParallel` as ``data_parallel=``: gradients are kept, and averaged, in its ``main_grad``.
+# Megatron-core's `DistributedDataParallel` as ``data_parallel=``: it accumulates and averages gradients in ``main_grad``.
 #
 #     model = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 #     declare_by_flags(model, registry)
 #     optimizer = ParallelOptimizer(adam, registry, data_parallel=model)
 #
-# `backward` adds up in ``main_grad``, in buffers that are reduced in one piece; `step` lets them be reduced, calls each
-# ``main_grad`` the parameter's ``.grad`` for what follows, and makes what else is pending: sums of sequence parallelism,
-# tied embeddings. ``finalize_model_grads`` would do that as well, so nobody may call it.
+# The ``main_grad`` tensors are views of buffers, each of which is reduced as a whole. `step` finishes this reduction,
+# aliases ``.grad`` to ``main_grad``, and reduces the remaining partial gradients (sequence parallelism, tied embeddings).
+# Don't call ``finalize_model_grads``, which would reduce these a second time.
 
 
 def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
-    """The switch of the modules that average gradients, torch's or Megatron's, whose class is not imported for that; None:
-    there are none.
+    """Return the controller of torch's or Megatron's data-parallel modules; None: there are no modules.
+
+    Megatron's class is recognized by its methods, without an import.
 
     Raises:
-        TypeError: As for `TorchGradSync`, or one of several is Megatron's.
+        TypeError: As for `TorchGradSync`, or one of several modules is Megatron's.
     """
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):
@@ -333,16 +352,17 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
 
 
 class MegatronGradSync(TorchGradSync):
-    """Its buffers are reduced at the end of a window, whatever backward was told; with ``overlap_grad_reduce`` while the
-    backward of the last micro-batch runs.
+    """Controls Megatron's `DistributedDataParallel`, whose buffers are reduced at the end of a window.
+
+    With ``overlap_grad_reduce`` they are reduced while the backward of the last micro-batch runs.
 
     Args:
         module: Megatron's `DistributedDataParallel`.
     Raises:
-        ValueError: Its config asks for what would be done twice, or for sums where means are taken.
+        ValueError: Its config enables a feature that this library provides, or sums instead of means.
     """
 
-    is_ddp, in_backward = True, False  # in hand_over, without overlap
+    is_ddp, in_backward = True, False  # without overlap the reduction runs in `hand_over`
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.modules = module, [module]
@@ -353,7 +373,7 @@ class MegatronGradSync(TorchGradSync):
             for name, instead, value in (
                 (
                     "use_distributed_optimizer",
-                    "give states=Sharded('data') in its place",
+                    "give states=Sharded('data') instead",
                     config.use_distributed_optimizer,
                 ),
                 (
@@ -368,14 +388,13 @@ class MegatronGradSync(TorchGradSync):
             raise ValueError(f"data_parallel={type(module).__name__} of Megatron with {'; '.join(wrong)}")
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
-        """Raise ValueError if the buffers of parameters that are no experts are averaged over other ranks than those of the
-        data axes."""
+        """Raise ValueError if buffers are averaged over other ranks than the data axes', except buffers of experts."""
         group = getattr(self.module, "dp_cp_group", None)
         if group is not None:
             check_group(self.module, group, registry)
 
     def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
-        """Any: experts have buffers of their own, over their own groups."""
+        """Accept all layouts: Megatron gives experts separate buffers and process groups."""
 
     def set(self, on: bool) -> None:
         self.on = on
@@ -383,25 +402,28 @@ class MegatronGradSync(TorchGradSync):
             group.is_last_microbatch = on
 
     def averages(self, window: Window) -> bool:
-        """Raises RuntimeError where it is told to reduce while backward runs, and was not told of the last micro-batch."""
+        """Return True. Raises RuntimeError if ``overlap_grad_reduce`` did not reduce the last micro-batch."""
         if window.sync_skipped and self._overlap:
             raise RuntimeError(
                 "overlap_grad_reduce=True has not reduced the gradients of this window: call window_ends() before the "
-                "forward of the last micro-batch where a window is shorter than accumulation_steps, and leave it out of "
+                "forward of the last micro-batch if a window is shorter than accumulation_steps, and leave it out of "
                 "no_sync()"
             )
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Collectives: an all-reduce a buffer over the data ranks, and over those of experts."""
+        """Finish the reduction and alias each ``.grad`` to ``main_grad``.
+
+        Collectives: one all-reduce per buffer over the data ranks, or over the data ranks of experts.
+        """
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
             if hasattr(param, "main_grad"):
-                param.grad = param.main_grad.detach()  # each time another: masters know by it what they have taken
+                param.grad = param.main_grad.detach()  # a new tensor each time, by which masters detect new gradients
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """What was handed over is taken away first, or it would be added to itself."""
+        """Return a context manager for a micro-batch; it first clears ``.grad``, an alias of ``main_grad``."""
         self._take_away()
         with super().micro_batch(window):
             yield
@@ -416,4 +438,4 @@ class MegatronGradSync(TorchGradSync):
                 param.grad = None
 
     def check_clearing(self, sync_skipped: bool) -> None:
-        """All of it can be cleared."""
+        """Accept: all gradients can be cleared."""

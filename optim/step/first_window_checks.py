@@ -1,4 +1,4 @@
-"""What is looked at once, by all ranks together: whether gradients came the way that the step takes them to have come."""
+"""Checks that all ranks run together, in the first windows only: whether gradients arrived as the step expects."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..norm.plan_agreement import Called, Holders
 from .window import Window
 
 SAY_SO = (
-    "write optimizer.backward(loss) in the place of loss.backward(), or, where others call backward, "
-    "`with optimizer.window():` around them, with optimizer.scale_loss(loss) for the loss"
+    "write optimizer.backward(loss) instead of loss.backward(), or, if other code calls backward, "
+    "`with optimizer.window():` around that code, with optimizer.scale_loss(loss) as the loss"
 )
 
 
@@ -31,9 +31,9 @@ _FINDERS: list[Callable[[object], str | None]] = []
 
 
 def check_in_first_window(find: Callable[[object], str | None]) -> None:
-    """Call ``find(optimizer.param_groups)`` in the first window of each optimizer.
+    """Register a function that is called as ``find(optimizer.param_groups)`` in the first window of each optimizer.
 
-    It returns what is wrong with the code around the optimizer, which becomes an error on all ranks, or None.
+    It returns an error in the code around the optimizer, which is then raised on all ranks, or None.
     """
     _FINDERS.append(find)
 
@@ -43,33 +43,40 @@ def _problem_around(param_groups: object) -> str | None:
 
 
 class GradientReport(NamedTuple):
-    """What one rank knows of the gradients that backward left."""
+    """The findings of one rank on the gradients that backward left."""
 
     calls: int
-    some: bool  # a gradient is there, whatever its values
+    some: bool  # there is a gradient, possibly of zeros
     some_not_zero: bool
-    elsewhere: bool  # in .main_grad
+    elsewhere: bool  # there are gradients in `main_grad`
     unknown: bool  # a backward raised
-    divided_again: bool  # by a pipeline schedule
-    sums: Sums  # of gradients that are DTensors
-    wrong: str | None  # with them, or with who clips them
-    facts: int = 0  # of a `StepAgreement`; 0 in all where ranks agree
-    looked: bool = False  # an earlier step was checked
-    written: tuple[int, int] = (0, 0)  # of so many gradients, since the last backward
-    has_copies: bool = False  # of weights, in memory of their own
+    divided_again: bool  # a pipeline schedule divided gradients twice
+    sums: Sums  # partial gradients, as declared by DTensor gradients
+    wrong: str | None  # an error in the gradients, or a second clipping
+    facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if they agree
+    looked: bool = False  # the gradients of an earlier step were checked
+    written: tuple[int, int] = (0, 0)  # gradients written to since the last backward, and observed gradients
+    has_copies: bool = False  # there are masters or other copies of weights
 
     @classmethod
     def of(
         cls, window: Window, params: Sequence[Tensor], param_groups: object = None, facts: int = 0
     ) -> GradientReport:
-        """Args: params: The model's, before anybody takes their gradients; param_groups: The optimizer's, to look for a
-        trainer that clips them too; facts: See the attribute. Host reads: some."""
+        """Return the report of this rank, before any transform takes gradients. Host synchronization: some.
+
+        Args:
+            window: The accumulation window.
+            params: The model's parameters.
+            param_groups: The optimizer's param groups, in which a trainer that also clips is searched for. Default None: no
+                search.
+            facts: The attribute of this name. Default 0.
+        """
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
-        # States are also made by a step with gradients of zeros.
+        # Zeros do not count, because trainers create states by a step with zero gradients.
         not_zero = window.has_bypassed_grads(params) and any(
             g.layout != torch.strided or bool((g != 0).any()) for g in gradients
         )
-        # Where backward has reduced them they are taken, or sums that every rank has.
+        # After a reduction in backward, gradients have been taken, or every rank has the sums.
         some = window.saw_grads if window.reduced else bool(gradients)
         # torch's state-dict functions set gradients of zeros on the tensors that the optimizer steps. A reduction in
         # backward does so too, for parameters without a gradient.
@@ -87,16 +94,15 @@ class GradientReport(NamedTuple):
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
-    """At the end of the first window, on every rank alike.
+    """Check the gradients of the first window, on every rank with the same result.
 
     Args:
-        seen: By all ranks.
-        scaled: There is a loss scale.
+        seen: The reports of all ranks.
+        scaled: True if there is a loss scale.
     Raises:
-        RuntimeError: Nobody scaled the loss, though there is a loss scale; there is no gradient anywhere after a backward,
-            or in the first step; or a pipeline schedule divided some twice.
-        ValueError: The gradient of a DTensor is laid out in a way of which nothing can be made; a Trainer
-            has clipped, or accelerate would.
+        RuntimeError: There is a loss scale, but the loss was not scaled; there is no gradient on any rank, after a backward
+            or in the first step; or a pipeline schedule divided gradients twice.
+        ValueError: The gradient of a DTensor has an unsupported layout, or a trainer or accelerate also clips.
     """
     for rank, of_rank in enumerate(seen):
         if of_rank.wrong is not None:
@@ -104,13 +110,13 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     if any(rank.divided_again for rank in seen):
         raise RuntimeError(
             "a pipeline schedule with scale_grads=True has divided gradients twice: of a parameter that two stages of a "
-            "rank share, or of earlier micro-batches of the window. Run it by meshstep.optim.Pipeline(schedule, "
+            "rank share, or of earlier micro-batches of the window. Run it with meshstep.optim.Pipeline(schedule, "
             "optimizer), which divides the loss; or give scale_grads=False and divide in its loss function"
         )
     called = any(rank.calls for rank in seen)
     if scaled and not called and any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
-            "gradients are there, but their loss was not multiplied by the loss scale that they would be divided by: "
+            "there are gradients, but their loss was not multiplied by the loss scale that they would be divided by: "
             + SAY_SO
         )
     none = not any(rank.some or rank.unknown for rank in seen)
@@ -121,7 +127,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
         )
     if none and called:
         where = (
-            "they are in param.main_grad: give the module that keeps them there, Megatron's DistributedDataParallel, as "
+            "they are in param.main_grad: give the module that stores them there, Megatron's DistributedDataParallel, as "
             "data_parallel="
             if any(rank.elsewhere for rank in seen)
             else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
@@ -133,22 +139,24 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
 def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology, scaled: bool, averaged: bool) -> None:
     """Warn on every rank, in the first step, if a rank's gradients were written to between the last backward and `step`.
 
-    All of them, as torch's clipping does: who writes to some, such as rows of an embedding, means it. No warning where
-    gradients were complete by then, on one rank or averaged over all ranks in backward, and there is no loss scale.
+    It warns only if all gradients of the rank were written to, as torch's clipping does; writes to some gradients, such as
+    rows of an embedding, are intended. It does not warn if gradients were already complete, on one rank or averaged in
+    backward over all ranks, and there is no loss scale.
 
     Args:
-        seen: By all ranks.
-        scaled: There is a loss scale.
-        averaged: Gradients were averaged over the data axes in backward.
+        seen: The reports of all ranks.
+        topology: The topology.
+        scaled: True if there is a loss scale.
+        averaged: True if backward averaged the gradients over the data axes.
     """
     others = topology.world_size if not averaged else topology.world_size // topology.size(*topology.data_axes)
     ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]
     if not ranks or (others == 1 and not scaled):
         return
-    state = "of this rank alone, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
+    state = "local to this rank, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
     warnings.warn(
         f"all gradients of rank {ranks[0]} were written to between backward and step, as by torch.nn.utils.clip_grad_norm_ "
-        f"or clip_grad_value_: they were {state}. To clip, take that call out and give ParallelOptimizer max_norm=. If you "
+        f"or clip_grad_value_: they were {state}. To clip, remove that call and give ParallelOptimizer max_norm=. If you "
         "change gradients on purpose, silence this: warnings.filterwarnings('ignore', message='.*were written to between "
         "backward and step')",
         stacklevel=2,
@@ -156,48 +164,50 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
 
 
 def check_window_is_used(window: Window, params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
-    """At a `step` of managed accumulation before which no micro-batch came.
+    """Raise RuntimeError if `step` is called in managed accumulation before any micro-batch, and a rank has gradients.
 
     Raises:
-        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with. On this rank: the
-            others did not come, because their windows have micro-batches.
-    Collectives: those of `gather_objects`. Host reads: yes.
+        RuntimeError: On every rank: there are gradients, with which no step would be made. On this rank: the collective
+            failed, because other ranks have micro-batches and did not call it.
+    Collectives: an object all-gather. Host synchronization: yes.
     """
     try:
         seen = gather_objects(GradientReport.of(window, params), registry)
     except Exception as error:
         if not is_transport_error(error):
             raise
+        # `is_transport_error` recognizes "waited in vain" as an error that has been explained already.
         raise RuntimeError(
             f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
-            f"{window.steps}, and waited in vain: the windows of other ranks have micro-batches. Call backward as often on "
-            f"every rank, and backward(None) on one without samples. torch says: {str(error).partition(chr(10))[0]}"
+            f"{window.steps}, and waited in vain: the windows of other ranks have micro-batches. Call backward equally "
+            "often on every rank, and backward(None) on a rank without samples. torch reports: "
+            f"{str(error).partition(chr(10))[0]}"
         ) from error
     if any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
-            f"gradients are there, but no micro-batch has come to the window of accumulation_steps={window.steps}, which "
-            "would never be full: " + SAY_SO
+            f"there are gradients, but the window of accumulation_steps={window.steps} has no micro-batch and would "
+            "never be full: " + SAY_SO
         )
 
 
-# The error that weights were written through ``.data`` beside master weights or other copies --------------------------
+# Weights that were written through ``.data`` while masters or other copies exist ----------------------------------------
 
 
 def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -> None:
-    """Raise RuntimeError, on every rank alike, if a rank found weights that the next step would undo.
+    """Raise RuntimeError, on every rank, if a rank found weights that the next step would undo.
 
     Args:
-        names: By global rank, the parameter that `TransformChain.find_overwritten` returned there.
-        has_fingerprints: `Fingerprints` compare replicas. A difference on one rank alone is left to them: it may be a
-            flipped bit, of which they name tensor and rank.
+        names: For each global rank the parameter that `TransformChain.find_overwritten` returned there, or None.
+        has_fingerprints: True if `Fingerprints` compare replicas. They then handle a difference on a single rank, which may
+            be a flipped bit, and name the tensor and rank.
     """
     if has_fingerprints and len(names) > 1 and sum(name is not None for name in names) == 1:
         return
     for rank, name in enumerate(names):
         if name is not None:
             raise RuntimeError(
-                f"{name} was changed since the last step on rank {rank}, and the next step would put the old weights back, "
-                "of a master weight or another copy: call optimizer.reload_from_model() each time after writing weights. "
+                f"{name} was changed since the last step on rank {rank}, and the next step would restore the old weights "
+                "from a master weight or another copy: call optimizer.reload_from_model() each time after writing weights. "
                 "Writes through .data change no version counter: the second and 16th step look for them, other steps "
                 "undo them silently"
             )
@@ -205,19 +215,20 @@ def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -
 
 # Unused parameters ----------------------------------------------------------------------------------------------------
 
-# A warning about parameters of the optimizer that get no gradient on any rank, such as those of a replaced module.
+# Warns about parameters of the optimizer without a gradient on any rank, such as parameters of a replaced module.
 
-WINDOWS = 16  # an expert may lack tokens in some
+WINDOWS = 16  # several, because an expert may get no tokens in a window
 
 
 class UnusedParameters:
     """Watches the first `WINDOWS` windows for parameters without a gradient, then warns once on rank 0.
 
     Args:
-        params: The model's, in the order of the plan's entries.
-        plan: Of the model's parameters, agreed.
-        registry: The groups.
-        reduces_in_backward: Gradients may be reduced, moved or cleared before a window ends, so hooks note their arrival.
+        params: The model's parameters, in the order of the plan's entries.
+        plan: The agreed plan of the model's parameters.
+        registry: The process groups of the mesh.
+        reduces_in_backward: True if gradients may be reduced, moved or cleared before a window ends, so that hooks must
+            record them.
 
     Attributes:
         windows: The number of windows that have ended.
@@ -234,23 +245,24 @@ class UnusedParameters:
                 _note_first_gradient(self, index)
 
     def note(self, index: int) -> None:
-        """Count a parameter as used."""
+        """Record that a parameter is used."""
         self._without.discard(index)
 
     @property
     def is_last(self) -> bool:
-        """Whether the next call of `end_window` gathers what ranks found."""
+        """Return True if the next call of `end_window` gathers the findings of all ranks."""
         return self.windows >= WINDOWS - 1
 
     def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:
-        """Look at the gradients before they are reduced; return False once there is nothing more to watch.
+        """Look at the gradients before they are reduced. Return False after the last watched window.
 
         Args:
-            overwritten: In the last window: a parameter of this rank whose weights the step would undo.
-            has_fingerprints: The argument of `check_not_overwritten`.
+            overwritten: In the last window: a parameter of this rank whose weights the step would undo. Default None: there
+                is none.
+            has_fingerprints: The argument of `check_not_overwritten`. Default False.
         Raises:
             RuntimeError: On every rank, in the last window, if a rank has such a parameter.
-        Collectives: in the last window an object all-gather. Host reads: only there.
+        Collectives: an object all-gather in the last window. Host synchronization: only there.
         """
         if not self._reduces_in_backward:
             self._without = {index for index in self._without if self._params[index].grad is None}
@@ -291,7 +303,7 @@ class UnusedParameters:
 
 
 def _note_first_gradient(unused: UnusedParameters, index: int) -> None:
-    """Call `UnusedParameters.note` once. It is held weakly, as the parameter would keep the optimizer alive."""
+    """Call `UnusedParameters.note` at the first gradient. The hook references it weakly, to avoid a cycle."""
     reference = weakref.ref(unused)
     remove: list[Callable[[], None]] = []
 

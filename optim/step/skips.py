@@ -1,4 +1,4 @@
-"""Steps that were skipped: how many are too many, counted on the device."""
+"""Counts of skipped steps on the device, and the decision when too many were skipped."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from .step_agreement import Facts
 
 LAG = 16
 KINDS = 6
-PARTED = "copies have parted"
+REPLICAS_DIVERGED = "replicas have diverged"
 DISAGREED = "ranks disagree"
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Skip a step whose gradient norm is not finite, on every rank; so many in a row are an error on every rank.
+    """A setting of ``on_nonfinite=``: skip steps with a non-finite gradient norm, and raise after too many in a row.
+
+    All ranks skip and raise in the same step.
+
+        optimizer = ParallelOptimizer(inner, registry, on_nonfinite=Skip(most_in_a_row=10))
 
     Args:
-        most_in_a_row: >= 1; noticed at most `LAG` steps late, because nobody waits for the device.
+        most_in_a_row: The number of consecutive skipped steps that raises an error, an integer >= 1. Default 50. The error
+            comes at most `LAG` steps late, because a step does not wait for the device.
     """
 
     most_in_a_row: int = 50
 
     def check(self) -> None:
-        """Raise ValueError if it is out of range."""
+        """Raise ValueError if ``most_in_a_row`` is not a whole number >= 1."""
         if not is_whole(self.most_in_a_row, 1):
             raise ValueError(f"most_in_a_row={self.most_in_a_row!r}: give a whole number >= 1")
 
@@ -40,7 +45,7 @@ OnNonfinite = Literal["skip", "raise"] | Skip
 
 
 def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
-    """``on_nonfinite``; ValueError where it is none of these."""
+    """Return ``on_nonfinite``. Raises ValueError if it is not ``"skip"``, ``"raise"`` or a valid `Skip`."""
     if isinstance(on_nonfinite, Skip):
         on_nonfinite.check()
     elif on_nonfinite not in ("skip", "raise"):
@@ -56,58 +61,67 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
 
 
 class SkipMonitor:
-    """Counts of skipped steps: in all; in a row because of the norm; because gradients came past `backward`; because of a
-    veto; whether copies have parted; and because ranks disagreed.
+    """Counts skipped steps, in total and by reason.
 
-    The counts live on the device. Each step copies them to host memory without waiting, and `count` reads the
-    copy that was made `LAG` steps earlier, which has arrived long since. All ranks read the same step's counts, so what
-    they conclude is agreed.
+    The six counts are: all skipped steps; steps in a row with a non-finite norm; steps whose gradients bypassed `backward`;
+    steps that ``commit=`` rejected; whether replicas have diverged; and steps in which ranks disagreed.
+
+    The counts are on the device. Each step copies them to host memory without waiting, and `count` reads the copy that was
+    made `LAG` steps earlier and has arrived by now. All ranks read the counts of the same step, so they take the same
+    decision.
+
+    Args:
+        device: The device of the counts.
 
     Attributes:
-        facts: After `DISAGREED`: this rank's facts of the step in which the ranks disagreed.
+        facts: After `DISAGREED` was returned: this rank's facts of the step in which the ranks disagreed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.counts = torch.zeros(
             KINDS, dtype=torch.float64, device=device
-        )  # no integers: found_inf would be cast first
+        )  # float, because adding `found_inf` to integers would need a cast
         self._copies = torch.zeros(LAG, KINDS, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0
         self._sent: list[Facts | None] = [None] * LAG
         self.facts: Facts | None = None
-        # Views that are made once: a slice per step costs more than the addition.
+        # These views are cached, because slicing in every step costs more than the addition.
         self._total_and_in_a_row = self.counts[:2]
-        self._total, self._in_a_row, self._past, self._vetoed, self._has_parted, self._disagreed = self.counts.unbind()
+        self._total, self._in_a_row, self._bypassed, self._vetoed, self._has_diverged, self._disagreed = (
+            self.counts.unbind()
+        )
 
     def count(
         self, decision: StepDecision, on_nonfinite: OnNonfinite, captured: bool, facts: Facts | None = None
     ) -> str | None:
-        """Count one step, which is skipped where ``decision.skipped`` is 1, before it is made.
+        """Count one step before its update. The step is skipped if ``decision.skipped`` is 1.
 
         Args:
-            captured: A CUDA graph is made of it: the counts go on in its replays, and `poll` looks at them.
-            facts: What this rank sent in it to be compared.
+            decision: The step decision.
+            on_nonfinite: The reaction to a non-finite gradient norm.
+            captured: True if a CUDA graph captures the step. Its replays continue the counts, which only `poll` checks.
+            facts: The facts that this rank sent in the step for comparison. Default None: nothing is compared.
         Returns:
-            Why training should end here, if it should, `PARTED` say; the same on every rank.
+            The reason why training should end, such as `REPLICAS_DIVERGED`, equal on all ranks; None: it should continue.
         Raises:
-            RuntimeError: On every rank: gradients came past `backward`, `LAG` steps ago; or now, with ``"raise"``.
-        Host reads: one or two with ``"raise"``, else none.
+            RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago, or in this step with ``"raise"``.
+        Host synchronization: one or two with ``"raise"``, else none.
         """
         stats = decision.stats
-        in_a_row, past, parted, disagreed = (0, 0, 0, 0) if captured else self._before()
+        in_a_row, bypassed, diverged, disagreed = (0, 0, 0, 0) if captured else self._earlier_counts()
         then = self._sent[self._step % LAG]
         self._add(decision)
         if not captured:
-            self._send(facts)
-        if past or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
-            raise self._came_past(f", the first one {LAG} steps ago" if past else ", this one")
-        if parted or (on_nonfinite == "raise" and stats.parted is not None and bool(stats.parted)):
-            return self._parted()
+            self._copy_to_host(facts)
+        if bypassed or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
+            raise self._bypass_error(f", the first one {LAG} steps ago" if bypassed else ", this one")
+        if diverged or (on_nonfinite == "raise" and stats.parted is not None and bool(stats.parted)):
+            return self._report_divergence()
         if disagreed:
-            return self._have_disagreed(then)
+            return self._report_disagreement(then)
         if on_nonfinite == "raise" and stats.disagreed is not None and bool(stats.disagreed):
-            return self._have_disagreed(facts)
+            return self._report_disagreement(facts)
         if reason := _too_many(in_a_row, on_nonfinite):
             return reason
         if on_nonfinite == "raise" and bool(stats.found_inf):
@@ -115,65 +129,71 @@ class SkipMonitor:
         return None
 
     def poll(self, on_nonfinite: OnNonfinite) -> str | None:
-        """As `count`, of all steps so far, those that a CUDA graph replayed among them. Host reads: one."""
-        _, in_a_row, past, _, parted, disagreed = map(int, self.counts.tolist())
-        if past:
-            raise self._came_past("")
-        if parted:
-            return self._parted()
+        """Return the reason why training should end, as `count` does, from all steps so far and all replays.
+
+        Host synchronization: one.
+        """
+        _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())
+        if bypassed:
+            raise self._bypass_error("")
+        if diverged:
+            return self._report_divergence()
         if disagreed:
-            steps = range(max(0, self._step - LAG), self._step)  # their counts have arrived with those that were read
+            steps = range(max(0, self._step - LAG), self._step)  # `tolist` has waited for these copies
             first = next((step % LAG for step in steps if self._copies[step % LAG, -1]), None)
-            return self._have_disagreed(None if first is None else self._sent[first])
+            return self._report_disagreement(None if first is None else self._sent[first])
         return _too_many(in_a_row, on_nonfinite)
 
-    def _parted(self) -> str:
+    def _report_divergence(self) -> str:
         self.counts[4] = self._step = 0
-        return PARTED
+        return REPLICAS_DIVERGED
 
-    def _have_disagreed(self, facts: Facts | None) -> str:
+    def _report_disagreement(self, facts: Facts | None) -> str:
         self.counts[5] = self._step = 0
         self.facts = facts
         return DISAGREED
 
-    def _came_past(self, since: str) -> RuntimeError:
+    def _bypass_error(self, since: str) -> RuntimeError:
         self.counts[2] = self._step = 0
         return RuntimeError(
-            "gradients came whose loss was not multiplied by the loss scale that they would be divided by; steps with "
-            f"them were skipped{since}: {SAY_SO}"
+            "gradients were found whose loss was not multiplied by the loss scale that they would be divided by; "
+            f"steps with them were skipped{since}: {SAY_SO}"
         )
 
     def _add(self, decision: StepDecision) -> None:
         stats, past = decision.stats, decision.past
-        if decision.skipped is stats.found_inf:  # overflow is the only reason to skip: one kernel for both counts
+        if decision.skipped is stats.found_inf:  # if overflow is the only reason, one kernel updates both counts
             self._total_and_in_a_row.add_(stats.found_inf)
         else:
             self._total.add_(decision.skipped)
             self._in_a_row.add_(stats.found_inf)
         self._in_a_row.mul_(stats.found_inf)
         if past is not None:
-            self._past.add_(past)
+            self._bypassed.add_(past)
         if stats.vetoed is not None:
             self._vetoed.add_(stats.vetoed)
         if stats.parted is not None:
-            self._has_parted.copy_(stats.parted)
+            self._has_diverged.copy_(stats.parted)
         if stats.disagreed is not None:
             self._disagreed.add_(stats.disagreed)
 
-    def _send(self, facts: Facts | None) -> None:
-        """To the host, without waiting."""
+    def _copy_to_host(self, facts: Facts | None) -> None:
+        """Start a copy of the counts to the host, without waiting."""
         slot = self._step % LAG
         self._sent[slot] = facts
         self._copies[slot].copy_(self.counts, non_blocking=True)
         if self.counts.is_cuda:
             event = self._arrived[slot] = torch.cuda.Event()
-            # Not the stream of the current device, which may be another device than that of the counts.
+            # The current device may differ from the device of the counts.
             event.record(torch.cuda.current_stream(self.counts.device))
         self._step += 1
 
-    def _before(self) -> tuple[int, int, int, int]:
-        """Steps skipped in a row, because gradients came past, whether copies had parted, and steps skipped because ranks
-        disagreed, as of `LAG` steps before this one; 0 at first."""
+    def _earlier_counts(self) -> tuple[int, int, int, int]:
+        """Return four counts as of `LAG` steps ago; zeros in the first `LAG` steps.
+
+        These are the steps skipped in a row, the steps whose gradients bypassed `backward`, whether replicas had diverged,
+        and the steps in which ranks disagreed.
+        """
         if self._step < LAG:
             return 0, 0, 0, 0
         slot = self._step % LAG
@@ -181,30 +201,30 @@ class SkipMonitor:
         if event is not None:
             event.synchronize()
         copied = (ctypes.c_double * KINDS).from_address(self._copies.data_ptr() + slot * KINDS * 8)
-        _, in_a_row, past, _, parted, disagreed = map(int, copied)
-        return in_a_row, past, parted, disagreed
+        _, in_a_row, bypassed, _, diverged, disagreed = map(int, copied)
+        return in_a_row, bypassed, diverged, disagreed
 
     def total(self) -> int:
-        """Skipped steps in all. Host reads: one."""
+        """Return the number of skipped steps. Host synchronization: one."""
         return int(self.counts[0])
 
     def vetoed(self) -> int:
-        """Those of them that some rank refused. Host reads: one."""
+        """Return the number of steps that ``commit=`` rejected on any rank. Host synchronization: one."""
         return int(self.counts[3])
 
     def state_dict(self) -> dict[str, int]:
-        """What a run that is continued goes on counting. Host reads: one."""
+        """Return the counts that a resumed run continues. Host synchronization: one."""
         total, _, _, vetoed, *_ = map(int, self.counts.tolist())
         return {"skipped_steps": total, "vetoed_steps": vetoed}
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ValueError where a count in ``state`` is none."""
+        """Raise ValueError if an entry of ``state`` is not a count."""
         for name in ("skipped_steps", "vetoed_steps"):
             check_count(state.get(name, 0), name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start again from there, with none in a row; what is missing, as older states lack vetoes, is 0."""
+        """Restore the total counts and reset the others. A missing count is 0, because older states lack one."""
         self.counts.zero_()
         self.counts[0], self.counts[3] = state.get("skipped_steps", 0), state.get("vetoed_steps", 0)
         self._step = 0

@@ -29,19 +29,19 @@ class SplitWeights:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
-        """Call ``update`` once per bucket of the param groups' tensors, with master weights in place of bfloat16 weights.
+        """Call ``update`` once per bucket of the param groups' tensors, with masters in place of bfloat16 weights.
 
-        A skipped update changes nothing: splitting a joined master weight restores the weight and the remainder. Memory
-        during a call: 8 bytes per element of the bucket, and 12 while it is split. A bucket has `BUCKET_NUMEL` elements,
-        or one larger weight.
+        A skipped update changes nothing: splitting a joined master restores the weight and the remainder. During a call the
+        memory is 8 bytes per element of the bucket, and 12 while it is split. A bucket has `BUCKET_NUMEL` elements, or one
+        larger weight.
         """
         buckets = self._buckets([group["params"] for group in optimizer.param_groups])
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
 
     def _buckets(self, whole: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """Return at least one bucket, each of one device. The first one has all tensors that are not split weights.
+        """Return at least one bucket, each on one device. The first one also has all tensors that are not split weights.
 
-        Weights without a gradient are in no bucket.
+        Split weights without a gradient are in no bucket.
         """
         buckets = [[[param for param in params if param not in self.remainders] for params in whole]]
         numel, device = 0, None
@@ -56,7 +56,7 @@ class SplitWeights:
 
     def _step_bucket(self, optimizer: torch.optim.Optimizer, bucket: Bucket, update: Callable[[], object]) -> None:
         weights = [param for params in bucket for param in params if param in self.remainders]
-        if not weights:  # this rank steps none, or none has a gradient
+        if not weights:  # the bucket has only other tensors
             update()
             return
         together, masters = self._joined(weights)
@@ -75,7 +75,7 @@ class SplitWeights:
         self._split_back(weights, together)
 
     def _joined(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the memory of the master weights, and the master weights as views of it. Takes a few kernels for all."""
+        """Return the flat buffer of the masters, and the masters as views of it. Uses a few kernels for all of them."""
         remainders = [self.remainders[weight] for weight in weights]
         if len(weights) == 1:
             flat = join(weights[0].detach(), remainders[0])

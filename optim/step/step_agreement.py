@@ -1,9 +1,9 @@
-"""What all ranks must agree on in a step, compared in the collective that measures the gradient norm.
+"""The comparison of settings between ranks in every step, within the collective that measures the gradient norm.
 
-Each rank turns its facts into integers h (hashes of `BITS` bits) and adds one number to one slot of that collective. Of the
-n ranks that must agree on a fact the first adds -(n - 1) h and the others add h. Equal facts cancel exactly, because all
-sums are integers below 2^53; a difference goes unnoticed once in 2^28. A slot that is not 0 skips the step on every rank.
-The facts of the last steps stay on the host, for the error that names what differs.
+Each rank computes integers h (hashes of `BITS` bits) from its facts and adds one number to one field of that collective. Of
+n ranks that must agree on a fact, the first one adds -(n - 1) h and each other one adds h. Equal facts cancel exactly,
+because all sums are integers below 2^53. A difference stays undetected with a probability of 2^-28. If the field is not 0,
+every rank skips the step. The facts of the last steps stay on the host, for an error that names the differences.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from ..norm.plan_agreement import Called, Holders
 
 # Hashes of facts that ranks compare, the same in every process --------------------------------------------------------
 
-BITS = 28  # of a hash: a million ranks add up to less than 2^53
+BITS = 28  # bits per hash; the sum over a million ranks stays below 2^53
 MASK = 2**BITS - 1
 
 
 def hash_of(*fact: object) -> int:
-    """Return a number below 2^`BITS` that is the same in every process. Args: fact: Printed, it says all."""
+    """Return a hash below 2^`BITS` that is equal in every process.
+
+    Args:
+        fact: Objects whose `repr` contains their whole value.
+    """
     digest = int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little")
     return int(digest & MASK)
 
 
-# The clipping of a step as one number, which all ranks compare --------------------------------------------------------
+# Clipping facts --------------------------------------------------------------------------------------------------------
 
 EXPLICIT = "explicit clipping"
 
@@ -46,9 +50,9 @@ class ClipFacts(NamedTuple):
     """The clipping of one step on one rank.
 
     Args:
-        explicit: The rules of the window's explicit clips, in their order.
-        rule: The optimizer's own rule, which counts where there is no explicit clip.
-        thresholds: ``max_norm`` of each param group; empty where ranks have different groups.
+        explicit: The rules of the window's explicit clips, in the order of the calls. Default: none.
+        rule: The optimizer's own rule, which is ignored if there is an explicit clip. Default None: it does not clip.
+        thresholds: ``max_norm`` of each param group; empty (default) if ranks have different groups.
     """
 
     explicit: tuple[Clip | None, ...] = ()
@@ -56,7 +60,7 @@ class ClipFacts(NamedTuple):
     thresholds: tuple[object, ...] = ()
 
     def as_text(self) -> dict[str, str]:
-        """Return the facts by name."""
+        """Return the facts as text, by name."""
         texts = {EXPLICIT: ", then ".join(map(_call_text, self.explicit)) or "none"}
         if not self.explicit:
             texts["max_norm"] = _rule_text(self.rule)
@@ -66,16 +70,16 @@ class ClipFacts(NamedTuple):
 
 
 class UsedClip:
-    """The clipping rules and thresholds of this rank; hashed where one was replaced by another.
+    """The clipping rules and thresholds of this rank, hashed when one is replaced.
 
     Args:
         rule: The optimizer's own rule; None: it does not clip.
-        all_groups: Every rank has all param groups. Otherwise their thresholds are left out, because a rank that changes
-            one gets an error at once.
+        all_groups: True if every rank has all param groups. Otherwise thresholds of groups are not compared, because
+            changing one raises on that rank.
 
     Attributes:
-        number: Below 2^`BITS`, equal on ranks that clip alike.
-        facts: The parts of ``number``.
+        number: A hash below 2^`BITS`, equal on ranks with equal clipping.
+        facts: The facts in ``number``.
     """
 
     def __init__(self, rule: Clip | None, all_groups: bool) -> None:
@@ -85,14 +89,14 @@ class UsedClip:
         self.set_rule(rule)
 
     def set_rule(self, rule: Clip | None) -> None:
-        """Take another rule for the optimizer's own. Host reads: of a threshold that is a tensor."""
+        """Replace the optimizer's own rule. Host synchronization: for a threshold in a tensor."""
         self._of_rule = hash_of("max_norm", _rule_text(rule))
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Take the explicit clips of a window and the thresholds of param groups; return whether the facts have changed.
+        """Read the explicit clips of a window and the thresholds of param groups. Return True if the facts have changed.
 
-        Host reads: of an explicit threshold that is a tensor.
+        Host synchronization: for an explicit threshold in a tensor.
         """
         before, is_new = self.facts, self._is_new
         if len(explicit) != len(before.explicit) or not all(map(_is_same, explicit, before.explicit)):
@@ -109,7 +113,7 @@ class UsedClip:
 
 
 def _is_same(one: Clip | None, other: Clip | None) -> bool:
-    """Return whether two explicit rules are one, or have the same numbers. Host reads: none."""
+    """Return True if two explicit rules are the same object or have equal numbers. Host synchronization: none."""
     if one is other:
         return True
     if not isinstance(one, ByNorm | ByValue) or type(one) is not type(other):
@@ -139,23 +143,23 @@ def _threshold_text(value: object) -> str:
 
 # Step agreement -------------------------------------------------------------------------------------------------------
 
-NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the plan compares these, and `UsedClip`
+NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # compared by the plan and by `UsedClip`
 MICRO_BATCHES = "the number of micro-batches"
 SUM_OF_WEIGHTS = "the sum of weight= of the window"
-MOST = 6  # differences named in an error
+MOST = 6  # maximum number of differences in an error
 SINCE = "ranks disagree about a step, which was skipped on all of them"
 
 
 class Facts(NamedTuple):
-    """What one rank sent in one step.
+    """The facts that one rank contributed in one step.
 
     Args:
-        micro_batches: The number in the window.
-        weighted: The window has a weight.
-        settings: Of each compared param group.
-        frozen: Indices of parameters frozen since the plan was agreed.
-        thawed: Indices of those that were frozen then and are not now: never allowed.
-        weight: The sum of the window's weights; its device where it is on one; None: not compared.
+        micro_batches: The number of micro-batches in the window.
+        weighted: True if the window has a weight.
+        settings: The settings of each compared param group.
+        frozen: Indices of parameters that were frozen after the plan was agreed.
+        thawed: Indices of parameters that were unfrozen after the plan was agreed, which is an error.
+        weight: The sum of the window's weights, or its device if it is a tensor on a device; None: not compared.
         clip: The clipping of the window.
     """
 
@@ -169,7 +173,7 @@ class Facts(NamedTuple):
 
 
 class NamedFacts(NamedTuple):
-    """One rank's facts with a name for each, to be compared with the other ranks' facts of the same name."""
+    """A rank's facts by name. Facts with equal names are compared between ranks."""
 
     facts: Mapping[str, str]
     frozen: tuple[str, ...] = ()
@@ -177,45 +181,56 @@ class NamedFacts(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """Ranks that must agree. Args: coefficient: Of this rank's hashes. label: The same on all of them, and only there."""
+    """Ranks that must agree on a fact.
+
+    Args:
+        coefficient: The factor of this rank's hashes.
+        label: A hash of these ranks.
+    """
 
     coefficient: int
     label: int
 
     @classmethod
     def of(cls, ranks: Sequence[int], rank: int, kind: str) -> _Class:
-        """Args: ranks: Ascending, this one among them. kind: Of the facts."""
+        """Return the class of these ranks.
+
+        Args:
+            ranks: In ascending order, including ``rank``.
+            rank: This rank.
+            kind: The kind of the facts.
+        """
         size = len(ranks)
         return cls(0 if size == 1 else 1 - size if rank == ranks[0] else 1, hash_of(kind, tuple(ranks)))
 
     def term(self, *fact: object) -> int:
-        """Return what this rank adds for a fact."""
+        """Return this rank's summand for a fact."""
         return self.coefficient * hash_of(self.label, fact) if self.coefficient else 0
 
 
 class Settings(NamedTuple):
-    """The settings of a param group, by position. Those of `NOT_COMPARED`, and objects, are among them."""
+    """The settings of a param group, including settings that are not compared (`NOT_COMPARED`, and objects)."""
 
     keys: Sequence[str]
     values: Sequence[object]
 
     def as_text(self) -> dict[str, str]:
-        """Return those that are compared. Host reads: of tensors on a device."""
+        """Return the compared settings as text, by key. Host synchronization: for tensors on a device."""
         shown = zip(self.keys, self.values, strict=True)
         return {key: _text_of(value) for key, value in shown if key not in NOT_COMPARED and _is_compared(value)}
 
 
 class _Group:
-    """The settings of one param group: compared by identity, hashed where one has changed.
+    """The settings of one param group: compared by identity, and hashed when one has changed.
 
     Args:
-        index: Of the group.
-        ranks: Those that must agree.
+        index: The index of the group.
+        ranks: The ranks that must agree.
 
     Attributes:
         number: The sum of the hashes.
-        settings: As they were read.
-        tensors: Those that are on a device, with a number for each key.
+        settings: The settings that were read last.
+        tensors: The settings that are tensors on a device, with a hash of the key.
     """
 
     def __init__(self, index: int, ranks: _Class) -> None:
@@ -223,11 +238,14 @@ class _Group:
         self.settings = Settings((), ())
         self._numbers: list[int] = []
         self._salts: list[int] = []
-        self._mutable: list[int] = []  # positions of what may be written to in place
+        self._mutable: list[int] = []  # positions of settings that may be changed in place
         self.number, self.tensors = 0, list[tuple[Tensor, int]]()
 
     def read(self, group: Mapping[str, object]) -> bool:
-        """Take the settings as they are now; return whether one has changed. Host reads, loops over parameters: none."""
+        """Read the present settings; return True if one has changed. Host synchronization: none.
+
+        It does not loop over parameters.
+        """
         before = self.settings.values
         if len(before) == len(group) and all(map(is_, group.values(), before)):
             if not self._mutable:
@@ -258,7 +276,7 @@ class _Group:
         return 0 if key in NOT_COMPARED else _number_of(value, self._salts[at])
 
     def _find_tensors(self) -> None:
-        """Note the settings that are tensors on a device, and those that may change in place."""
+        """Record which settings are tensors on a device, and which may be changed in place."""
         self._mutable, self.tensors = [], []
         for at, (key, value) in enumerate(zip(*self.settings, strict=True)):
             items = [value] if isinstance(value, Tensor) else value if isinstance(value, list | tuple) else ()
@@ -277,14 +295,14 @@ def _is_compared(value: object) -> bool:
 
 
 def _number_of(value: object, salt: int) -> int:
-    """Return a hash of a setting that is the same in every process; 0 of a tensor on a device, and of objects."""
-    if isinstance(value, int | float):  # -1 and -2 have one hash in Python, and each NaN has its own
+    """Return a hash of a setting that is equal in every process; 0 for tensors on a device and for objects."""
+    if isinstance(value, int | float):  # in Python hash(-1) == hash(-2), and hashes of NaN differ
         return hash((salt, value, -value)) & MASK if value == value else salt
     if isinstance(value, Tensor):
         return _number_of(value.tolist(), salt) if value.is_cpu else 0
     if isinstance(value, list | tuple):
         return int(hash((salt, *(_number_of(item, at) for at, item in enumerate(value)))) & MASK)
-    if hasattr(value, "item"):  # a number of numpy's
+    if hasattr(value, "item"):  # a NumPy number
         return _number_of(value.item(), salt)
     return hash_of(salt, value) if isinstance(value, str | None) else 0
 
@@ -299,19 +317,19 @@ def _text_of(value: object) -> str:
 
 
 class StepAgreement:
-    """Compares what all ranks must agree on: the window, hyper-parameters, and which parameters are trained.
+    """Compares the window, the hyper-parameters and the trained parameters between ranks.
 
     Args:
-        plan: Of the model's parameters, agreed.
-        registry: The groups.
-        optimizer: Its param groups are compared, of one pipeline stage and only on ranks with parameters of the group.
+        plan: The agreed plan of the model's parameters.
+        registry: The process groups of the mesh.
+        optimizer: Its param groups are compared within a pipeline stage, on ranks with parameters of the group.
         groups: For each rank the indices of its param groups that have parameters.
-        rule: The optimizer's clipping rule; None: it does not clip.
-        all_groups: Every rank has all param groups, so that their ``max_norm`` can be compared.
+        rule: The optimizer's clipping rule. Default None: it does not clip.
+        all_groups: True (default) if every rank has all param groups, so that their ``max_norm`` can be compared.
 
     Attributes:
-        sent: The facts that `number` was made of last.
-        used_clip: The clipping rules and thresholds that are compared.
+        sent: The facts in the last result of `number`.
+        used_clip: The compared clipping rules and thresholds.
     """
 
     def __init__(
@@ -324,7 +342,7 @@ class StepAgreement:
         all_groups: bool = True,
     ) -> None:
         self.plan, self.registry, self.optimizer = plan, registry, optimizer
-        self._is_fake = is_fake()  # one process plays a rank among others that answer nothing
+        self._is_fake = is_fake()  # a fake process group has no other ranks to compare with
         topology, rank = registry.topology, registry.global_rank
         within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
         stage = registry.ranks(*within) if within else (rank,)
@@ -346,7 +364,7 @@ class StepAgreement:
         found = _Class.of(ranks, self.registry.global_rank, kind)
         return found._replace(coefficient=0) if self._is_fake else found
 
-    # What travels ----------------------------------------------------------------------------------------------------
+    # Summands of the collective ---------------------------------------------------------------------------------------
 
     def number(
         self,
@@ -356,12 +374,12 @@ class StepAgreement:
         thawed: tuple[int, ...],
         explicit: tuple[Clip | None, ...] = (),
     ) -> int:
-        """Return what this rank adds to the slot. Host reads, collectives: none.
+        """Return this rank's summand in the field. Host synchronization: none. Collectives: none.
 
         Args:
-            micro_batches, frozen, thawed: As for `Facts`.
+            micro_batches, frozen, thawed: The fields of `Facts`.
             weight: The sum of the window's weights; None: its micro-batches have none.
-            explicit: The rules of the explicit clips of the window.
+            explicit: The rules of the explicit clips of the window. Default: none.
         """
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:
@@ -381,7 +399,7 @@ class StepAgreement:
             self._settings = [group.settings for group in self._groups]
         if not same_window:
             self._window = micro_batches, weighted, shared_weight
-            # Sums of losses over sums of weights are right whatever the number of micro-batches of each data rank.
+            # With weights, data ranks may have different numbers of micro-batches.
             numbers = self._sharers.term(micro_batches, _number_of(shared_weight, 0)) if weighted else 0
             self._of_window = numbers + self._stage.term(weighted, 0 if weighted else micro_batches)
         if (frozen, thawed) != self._changed:
@@ -394,7 +412,7 @@ class StepAgreement:
         return self._sum
 
     def _shared_weight(self, weight: float | Tensor | None) -> float | str | None:
-        """Return a weight that ranks of one data coordinate must share, which is on the host; else its device."""
+        """Return the weight that ranks with the same data coordinate must share, or its device; None: not compared."""
         if weight is None or not self._sharers.coefficient:
             return None
         if not isinstance(weight, Tensor):
@@ -402,7 +420,7 @@ class StepAgreement:
         return float(weight) if weight.is_cpu else f"a tensor on {weight.device.type}"
 
     def _frozen_number(self, frozen: Sequence[int]) -> int:
-        """Return what a rank adds that has frozen parameters; ranks that hold them and have not add 0."""
+        """Return the summand for parameters that are frozen on this rank; a rank with an unfrozen replica adds 0."""
         names: dict[Holders, list[str | int]] = {}
         for index in frozen:
             holders, name = self._called.keys[index]
@@ -420,19 +438,19 @@ class StepAgreement:
         return self._keys
 
     def of_tensors(self) -> Tensor | None:
-        """Return what this rank adds for settings that are tensors on a device, 0-dim float64; None: there are none.
+        """Return the summand for settings that are tensors on a device, 0-dim float64; None: there are none.
 
-        Call it after `number`. Host reads, collectives: none.
+        Call it after `number`. Host synchronization: none. Collectives: none.
         """
         terms = [
             group.ranks.coefficient * _hashed(value, salt) for group in self._groups for value, salt in group.tensors
         ]
         return torch.stack(terms).sum() if terms else None
 
-    # What is said ----------------------------------------------------------------------------------------------------
+    # Error messages --------------------------------------------------------------------------------------------------
 
     def _named(self, facts: Facts | None) -> NamedFacts:
-        """Name this rank's facts. Args: facts: None: those sent last. Host reads: of tensors on a device."""
+        """Return this rank's facts by name; None: the facts sent last. Host synchronization: for tensors on a device."""
         facts = self.sent if facts is None else facts
         topology, coordinate = self.registry.topology, self.registry.coordinate
         stage = [coordinate[axis] for axis in topology.pipe_axes]
@@ -454,23 +472,23 @@ class StepAgreement:
         return NamedFacts(facts_by_name, _at(names, facts.frozen), _at(names, facts.thawed))
 
     def error(self, facts: Facts | None = None, since: str = SINCE) -> RuntimeError:
-        """Return the error that names what differs, the same on every rank. Every rank must call it.
+        """Return the error that names the differences, equal on every rank. Every rank must call it.
 
         Args:
-            facts: This rank's, of the step in which the ranks disagreed; None: of the last one.
-            since: What has become of the step.
-        Collectives: an object all-gather; another one where a parameter is frozen. Host reads: some.
+            facts: This rank's facts of the step in which ranks disagreed. Default None: of the last step.
+            since: The start of the message: the effect on the step.
+        Collectives: an object all-gather; another one if a parameter is frozen. Host synchronization: some.
         """
         return RuntimeError(f"{since}: {self._text_of(gather_objects(self._named(facts), self.registry))}")
 
     def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
-        """Say what differs between ranks, and what to do. Args: by_rank: The facts of every rank."""
+        """Return the differences between the ranks' facts, and advice."""
         thawed = [(name, rank) for rank, of_rank in enumerate(by_rank) for name in of_rank.thawed]
         if thawed:
             name, ranks = thawed[0][0], sorted({rank for other, rank in thawed if other == thawed[0][0]})
             return thawed_text(name, f" on {named_ranks(ranks)}")
         found = [*_different(of_rank.facts for of_rank in by_rank)]
-        if any(name.startswith(MICRO_BATCHES) for name, _ in found):  # and so do their weights
+        if any(name.startswith(MICRO_BATCHES) for name, _ in found):  # different weights then follow from it
             found = [(name, text) for name, text in found if not name.startswith(SUM_OF_WEIGHTS)]
         frozen = {name for of_rank in by_rank for name in of_rank.frozen}
         if frozen:
@@ -485,7 +503,7 @@ class StepAgreement:
         return f"{lines}. {' '.join(ADVICE[start] for start in ADVICE if start in starts)}"
 
 
-ADVICE = {  # by the beginning of a fact's name
+ADVICE = {  # by prefix of a fact's name
     MICRO_BATCHES: (
         "Every rank must call backward equally often before step(): call backward(None) on a rank without samples, or, "
         "for the mean over all samples, give weight= everywhere and backward(None, weight=0) there. A rank that skips a "
@@ -500,25 +518,25 @@ ADVICE = {  # by the beginning of a fact's name
         "steps."
     ),
     EXPLICIT: (
-        "Call clip_grad_by_norm or clip_grad_by_value on every rank, with the same threshold: one that a rank computes of "
-        "its own loss or gradients must be all-reduced first."
+        "Call clip_grad_by_norm or clip_grad_by_value on every rank, with the same threshold: all-reduce a threshold "
+        "first that a rank computes from its own loss or gradients."
     ),
     "weight=": "Give every rank's backward a weight, or none: backward(None, weight=0) on a rank without samples.",
     "requires_grad": "Call requires_grad_ on every rank that holds the parameter, between the same two steps.",
     "": (
-        "Give all ranks the same hyper-parameters: a rank that sets them by what only it knows, such as a "
-        "ReduceLROnPlateau fed with its own loss, drifts away from the others. All-reduce the metric before you give it to "
+        "Give all ranks the same hyper-parameters: a rank that sets them from local values, such as a "
+        "ReduceLROnPlateau with its own loss, diverges from other ranks. All-reduce the metric before you pass it to "
         "the schedule."
     ),
 }
-UNNAMED = "what differed is equal again, such as a learning rate that is a tensor on a device. " + ADVICE[""]
+UNNAMED = "the different setting is equal again, such as a learning rate in a tensor on a device. " + ADVICE[""]
 
 
 def thawed_text(name: str, where: str = "") -> str:
-    """Say that a parameter was unfrozen, and what to do. Args: where: On which ranks."""
+    """Return the message for a parameter that was unfrozen. ``where`` names the ranks."""
     return (
-        f"{name} was frozen when the optimizer was made, and is not now{where}; whose gradients are averaged was agreed "
-        "then: unfreeze before making ParallelOptimizer, or leave it out and add it later with add_param_group"
+        f"{name} was frozen when the optimizer was made, and is not now{where}; the trained parameters were agreed then: "
+        "unfreeze it before making ParallelOptimizer, or leave it out and add it later with add_param_group"
     )
 
 
@@ -527,7 +545,7 @@ def _at(names: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:
 
 
 def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each fact on which ranks that have one of that name differ."""
+    """Yield (name, text) for each fact that differs between the ranks that have a fact of this name."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, facts in enumerate(by_rank):
         for name, value in facts.items():
@@ -538,7 +556,7 @@ def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]
 
 
 def _hashed(tensor: Tensor, salt: int) -> Tensor:
-    """0-dim float64, an integer below 2^`BITS`: of the bits of a tensor, where it is. Host reads: none."""
+    """Return a hash of a tensor's bits below 2^`BITS`, 0-dim float64 on its device. Host synchronization: none."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
     mixed = splitmix64_finalizer(words + salt)

@@ -1,4 +1,4 @@
-"""torch's optimizers, stepped by torch: with factor and skip on the device, and around what is wrong in some kernels."""
+"""The update engine of torch's optimizers, with factor and skip flag on the device, and workarounds for some kernels."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .c_engine import first_value
 from .call_guard import own_calls
 from .combined_optimizer import asks_other_ranks, parts_of
 
-# An update that is captured in a CUDA graph: what torch must be told for it, and what must be there before ------------
+# Updates that a CUDA graph captures -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Say, while a graph is made, that the fused kernels can be captured, as torch's Adams want to hear.
+    """Return a context manager that sets ``capturable`` in param groups while a CUDA graph captures the update.
 
-    Said for good it would be a warning in every run that steps without a graph.
+    torch's Adam requires it. It is not set permanently, because torch then warns in every run without a graph.
 
     Raises:
-        RuntimeError: A parameter has its first gradient, for which the optimizer would make a state.
+        RuntimeError: A parameter has its first gradient, for which the optimizer would create a state.
     """
     if not is_captured():
         yield
@@ -55,31 +55,31 @@ def _check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with_state = [bool(optimizer.state.get(param)) for param in params]
     if not any(with_state):
-        return  # it makes none
+        return  # the optimizer keeps no state
     for param, has_state in zip(params, with_state, strict=True):
         if param.grad is not None and not has_state:
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} has its first gradient in a step that is captured in a CUDA "
-                "graph, and each replay would make its optimizer state anew: make steps before, in which every parameter "
-                "that is ever to be trained has a gradient"
+                "graph, and each replay would create its optimizer state again: make steps before the capture in which "
+                "every trained parameter has a gradient"
             )
 
 
-# The counts of steps that a fused optimizer keeps, one a parameter, taken in one pass over them instead of two --------
+# Step counts of fused optimizers, updated in one pass instead of two --------------------------------------------------
 
 _ADD, _ADD_TENSOR = torch.ops.aten._foreach_add_.Scalar, torch.ops.aten._foreach_add_.Tensor
 _SUBTRACT = torch.ops.aten._foreach_sub_.List
 
 
 class FusedStepCountMode(TorchDispatchMode):
-    """Within, a fused optimizer with a ``found_inf`` adds ``1 - found_inf`` to its counts.
+    """A dispatch mode in which a fused optimizer with ``found_inf`` adds ``1 - found_inf`` to its step counts.
 
-    By itself torch adds 1 to all of them, and after the update, which does nothing where ``found_inf`` is 1, takes a list
-    of as many ``found_inf`` from them: of a thousand parameters 26 launches where 10 will do. Where a torch does it in
-    another way, nothing is changed.
+    torch itself adds 1 to all counts. After the update, which does nothing if ``found_inf`` is 1, it subtracts a list of as
+    many ``found_inf`` tensors. With a thousand parameters that takes 26 kernel launches instead of 10. In a torch version
+    that does it differently, the mode changes nothing.
 
     Args:
-        optimizer: Whose step is called within.
+        optimizer: The optimizer whose `step` is called in the context.
         found_inf: 0-dim float32, 0 or 1.
     """
 
@@ -112,15 +112,20 @@ class FusedStepCountMode(TorchDispatchMode):
 
 # States and gradients with the strides of their parameters ------------------------------------------------------------
 
-# Kernels that get addresses, the library's and torch's fused ones, walk through parameter, gradient and states linearly:
-# with other strides they would step elements by the states of others. Loaded states have other strides where a checkpoint
-# was written from contiguous tensors, and so have all states after ``model.to(memory_format=...)``.
+# This library's kernels and torch's fused kernels walk through the memory of parameter, gradient and states linearly. With
+# different strides they would combine an element with the state of another element. Strides differ after loading a
+# checkpoint of contiguous tensors, and after ``model.to(memory_format=...)``.
 
 
 @dataclass
 class _LaidOut:
-    """What was laid out in an optimizer's last step: states, the signature of its parameters, and those of gradients by
-    dtype."""
+    """The tensors with matched strides in an optimizer's last step.
+
+    Args:
+        states: The values in the optimizer's states.
+        params: The signature of the parameters.
+        gradients: The signature of the gradients, by dtype.
+    """
 
     states: list[object]
     params: Signature
@@ -131,10 +136,12 @@ _laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionar
 
 
 def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
-    """Lay out states and gradients before torch's fused kernels step. They are looked at one by one only where parameters,
-    gradients or the tensors in the state are others than in the last step."""
+    """Match the strides of states and gradients to their parameters, before torch's fused kernels step.
+
+    They are checked one by one only if parameters, gradients or state tensors have changed since the last step.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if by_bucket.holders:  # a part of the parameters, or copies that are thrown away
+    if by_bucket.holders:  # some of the parameters, or temporary copies
         lay_out_states(optimizer)
         lay_out_gradients(params)
         return
@@ -156,8 +163,10 @@ def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give states of their parameter's shape its strides. Optimizers of `meshstep.optim.whole` keep theirs contiguous."""
-    _laid_out.pop(optimizer, None)  # states that were loaded over are kept alive no longer
+    """Give states of their parameter's shape its strides, except optimizers of `meshstep.optim.whole`.
+
+    These need contiguous states."""
+    _laid_out.pop(optimizer, None)  # releases states that a load has replaced
     for part in parts_of(optimizer):
         if asks_other_ranks(part) or not part.state:
             continue
@@ -183,10 +192,11 @@ def lay_out_gradients(params: Sequence[Tensor]) -> None:
 
 @contextmanager
 def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a fused optimizer step dense copies of parameters that have gaps in memory, and copy the result back.
+    """Return a context manager in which a fused optimizer steps dense copies of CPU parameters that have gaps in memory.
 
-    Fused kernels on a CPU would write into the gaps. Other kernels round differently, so replicas that lie differently
-    in memory, or beside other parameters, would drift apart. Collectives, host synchronization: none.
+    The result is copied back. Fused CPU kernels would write into the gaps. Other kernels round differently, so replicas
+    with different memory layouts, or on ranks with different other parameters, would diverge. Collectives: none. Host
+    synchronization: none.
     """
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
@@ -225,12 +235,12 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Step a fused optimizer by torch's kernels. Host reads: none.
+    """Step a fused optimizer with torch's kernels. Host synchronization: none.
 
     Args:
         optimizer: A fused optimizer.
-        found_inf: 0-dim: above 0 skips the update.
-        factor: 0-dim: what gradients are multiplied by first; None: 1.
+        found_inf: 0-dim; above 0 skips the update.
+        factor: 0-dim factor on gradients before the update; None: 1.
     """
     params = params_of(optimizer)
     widen_gradients(params)
@@ -251,12 +261,12 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All that its param groups hold."""
+    """Return the parameters in the optimizer's param groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
-    """The parameters of a group that have a gradient and no momentum buffer."""
+    """Return the parameters of a group that have a gradient and no momentum buffer."""
     return [
         param
         for param in group["params"]
@@ -265,9 +275,9 @@ def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fused SGD zeros to start from: torch would keep uninitialised memory when its first step is skipped.
+    """Create zero momentum buffers of a fused SGD, because torch leaves them uninitialized if its first step is skipped.
 
-    Without dampening the first update from zeros is the same as from nothing.
+    Without dampening the first update from zeros equals the first update without a buffer.
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
@@ -276,7 +286,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _start_sums(optimizer: torch.optim.Optimizer) -> None:
-    """Make the first states of an Adagrad, as its constructor does: torch 2.11 makes none for a group that is added."""
+    """Create the first states of an Adagrad, as its constructor does; torch 2.11 creates none for an added group."""
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
     for group in optimizer.param_groups:
@@ -293,7 +303,7 @@ def _start_sums(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_rightly(optimizer: torch.optim.Optimizer) -> None:
-    """Step, without fused kernels where those are wrong."""
+    """Step an optimizer, without fused kernels if these give wrong results."""
     _start_sums(optimizer)
     groups = optimizer.param_groups if is_miscomputed(optimizer) else []
     fused = [group["fused"] for group in groups]
@@ -307,7 +317,7 @@ def step_rightly(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether torch's fused SGD would step a half-precision parameter on a CPU wrongly."""
+    """Return True if torch's fused SGD would step a half-precision parameter on a CPU incorrectly."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     groups = [group for group in optimizer.param_groups if group.get("fused")]
@@ -317,25 +327,25 @@ def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
 
 @cache
 def _fused_sgd_is_wrong() -> bool:
-    """Whether fused SGD on a CPU leaves most of a half-precision parameter as it was (pytorch issue 191763)."""
+    """Return True if fused SGD on a CPU does not update most of a half-precision parameter (pytorch issue 191763)."""
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cpu"))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
     return bool((weight != 0.5).any())
 
 
-# torch's global step hooks are to run once a step: around that of the optimizer that the user calls -------------------
+# torch's global step hooks run once per step: around the optimizer that the user calls ---------------------------------
 
 
 def step_within(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.step()``, around which only its own hooks run: it is a part of another optimizer's step."""
+    """Call ``optimizer.step()`` without torch's global step hooks, because it is a part of another optimizer's step."""
     with _no_global_hooks(), own_calls:
         optimizer.step()
 
 
 @contextmanager
 def _no_global_hooks() -> Iterator[None]:
-    """Without the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
+    """Return a context manager that removes the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
     registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     kept = [dict(hooks) for hooks in registries]
     for hooks in registries:

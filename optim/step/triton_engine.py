@@ -1,7 +1,7 @@
-"""torch's fused optimizers on a GPU, stepped by kernels in Triton on torch's own states, if these were chosen.
+"""The update engine of Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU.
 
-As `c_engine`, but for all param groups at once; and nothing of factor, skip flag, step counts and learning rates that
-are tensors is read by the host.
+One launch steps all param groups. The host reads neither the factor, the skip flag, the step counts, nor learning rates in
+tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
-    """The kernels, if they were chosen and step what this optimizer steps: what `loops_for` asks of it, on their device.
+    """Return the Triton kernels if they were chosen and support the optimizer; None otherwise.
 
-    In a CUDA graph that is being made it is None, and torch's kernels step: the kernels' tables come from the host.
+    During the capture of a CUDA graph they are not used, because the kernels' tables are copied from the host.
+
+    Args:
+        optimizer: The optimizer.
+        found_inf: 0-dim skip flag; its device is the kernels' device.
+        factor: 0-dim factor on gradients on the same device; None: 1.
     """
     device = found_inf.device
     kernels = triton_on(device)
@@ -46,15 +51,16 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
 def step_by_triton(
     kernels: Triton, optimizer: torch.optim.Optimizer, request: UpdateRequest, cache: RowCache
 ) -> list[list[Tensor]]:
-    """Step all rows; where ``request.skip`` is 1 nothing changes, except that states are made.
+    """Step all rows. If ``request.skip`` is 1, nothing changes except that states are created.
 
     Args:
-        kernels: `triton_for` the optimizer.
+        kernels: The result of `triton_for` for the optimizer.
+        optimizer: The optimizer.
         request: Its ``skip`` and ``factor`` are on the kernels' device.
-        cache: The rows of the last step, which are replaced by those of this one.
+        cache: The rows of the last step; they are replaced by the rows of this step.
     Returns:
         For each param group the parameters with gradients that are left for torch.
-    Collectives, host synchronization: none.
+    Collectives: none. Host synchronization: none.
     """
     from ..kernels.triton import KernelLaunch
 

@@ -1,4 +1,4 @@
-"""The update of a step: which engine (compiled C loops, Triton kernels, torch) steps which parameters."""
+"""The update of a step, and the choice of an engine (compiled C loops, Triton kernels, torch) per parameter."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _CACHES: list[Callable[[], None]] = []
 
 
 def invalidate_before_updates(forget: Callable[[], None]) -> None:
-    """Call ``forget`` before each update, for caches of values that were made from weights. It must be cheap."""
+    """Call ``forget`` before each update, to clear caches of values that depend on weights. It must be cheap."""
     _CACHES.append(forget)
 
 
 class UpdateEngine:
-    """Makes the updates of one optimizer by the compiled loops, the library's Triton kernels, or torch, whichever suits.
+    """Runs the updates of one optimizer with the compiled loops, this library's Triton kernels, or torch.
 
-    On a CPU the loops multiply gradients by ``request.factor`` as they step, and leave ``.grad`` unchanged. So do the
-    Triton kernels, if they were chosen. torch's fused kernels divide by the inverse factor in float32 and leave the scaled
-    gradient in ``.grad``. float64 parameters and other optimizers are scaled in a pass of their own.
+    On a CPU the loops multiply gradients by ``request.factor`` during the update and leave ``.grad`` unchanged. The Triton
+    kernels do the same if they were chosen. torch's fused kernels divide by the inverse factor in float32 and write the
+    scaled gradient to ``.grad``. For float64 parameters and other optimizers, gradients are scaled in a separate pass.
 
     Args:
-        optimizer: The wrapped optimizer; it may consist of several.
-    Collectives: none. Host synchronization: one, unless `steps_on_device`, for all of several optimizers together; one wait
-    for `HostDecision` before parameters on the CPU are stepped by the decision of a GPU.
+        optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
+    Collectives: none. Host synchronization: none if `steps_on_device`, else one for all optimizers together. Parameters on
+    the CPU that a GPU decides for need one more wait, for `HostDecision`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -54,7 +54,13 @@ class UpdateEngine:
         self._caches: dict[torch.optim.Optimizer, RowCache] = {}
 
     def run(self, request: UpdateRequest, around: Iterable[Callable[[UpdateRequest, Update], object]] = ()) -> None:
-        """Make one update inside the given transforms: the first of ``around`` calls `step`, the second the first, ..."""
+        """Run one update inside the given functions.
+
+        Args:
+            request: The inputs of the update.
+            around: Functions (request, inner update). The first one calls `step`, the second one calls the first, and so
+                on.
+        """
         if request.skip.is_cuda and any(param.is_cpu for param in params_of(self.optimizer)):
             request = replace(request, on_host=HostDecision(request.skip, request.factor))
         update: Update = self.step
@@ -63,7 +69,7 @@ class UpdateEngine:
         update(request)
 
     def step(self, request: UpdateRequest) -> None:
-        """Step what the param groups hold now, which may be a part of all parameters, or skip."""
+        """Step or skip the parameters in the present param groups, which may be some of all parameters."""
         for forget in _CACHES:
             forget()
         optimizer = self.optimizer
@@ -76,7 +82,7 @@ class UpdateEngine:
         places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
         sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
         if len(sides) == 2 and steps_in_parts(optimizer):
-            for on_cpu, of_side in sorted(sides.items()):  # the device first: its launches do not wait
+            for on_cpu, of_side in sorted(sides.items()):  # the device first, because kernel launches return at once
                 with only(optimizer, of_side):
                     self._step_split(_on_cpu(request) if on_cpu else request)
         else:
@@ -86,8 +92,10 @@ class UpdateEngine:
         return self._caches.setdefault(optimizer, {})
 
     def _step_split(self, request: UpdateRequest) -> None:
-        """Step split weights as float32 masters: by the loops, which join, step and split in one pass; others by float32
-        copies, bucket by bucket."""
+        """Step split weights as float32 masters.
+
+        The loops join, step and split in one pass. Other engines step float32 copies, bucket by bucket.
+        """
         weights, optimizer = request.split_weights, self.optimizer
         if weights is None:
             self._step_parts(optimizer, request)
@@ -102,7 +110,7 @@ class UpdateEngine:
                     weights.step(part, update)
 
     def _step_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step each optimizer by the kernels that suit it. The choice for a parameter depends on no other parameter."""
+        """Step each optimizer with suitable kernels. The choice for a parameter depends on no other parameter."""
         on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
         for part in parts_of(optimizer):
             for bucket in _by_start(part):
@@ -143,15 +151,16 @@ def _on_cpu(request: UpdateRequest) -> UpdateRequest:
 
 @contextmanager
 def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None) -> Iterator[None]:
-    """Let param groups hold a bucket (None: all), with dense copies of parameters that have gaps in memory."""
+    """Put one bucket into the param groups (None: all parameters), with dense copies of parameters with gaps in memory."""
     with nullcontext() if bucket is None else holding(optimizer, bucket), dense_stand_ins(optimizer):
         yield
 
 
 def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
-    """Return two buckets for a fused SGD with dampening: parameters with momentum, and those that get theirs in this step.
+    """Return the parameters of fused SGD with dampening in two buckets: with a momentum buffer, and without one yet.
 
-    Its kernels step only one kind at a time, and only the first kind skips on the device. [None] is all parameters at once.
+    Its kernels step only one kind at a time, and only the first kind can be skipped on the device. For other optimizers
+    return [None], which means all parameters at once.
     """
     groups = optimizer.param_groups
     if not any(group.get("fused") and group.get("momentum") and group.get("dampening") for group in groups):
@@ -164,7 +173,7 @@ def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | Non
 
 
 def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
-    """Step an optimizer that knows neither a factor nor skipped steps."""
+    """Step an optimizer that accepts neither a factor nor a skip flag."""
     widen_gradients(params_of(optimizer))
     if factor is not None:
         scale_gradients(params_of(optimizer), factor)
@@ -174,12 +183,14 @@ def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> No
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer takes ``grad_scale`` and ``found_inf`` tensors itself: Adam, AdamW, SGD, Adagrad, fused; and
-    those of `meshstep.optim.whole`.
+    """Return True if the optimizer accepts ``grad_scale`` and ``found_inf`` tensors.
 
-    Not before its first step for a fused SGD with dampening: torch makes the first momentum buffer from the gradient
-    alone and has no such buffer yet if that step is skipped on the device. And not for half-precision parameters on a CPU
-    where torch's fused SGD loses their updates (2.12 and 2.13). Of several optimizers all must.
+    These are torch's fused Adam, AdamW, SGD and Adagrad, and the optimizers of `meshstep.optim.whole`. A combination does
+    if all of its optimizers do. There are two exceptions:
+
+    * Fused SGD with dampening before its first step: torch makes the momentum buffer from the first gradient, which is
+    wrong if that step is skipped on the device.
+    * Fused SGD with half-precision parameters on a CPU, in torch versions that lose their updates (2.12 and 2.13).
     """
     if (parts := parts_of(optimizer)) != [optimizer]:
         return all(map(steps_on_device, parts))
@@ -197,19 +208,19 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for an optimizer that can't step with the gradients that are there (`torch.optim.LBFGS`)."""
+    """Raise TypeError for an optimizer that can't step without a closure (`torch.optim.LBFGS`)."""
     for part in parts_of(optimizer):
         closure = signature(part.step).parameters.get("closure")
         if closure is None or closure.default is not Parameter.empty:
             continue
         raise TypeError(
-            f"{type(part).__name__} evaluates the loss itself, several times a step, by a closure, whose gradients "
-            "nobody would complete, measure and clip: take an optimizer that steps without"
+            f"{type(part).__name__} evaluates the loss several times per step by a closure, whose gradients would be "
+            "neither reduced, measured nor clipped: use an optimizer that steps without a closure"
         )
 
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
+    """Return True if stepping the parameters in several parts gives the same result as stepping them at once."""
     hooks = any(map(has_step_hooks, parts_of(optimizer)))
     late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     whole = any(map(asks_other_ranks, parts_of(optimizer)))
@@ -217,7 +228,12 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-    """With param groups that hold only these of their parameters, by group and position."""
+    """Return a context manager in which param groups hold only some of their parameters.
+
+    Args:
+        optimizer: The optimizer.
+        places: (param group index, position in the group) pairs of these parameters.
+    """
     bucket: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for index, at in places:
         bucket[index].append(optimizer.param_groups[index]["params"][at])

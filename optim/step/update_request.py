@@ -13,14 +13,15 @@ from .split_weights import SplitWeights
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What one step asks of the update engines.
+    """The inputs of one update.
 
     Args:
-        skip: 0-dim float32 on the device of the gradient norm; where it is 1 nothing changes.
-        factor: What all gradients are multiplied by, 0-dim on the same device; None: 1.
-        low_precision_out: Half-precision copies that an engine may write in the same pass; None: there are none.
-        split_weights: bfloat16 weights that are stepped as float32 masters; None: there are none.
-        on_host: ``skip`` and ``factor`` on their way to the CPU; None: no CUDA device decides for parameters on the CPU.
+        skip: 0-dim float32 on the device of the gradient norm. 1: the update changes nothing.
+        factor: The factor on all gradients, 0-dim on the same device. None (default): 1.
+        low_precision_out: Half-precision copies that an engine may write in the same pass. None (default): there are none.
+        split_weights: bfloat16 weights that are stepped as float32 masters. None (default): there are none.
+        on_host: Copies of ``skip`` and ``factor`` that are on their way to the CPU. None (default): no CUDA device decides
+            for parameters on the CPU.
     """
 
     skip: Tensor
@@ -31,18 +32,22 @@ class UpdateRequest:
 
     @property
     def remainders(self) -> Mapping[Tensor, Tensor]:
-        """int16 remainders of split weights, by weight."""
+        """Return the int16 remainder of each split weight."""
         return {} if self.split_weights is None else self.split_weights.remainders
 
 
 Update = Callable[[UpdateRequest], object]
-"""Steps the parameters that the param groups hold now, or skips."""
+"""A function that steps the parameters in the present param groups, or skips."""
 
 
 class HostDecision:
-    """Copies ``skip`` and ``factor`` of an `UpdateRequest` to the CPU, for parameters that are stepped there.
+    """A copy of an `UpdateRequest`'s ``skip`` and ``factor`` on the CPU, for parameters that are stepped there.
 
-    The copy starts at once. A fused optimizer would start one too, but read values that have not arrived.
+    The copy starts in the constructor. A fused optimizer would start a copy itself, but would not wait for it.
+
+    Args:
+        skip: 0-dim, on a CUDA device.
+        factor: 0-dim, on the same device; None: 1.
     """
 
     def __init__(self, skip: Tensor, factor: Tensor | None) -> None:
@@ -55,7 +60,7 @@ class HostDecision:
         self._here: tuple[Tensor, Tensor | None] | None = None
 
     def wait(self) -> tuple[Tensor, Tensor | None]:
-        """Return ``skip`` and ``factor`` on the CPU. Host synchronization: the first time a wait for the copy."""
+        """Return ``skip`` and ``factor`` on the CPU. Host synchronization: the first call waits for the copy."""
         if self._here is None:
             self._event.synchronize()
             of_skip, of_factor = self._dtypes
@@ -68,7 +73,7 @@ class LowPrecisionOut:
     """Half-precision copies that an engine may write together with the float32 tensors that it steps.
 
     Args:
-        copies: Of each float32 tensor its copy.
+        copies: The half-precision copy of each float32 tensor.
 
     Attributes:
         written: The copies that an engine has written.

@@ -479,7 +479,7 @@ def refused(ddp: dict[str, bool], config: dict[str, bool]) -> str:
 
 
 def test_what_its_ddp_would_do_twice_is_refused(world: World) -> None:
-    assert "states=Sharded('data') in its place" in world.run(4, refused, {"use_distributed_optimizer": True}, {})[3]
+    assert "states=Sharded('data') instead" in world.run(4, refused, {"use_distributed_optimizer": True}, {})[3]
     assert "backward(loss, weight=...)" in world.run(4, refused, {}, {"calculate_per_token_loss": True})[3]
 
 

@@ -161,9 +161,7 @@ def plain_backward(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(
-        RuntimeError, "their loss was not multiplied by the loss scale ...: write optimizer.backward(loss) in the place"
-    ),
+    Error(RuntimeError, "their loss was not multiplied by the loss scale ...: write optimizer.backward(loss) instead"),
     write="`optimizer.backward(loss)`",
     mode="fp16_naive",
 )
@@ -178,7 +176,7 @@ def plain_backward_with_loss_scale(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "no micro-batch has come to the window ...: write optimizer.backward(loss)"),
+    Error(RuntimeError, "the window ... has no micro-batch ...: write optimizer.backward(loss)"),
     write="`optimizer.backward(loss)`",
 )
 def plain_backward_with_accumulation(run: Run) -> None:

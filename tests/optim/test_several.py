@@ -226,7 +226,7 @@ def test_a_copy_and_a_loaded_state_go_on_as_the_original() -> None:
 def test_a_new_group_says_whose_it_is() -> None:
     model, more = small(), nn.Parameter(torch.ones(3))
     optimizer = optimizer_of(of_two_kinds, model)
-    with pytest.raises(ValueError, match="say which one takes it"):
+    with pytest.raises(ValueError, match="give the index of its optimizer"):
         optimizer.add_param_group({"params": [more]})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [more], "optimizer": 1})
@@ -252,7 +252,7 @@ def test_lists_that_are_no_optimizer_are_refused_and_left_as_they_were() -> None
     )
     stepped = optimizer_of(two, small())
     refused([adamw(matrices, 0.1), stepped], TypeError, "optimizer 1 of the list is a ParallelOptimizer")
-    refused([torch.optim.LBFGS(matrices), adamw(others, 0.1)], TypeError, "LBFGS evaluates the loss itself")
+    refused([torch.optim.LBFGS(matrices), adamw(others, 0.1)], TypeError, "LBFGS evaluates the loss several times")
     first, second = two(matrices, others)
     states = [first.state_dict(), second.state_dict()]
     refused([first, second], ValueError, "max_norm", max_norm=-1.0)

@@ -136,7 +136,7 @@ def test_a_differentiable_step_is_torchs(wrap: Wrap, name: str) -> None:
 
 def test_what_needs_a_closure_is_refused_in_words_when_it_is_made(wrap: Wrap) -> None:
     inner = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
-    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss itself.*take an optimizer that steps without"):
+    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss several times.*use an optimizer that steps without"):
         wrap(inner)
     assert len(inner.param_groups) == 1
 

@@ -330,7 +330,7 @@ def test_hyper_parameters_that_differ_skip_steps_and_raise(world: World, mesh: d
         ((step, text),) = errors
         assert step == BAD + LAG
         assert expected(HYPER[case][2], mesh) in text
-        assert "All-reduce the metric before you give it to the schedule" in text
+        assert "All-reduce the metric before you pass it to the schedule" in text
         assert disagreed == [0.0] * BAD + [1.0] * LAG + [-1.0]
         assert skipped == LAG + 1
     if "pipe" not in mesh:

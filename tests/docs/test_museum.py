@@ -63,10 +63,10 @@ def test_an_exhibit_is_wrong_in_silence_and_prove_says_what_is_shown(
     assert " wrong:\n" in first
 
 
-def test_the_readme_shows_one_of_them() -> None:
-    readme = (PAGE.parent.parent.parent / "README.md").read_text()
-    before, _, after = readme.partition("## Is my layout right?\n")[2].partition("```text\n")
-    assert "optim/proof/MUSEUM.md" in before
+def test_the_page_of_prove_shows_one_of_them() -> None:
+    page = (PAGE.parent / "README.md").read_text()
+    before, _, after = page.partition("## A wrong layout\n")[2].partition("```text\n")
+    assert "MUSEUM.md" in before
     (shown,) = [found for found in EXHIBIT.findall(PAGE.read_text()) if after.partition("```")[0] in found[4]]
     ((wrong, right),) = NORMS.findall(shown[4])
     assert f"clipped by a norm {1 - float(wrong) / float(right):.1%} too small" in " ".join(before.split())

@@ -53,7 +53,7 @@ MIGRATED = {
 }
 # What is shown, and by whom it is run, where it is neither Python nor what Python prints.
 OTHERS = {"text", "bash", "sh", "diff", "console", "yaml"}
-WORDS = 1800
+WORDS = 900
 
 
 def with_python(pages: dict[str, str]) -> list[str]:

@@ -140,13 +140,13 @@ def wrong_on_one_rank(kind: str) -> str:
         plain = sgd([weight("a")])
         wrapped = ParallelOptimizer(sgd([weight("b")]), registry)
         first = registry.global_rank == 0
-        options: dict[str, Any] = {"offload": 0.5} if first and kind == "old argument" else {}
+        options: dict[str, Any] = {"max_grad_norm": 0.5} if first and kind == "other name" else {}
         with pytest.raises(TypeError) as caught:
             ParallelOptimizer(wrapped if first and kind == "wrapped" else plain, registry, **options)
         return str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("wrapped", "already"), ("old argument", "states=Offloaded(0.5)")])
+@pytest.mark.parametrize(("kind", "says"), [("wrapped", "already"), ("other name", "write max_norm=")])
 def test_a_wrong_call_on_one_rank_is_an_error_on_all(world: World, kind: str, says: str) -> None:
     for text in world.run(2, wrong_on_one_rank, kind):
         assert says in text

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # triton is optional, and takes a second to import
 Kernels = Literal["auto", "torch", "triton"]
 VARIABLE = "MESHSTEP_KERNELS"
 
-_said: list[Kernels] = []
+_choice: list[Kernels] = []
 
 
 class Chosen:
@@ -64,15 +64,15 @@ def use_kernels(kernels: Kernels) -> None:
     Collectives: none.
     Host synchronization: none.
     """
-    _said[:] = [_checked(kernels, "kernels")]
+    _choice[:] = [_checked(kernels, "kernels")]
     vars(chosen).clear()
 
 
 def kernels_chosen() -> Kernels:
     """Return the choice of `use_kernels` or of the environment."""
-    if not _said:
-        _said.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
-    return _said[0]
+    if not _choice:
+        _choice.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
+    return _choice[0]
 
 
 def triton_on(device: torch.device) -> Triton | None:

@@ -188,8 +188,8 @@ class _Examination:
         proved = tuple(known.label for known in self.known if known.label not in not_right)
         where = None if place is None else str(place)
         proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
-        told = (*proved, *(known.label for known in untold))
-        return Examined(proof, {label: self.contracts[label] for label in told}, self.known)
+        decided = (*proved, *(known.label for known in untold))
+        return Examined(proof, {label: self.contracts[label] for label in decided}, self.known)
 
     def _forward_order(self) -> ForwardOrder:
         """Gather the order in which all ranks' modules ran. Called only after a mistake was found, on all ranks.

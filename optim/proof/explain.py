@@ -46,14 +46,14 @@ class Probe:
         If no two steps agree, return the difference of the smallest step that rounding permits: it contains the fewest
         kinks.
         """
-        told: list[Difference] = []
+        usable: list[Difference] = []
         for one in self.differences():
             exact = one.rounding <= 1e-5 * self.size
-            if exact and any(abs(one.value - larger.value) <= 1e-6 * self.size for larger in told):
+            if exact and any(abs(one.value - larger.value) <= 1e-6 * self.size for larger in usable):
                 return one
-            told.append(one)
-        exact_ones = [one for one in told if one.rounding <= 1e-5 * self.size]
-        return max(exact_ones or told, key=lambda one: one.rounding, default=None)
+            usable.append(one)
+        exact_ones = [one for one in usable if one.rounding <= 1e-5 * self.size]
+        return max(exact_ones or usable, key=lambda one: one.rounding, default=None)
 
     def differences(self) -> Iterator[Difference]:
         """Yield the differences that are not lost in rounding. Each one is computed once."""
@@ -288,14 +288,14 @@ class Fault:
 
     def __str__(self) -> str:
         over = " or ".join(map(repr, self.axes)) or "some axis"
-        said = {
+        detail = {
             "a sum is missing": f": the gradient of {self.wrong} must be summed over {over}",
             "counted several times": f": the gradient of {self.wrong} is summed once too often, over {over}",
             "divided too often": f": the gradient of {self.wrong} is averaged over {over} and must be summed",
         }.get(self.cause, "")
         if self.likely:
-            said = f", where most likely a sum over {over} is missing"
-        return f"The mistake is in {self.inside}{said}."
+            detail = f", where most likely a sum over {over} is missing"
+        return f"The mistake is in {self.inside}{detail}."
 
 
 def locate_fault(

@@ -109,14 +109,14 @@ class Proof:
         return values | {"right": self.right}
 
     def __str__(self) -> str:
-        told = f"{len(self.proved)} parameters are right, in {self.forwards} forwards"
+        summary = f"{len(self.proved)} parameters are right, in {self.forwards} forwards"
         untold = f"; not decided: {', '.join(self.untold)}" if self.untold else ""
         if self.right:
-            return told + untold
+            return summary + untold
         wrong = [str(finding) for finding in self.findings]
         where = [self.where] if self.where else []
         count = "1 parameter is wrong" if len(wrong) == 1 else f"{len(wrong)} parameters are wrong"
-        return "\n".join([f"{count}:", *wrong, *where, f"The other {told}{untold}"])
+        return "\n".join([f"{count}:", *wrong, *where, f"The other {summary}{untold}"])
 
 
 # Conversion of a gradient contract to a spec for `declare` ------------------------------------------------------------
@@ -152,8 +152,8 @@ def spec_of_contract(
         elif along.products == "sum" and axis not in topology.data_axes:
             partial.append(axis)
     owned |= dict(_diagonals(known, contract, topology))
-    entries, told = _entries(known, cutting_axes(known, contract, topology), topology, beside)
-    return P(*entries, partial=tuple(partial), owned=owned, tied=tied), told
+    entries, is_certain = _entries(known, cutting_axes(known, contract, topology), topology, beside)
+    return P(*entries, partial=tuple(partial), owned=owned, tied=tied), is_certain
 
 
 def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
@@ -186,15 +186,15 @@ def _entries(
     if not cutting:
         return [], True
     fitting = list(cuts_that_fit(known, cutting, topology))
-    told = len(fitting) == 1
-    if not told and known.full is None and dims == 2 and len(cutting) == 1:
+    is_certain = len(fitting) == 1
+    if not is_certain and known.full is None and dims == 2 and len(cutting) == 1:
         # In nn.Linear, dim 0 is the output features: it is sharded exactly if a bias of as many elements is sharded too.
         biases = [cut for length, cut in beside.values() if length == shape[:1]]
         if biases:
-            fitting, told = [(0,) if biases[0] else (1,)], True
+            fitting, is_certain = [(0,) if biases[0] else (1,)], True
     chosen = fitting[0] if fitting else (0,) * len(cutting)
     entries = [tuple(axis for axis, at in zip(cutting, chosen, strict=True) if at == dim) for dim in range(dims)]
-    return entries, told
+    return entries, is_certain
 
 
 def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topology) -> Iterator[tuple[int, ...]]:

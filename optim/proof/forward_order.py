@@ -124,8 +124,8 @@ class ForwardOrder:
         groups = list(self._topology.groups(axis))
         order = list(self._hashes[groups[0][0]])
         end = len(order) if until is None else order.index(until)
-        told = [index for index in range(end) if self._hashes[groups[0][0]][order[index]] is not None]
-        equal = (index for index in told if all(self._equal(order[index], ranks) for ranks in groups))
+        recorded = [index for index in range(end) if self._hashes[groups[0][0]][order[index]] is not None]
+        equal = (index for index in recorded if all(self._equal(order[index], ranks) for ranks in groups))
         last = max(equal, default=-1)
         owners = {known.module for known in self._known}
         inside = (site.module for site in order[last + 1 : end + 1] if site.side == "output" and site.module in owners)

@@ -62,11 +62,11 @@ class Objective:
         Collectives: the model's, and an object all-gather.
         """
         with self._same_circumstances():
-            loss, said = on_all_ranks_with(self._computed, self.registry)
+            loss, reports = on_all_ranks_with(self._computed, self.registry)
             if loss is not None and loss.requires_grad:
                 loss.backward()
-        self._backward_is_ours = all(ours for number, ours in said if number is not None)
-        return [number for number, _ in said]
+        self._backward_is_ours = all(ours for number, ours in reports if number is not None)
+        return [number for number, _ in reports]
 
     def __call__(self) -> Losses:
         """Run one forward and return the losses.
@@ -74,10 +74,10 @@ class Objective:
         Collectives: the model's, and an object all-gather over the world.
         """
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
-            _, said = on_all_ranks_with(self._computed, self.registry)
+            _, reports = on_all_ranks_with(self._computed, self.registry)
         for module in self._fully_sharded:
             module.reshard()  # without a backward, the next forward would use the gathered parameters of this one
-        return [number for number, _ in said]
+        return [number for number, _ in reports]
 
     def _computed(self) -> tuple[Tensor | None, tuple[float | None, bool]]:
         """Return the loss, its value, and whether backward must still be called.

@@ -149,8 +149,8 @@ def infer(
             for other in found.known
             if other is not known and other.module == known.module and other.label in found.contracts
         }
-        spec, told = spec_of_contract(known, contract, registry.topology, beside)
-        if not told:
+        spec, is_certain = spec_of_contract(known, contract, registry.topology, beside)
+        if not is_certain:
             unknown.append(label)
         if registry.global_rank in known.seen:
             rules[known.name] = spec
@@ -172,9 +172,11 @@ def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology
             f"{known.label}: shards of shape {held} don't fit the full shape {known.full} in shapes=; give the full shape "
             "in this model's dim order (not transposed), or remove it from shapes="
         )
-    said = declared_contract(known.first.spec or P(), known.first.averaged, topology)
+    declared = declared_contract(known.first.spec or P(), known.first.averaged, topology)
     return GradientContract(
-        tuple((axis, said.along(axis) if axis in known.first.averaged else along) for axis, along in contract.by_axis)
+        tuple(
+            (axis, declared.along(axis) if axis in known.first.averaged else along) for axis, along in contract.by_axis
+        )
     )
 
 

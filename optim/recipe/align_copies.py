@@ -32,7 +32,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import TransformChain
 
 
-class _TravelKind(NamedTuple):
+class _BroadcastKind(NamedTuple):
     """Properties of tensors that are broadcast together."""
 
     ranks: tuple[int, ...]
@@ -65,17 +65,17 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
 
 
 def _align(rows: Sequence[SteppedTensor], chain: TransformChain, registry: ProcessGroupRegistry) -> None:
-    found: dict[_TravelKind, list[Tensor]] = {}
-    said: dict[_TravelKind, list[str]] = {}
+    found: dict[_BroadcastKind, list[Tensor]] = {}
+    descriptions: dict[_BroadcastKind, list[str]] = {}
     for row, state in zip(rows, chain.states(), strict=True):
         ranks = holders_of(row.spec, registry.topology, registry.global_rank)
         if len(ranks) > 1 and row.trained:
-            kind = _TravelKind(ranks, layout_kind(row.spec, registry.topology))
+            kind = _BroadcastKind(ranks, layout_kind(row.spec, registry.topology))
             named = {"it": row.tensor, **{key: state[key] for key in sorted(state) if key not in SCALAR_STATE}}
             found.setdefault(kind, []).extend(named.values())
             what = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in named.items())
-            said.setdefault(kind, []).append(f"{row.entry.name}: {what}")
-    _agree(said, registry)
+            descriptions.setdefault(kind, []).append(f"{row.entry.name}: {what}")
+    _agree(descriptions, registry)
     for kind, tensors in sorted(found.items(), key=lambda item: item[0]):
         _share(tensors, kind.ranks, registry)
     chain.publish()
@@ -88,9 +88,9 @@ def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:
     return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in tied[axis] for axis in tied))
 
 
-def _agree(said: dict[_TravelKind, list[str]], registry: ProcessGroupRegistry) -> None:
+def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroupRegistry) -> None:
     """Raise ValueError, on every rank, if ranks would broadcast different tensors. Names of tied parameters may differ."""
-    reports = gather_objects(said, registry)
+    reports = gather_objects(descriptions, registry)
     for rank, report in enumerate(reports):
         for kind, own in report.items():
             first = kind.ranks[0]

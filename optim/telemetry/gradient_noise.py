@@ -168,14 +168,14 @@ def counts(
         constants: Cache for ``numels`` and for indices into the result.
     """
     dtype = accumulation_dtype(device)
-    came = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     filled = [_counts(gradient.detach()) for gradient in gradients if gradient is not None]
     here = torch.stack([of_one.to(device) for of_one in filled], 1).to(dtype) if filled else None
-    if here is not None and len(came) == len(gradients):
+    if here is not None and len(present) == len(gradients):
         return here
     found = constants(tuple(numels), lambda: numels, dtype, device).repeat(2, 1)
     if here is not None:
-        found[:, _places(came, device, constants)] = here
+        found[:, _places(present, device, constants)] = here
     return found
 
 

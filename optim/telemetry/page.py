@@ -199,23 +199,23 @@ def _grid(x: Scale, y: Scale) -> str:
         for v in x.ticks(6)
         if v == round(v)
     ]
-    said = [f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 1}" text-anchor="end">step</text>']
+    texts = [f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 1}" text-anchor="end">step</text>']
     if y.log:
-        said.append(f'<text class="tick" x="{LEFT + 6}" y="{TOP + 8}">logarithmic</text>')
-    return "".join(rows + columns + said)
+        texts.append(f'<text class="tick" x="{LEFT + 6}" y="{TOP + 8}">logarithmic</text>')
+    return "".join(rows + columns + texts)
 
 
 def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -> str:
     runs: list[list[Point]] = [[]]
     marks, titles = [], []
     for step, value in points:
-        said = f"<title>{escape(label)}, step {step:,.0f}: {number(value)}</title>"
+        title = f"<title>{escape(label)}, step {step:,.0f}: {number(value)}</title>"
         if isfinite(value):
             runs[-1].append((x(step), y(value)))
-            titles.append(f'<circle class="point" cx="{x(step)}" cy="{y(value)}" r="5">{said}</circle>')
+            titles.append(f'<circle class="point" cx="{x(step)}" cy="{y(value)}" r="5">{title}</circle>')
         else:
             runs.append([])
-            marks.append(f'<path class="broken" d="M{x(step) - 4} {TOP}h8l-4 7z">{said}</path>')
+            marks.append(f'<path class="broken" d="M{x(step) - 4} {TOP}h8l-4 7z">{title}</path>')
     lines = [f'<polyline points="{" ".join(f"{a},{b}" for a, b in run)}"/>' for run in runs if len(run) > 1]
     dots = [f'<circle class="dot" cx="{run[0][0]}" cy="{run[0][1]}" r="2.5"/>' for run in runs if len(run) == 1]
     return f'<g class="{kind}">{"".join(lines + dots + titles)}</g>{"".join(marks)}'
@@ -308,9 +308,9 @@ def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
 
 
 def _figure(kind: str, series: Mapping[str, Sequence[Point]]) -> str:
-    said = f"<p>{escape(WORDS[kind])}</p>" if kind in WORDS else ""
+    description = f"<p>{escape(WORDS[kind])}</p>" if kind in WORDS else ""
     return (
-        f"<figure><figcaption><h2>{escape(kind.replace('_', ' '))}</h2>{said}</figcaption>"
+        f"<figure><figcaption><h2>{escape(kind.replace('_', ' '))}</h2>{description}</figcaption>"
         f"{chart(kind, series)}{_legend(series) if len(series) > 1 else ''}</figure>"
     )
 

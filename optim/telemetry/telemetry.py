@@ -92,8 +92,8 @@ class Planned:
         self._weights = torch.tensor(self.plan.replica_weights, dtype=dtype).to(device)
 
         own = [is_local(entry, registry.topology) for entry in model.entries]
-        told = {slot: (e.group, o) for slot, e, o in zip(model.parameter_slots, model.entries, own, strict=True)}
-        everywhere = {slot: said for of_rank in gather_objects(told, registry) for slot, said in of_rank.items()}
+        own_slots = {slot: (e.group, o) for slot, e, o in zip(model.parameter_slots, model.entries, own, strict=True)}
+        everywhere = {slot: info for of_rank in gather_objects(own_slots, registry) for slot, info in of_rank.items()}
         groups = [everywhere[slot][0] for slot in range(len(names))]
         labels, where = on_all_ranks(lambda: labelled(names, groups, by), registry)
         self.labels = (*labels, TOTAL)
@@ -242,8 +242,8 @@ class Telemetry(StepObserver):
         registry = optimizer.registry
         with in_call(registry, "Telemetry"):
             on_all_ranks(self._check, registry)
-            said = {"every": every, "by": by, "spectral": spectral, "noise": noise}
-            check_same({f"{key}= of Telemetry": value for key, value in said.items()}, registry)
+            options = {"every": every, "by": by, "spectral": spectral, "noise": noise}
+            check_same({f"{key}= of Telemetry": value for key, value in options.items()}, registry)
             self._plan_anew()
         self.step = 0
         self.last: Measurement | None = None

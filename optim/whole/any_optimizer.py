@@ -39,7 +39,7 @@ def flattened(nested: Any) -> dict[str, Any]:
     A value that is neither plain nor a container is returned unchanged.
     """
     found: dict[str, Any] = {}
-    plan = _planned(nested, "", found)
+    plan = _flatten(nested, "", found)
     return {PLAN: torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8), **found}
 
 
@@ -48,14 +48,14 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _planned(value: Any, path: str, found: dict[str, Any]) -> dict[str, Any]:
+def _flatten(value: Any, path: str, found: dict[str, Any]) -> dict[str, Any]:
     if is_plain(value):
         return {"value": value}
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
-        inner = [[key, _planned(one, _beneath(path, key), found)] for key, one in value.items()]
+        inner = [[key, _flatten(one, _beneath(path, key), found)] for key, one in value.items()]
         return {"dict": inner}
     if type(value) in _KINDS:
-        return {_KINDS[type(value)]: [_planned(one, _beneath(path, at), found) for at, one in enumerate(value)]}
+        return {_KINDS[type(value)]: [_flatten(one, _beneath(path, at), found) for at, one in enumerate(value)]}
     while path in found or path == PLAN:
         path += "_"
     found[path] = value

@@ -157,4 +157,4 @@ def test_a_library_of_other_sources_is_not_used(
         pytest.skip("the installation has no compiled loops")
     monkeypatch.setattr(native_module, "INTERFACE", native_module.INTERFACE + 1)
     assert native_module.built() is None
-    assert "install again" in caplog.text
+    assert "install the package again" in caplog.text

@@ -55,9 +55,7 @@ class NoiseScale:
     def check(self) -> None:
         """Raise ValueError if an option is out of range."""
         if self.samples is not None and not (isfinite(self.samples) and self.samples > 0):
-            raise ValueError(
-                f"NoiseScale(samples={self.samples}): give a finite number > 0, the samples per data rank"
-            )
+            raise ValueError(f"NoiseScale(samples={self.samples}): give a finite number > 0, the samples per data rank")
         if not 0 <= self.decay < 1:
             raise ValueError(f"NoiseScale(decay={self.decay}): give a number >= 0 and < 1")
 

@@ -106,7 +106,7 @@ def without_wrapper() -> str:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         weight = nn.Parameter(torch.randn(4, 4))
         annotate(weight, P("tensor"), "weight")
-        with pytest.raises(ValueError, match="split") as caught:
+        with pytest.raises(ValueError, match="is not known to be elementwise") as caught:
             ParallelOptimizer(torch.optim.Adafactor([weight]), registry)
         ParallelOptimizer(whole(torch.optim.Adafactor([weight])), registry)
         return str(caught.value)

@@ -115,7 +115,7 @@ def run(options: dict[str, Any], dtype: torch.dtype, proving: bool, micro: int) 
         norms = []
         for step in range(3 * micro):
             optimizer.backward(loss_on(step, registry)(model))
-            if "data_parallel" not in options:
+            if "overlap" not in options:
                 proved(optimizer)
             stats = optimizer.step()
             if stats is not None:

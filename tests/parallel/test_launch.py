@@ -250,7 +250,10 @@ def test_a_part_of_torchruns_variables(missing: str) -> None:
         (without(mpich(0), "MPI_LOCALRANKID"), r"mpich needs MPI_LOCALRANKID\."),
         (without({**slurm(0), **mpich(1)}, "MPI_LOCALRANKID"), r"mpich needs MPI_LOCALRANKID\."),
         (without(mvapich(0), "MV2_COMM_WORLD_SIZE"), r"mvapich needs MV2_COMM_WORLD_SIZE\."),
-        ({"PMIX_RANK": "1"}, r"PMIX_RANK=1 is set by a launcher that is not supported.*Set RANK, .*or pass launcher='none'"),
+        (
+            {"PMIX_RANK": "1"},
+            r"PMIX_RANK=1 is set by a launcher that is not supported.*Set RANK, .*or pass launcher='none'",
+        ),
         ({"PALS_RANKID": "0"}, "PALS_RANKID=0"),
         # A batch script, or a shell of salloc, that starts Python without srun
         (

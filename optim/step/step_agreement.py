@@ -536,7 +536,7 @@ def thawed_text(name: str, where: str = "") -> str:
     """Return the message for a parameter that was unfrozen. ``where`` names the ranks."""
     return (
         f"{name} was frozen when the optimizer was made, and is not now{where}; the trained parameters were agreed then: "
-        "unfreeze it before making ParallelOptimizer, or leave it out and add it later with add_param_group"
+        "unfreeze before making ParallelOptimizer, or leave it out and add it later with add_param_group"
     )
 
 

@@ -515,7 +515,7 @@ def frozen_on_one_rank(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(TypeError, "take an optimizer that steps without"),
+    Error(TypeError, "use an optimizer that steps without a closure"),
     write="an optimizer whose `step` needs no closure",
 )
 def lbfgs(run: Run) -> None:

@@ -168,8 +168,8 @@ def test_a_state_of_another_mode_is_an_error(world: World) -> None:
 # How the state of rank 1 is spoiled, and what is said about it.
 SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another mode": (lambda state: state["meshstep"].update(precision="bf16"), "was saved with precision='bf16'"),
-    "empty": (lambda state: state.clear(), "plain optimizer's"),
-    "a plain one": (lambda state: state.pop("meshstep"), "plain optimizer's"),
+    "empty": (lambda state: state.clear(), "a torch optimizer's"),
+    "a plain one": (lambda state: state.pop("meshstep"), "a torch optimizer's"),
     "no weights": (lambda state: state["meshstep"].pop("weights"), "incomplete"),
     "no groups": (lambda state: state.pop("param_groups"), "incomplete"),
     "no loss scale": (lambda state: state["meshstep"].pop("loss_scale"), "incomplete"),

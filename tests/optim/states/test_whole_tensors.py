@@ -99,7 +99,7 @@ def test_whoever_cuts_the_parameters_an_optimizer_that_needs_whole_ones_is_refus
             assert "optimizer.elementwise = True" in text, kind
             assert ("weight (P(" in text) == (where != "sharded"), kind
     (texts,) = world.run_each(made, [(2, ("norm clipping", where))])
-    assert "max_grad_norm=1.0 is not (with max_grad_norm=0.0 it is)" in texts[0]
+    assert "max_grad_norm=1.0 is not elementwise (with max_grad_norm=0.0 it is)" in texts[0]
 
 
 @pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
@@ -109,7 +109,7 @@ def test_quantized_states_are_refused_on_pieces(world: World, where: str) -> Non
         for text in texts:
             assert "quantizes its states" in text, kind
             assert (name if kind != "8-bit floating point" else "AdamWFp8") in text, kind
-            assert "Step whole tensors with meshstep.optim.whole.whole(optimizer)" in text, kind
+            assert "Step full tensors with meshstep.optim.whole.whole(optimizer)" in text, kind
             assert "accept the difference with optimizer.elementwise = True" in text, kind
 
 

@@ -96,7 +96,7 @@ def test_unnamed_ddp_over_shards_is_an_error(world: World, options: dict[str, An
     topology = Topology(data=2, tensor=2)
     for text in world.run(4, stepped_by_unnamed_ddp, topology, ("data", "tensor"), options):
         assert "a DistributedDataParallel over the ranks [0, 1, 2, 3] wraps" in text
-        assert "of which they hold other shards" in text
+        assert "of which these ranks hold different shards" in text
         assert "wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes" in text
 
 
@@ -121,9 +121,9 @@ def fully_sharded_over_the_world(dims: tuple[str, ...], shape: tuple[int, ...], 
 @pytest.mark.parametrize(
     ("dims", "shape", "spec", "text"),
     [
-        (("data",), (4,), P("tensor"), "dim 'data' holds ranks"),
+        (("data",), (4,), P("tensor"), "dim 'data' has ranks"),
         (("world",), (4,), P("tensor"), "tensor"),
-        (("tensor",), (4,), P("tensor"), "dim 'tensor' holds ranks"),
+        (("tensor",), (4,), P("tensor"), "dim 'tensor' has ranks"),
     ],
     ids=["data", "world", "tensor"],
 )

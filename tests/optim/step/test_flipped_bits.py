@@ -160,7 +160,7 @@ def test_a_clean_run_is_the_same_with_and_without_a_watch(world: World, name: st
 
 def test_where_nothing_has_a_copy_a_warning_says_so(world: World) -> None:
     for warned in world.run(2, uncopied):
-        assert warned == ["nothing"]
+        assert warned == ["no tensor"]
 
 
 def uncopied() -> list[str]:
@@ -170,7 +170,7 @@ def uncopied() -> list[str]:
         declare(model, {"*": P("tensor")})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ParallelOptimizer(optimizer, registry, check_replicas=Fingerprints())
-        return [str(w.message)[:7] for w in caught if "Fingerprints" in str(w.message)]
+        return [str(w.message)[:9] for w in caught if "Fingerprints" in str(w.message)]
 
 
 def overhead(every: int | None) -> list[list[str]]:
@@ -315,5 +315,5 @@ def tied_beside_others(fraction: float) -> str:
 def test_copies_that_may_be_stepped_in_different_places_are_refused(world: World) -> None:
     for told in world.run(4, tied_beside_others, 0.5):
         assert "compares replicas of table bitwise, but ranks 0 and 1 have different other parameters" in told
-        assert "take states=Offloaded(1.0)" in told
+        assert "use states=Offloaded(1.0)" in told
     assert world.run(4, tied_beside_others, 1.0) == ["table, stepped weight, (1,)"] * 4

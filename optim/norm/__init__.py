@@ -1,1 +1,1 @@
-"""What the true norm of sharded gradients is: the plan, the powers, the one collective."""
+"""The global norm of sharded gradients: the reduction plan, local powers, and one collective."""

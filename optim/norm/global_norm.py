@@ -1,12 +1,14 @@
-"""Run the plan: local powers -> one packed all-reduce -> norms.
+"""Run a reduction plan: local powers -> one packed all-reduce -> global norms.
 
-    total_norm = (sum over buckets of sum over their groups of sum of |g|^p)^(1/p)
+    total_norm = (sum over param groups of sum over their gradients of sum of |g|^p)^(1/p)
 
-The packed vector holds one power for each param group (where asked for, for each parameter or unit, and of the weights
-too), every piece divided by its number of holders; what ranks hold decides only what they write into it, never its length
-or who takes part. A NaN or inf in any gradient on any rank makes the sum NaN or inf, so the overflow flag costs no slot.
-For p = inf a MAX all-reduce would lose a NaN on some backends, and for a high p the powers are out of range; there norms
-are gathered and put together on every rank, again in one collective.
+The packed vector holds one power per param group. On request it also holds one per parameter or unit, and powers of the
+weights. Each shard's power is divided by its replication factor. The length of the vector and the ranks of the collective
+are equal on all ranks, whichever shards a rank holds. A NaN or inf in any gradient makes the sum NaN or inf, so the
+overflow flag needs no slot.
+
+For p = inf, a MAX all-reduce would lose a NaN on some backends. For a high p, the powers are out of range. In both cases
+one all-gather collects norms, and every rank combines them.
 """
 
 from __future__ import annotations
@@ -30,20 +32,23 @@ from .powers import HIGH, accumulation_dtype, are_alike, local_powers, p_norm
 
 
 class GlobalNorm:
-    """Measures the gradients of one plan.
+    """Computes the global norms of the gradients of one plan.
 
     Args:
-        plan: What is summed over which ranks; agreed by all ranks (`norm.plan_agreement.agree`) for
-            ``reduction="per_group"`` and ``per_parameter=True``, whose collectives depend on it.
-        registry: The groups.
-        norm_type: p >= 1, or inf.
-        reduction: ``"packed"``: one all-reduce over the world (an all-gather for p = inf). ``"per_group"``: one
-            all-reduce for each bucket over exactly its group, and one of the overflow flag over the world.
-        per_parameter: Measure each logical parameter as well.
-        units: Measure these units as well; packed only.
-        weights_at: Measure the weights too, in total, by group, by parameter or by unit; packed only.
+        plan: The reduction plan. All ranks must agree on it (`norm.plan_agreement.agree`) for ``reduction="per_group"`` and
+            ``per_parameter=True``, whose collectives depend on it.
+        registry: The process groups.
+        norm_type: p >= 1, or inf. Default: 2.
+        reduction: ``"packed"`` (default): one all-reduce over all ranks (one all-gather for p >= `HIGH`). ``"per_group"``:
+            one all-reduce per bucket over exactly its axes, and one all-reduce of the overflow flag over all ranks.
+        per_parameter: True: compute the norm of each logical parameter too. Default: False.
+        units: Compute the norms of these units too; packed only. None: no units.
+        weights_at: Compute norms of the weights too, at this level: the total, or per group, parameter or unit; packed
+            only. None: no norms of weights.
     Raises:
-        ValueError: norm_type or reduction is none of these, or does not go with the rest.
+        TypeError: ``norm_type`` is not a number.
+        ValueError: ``norm_type`` or ``reduction`` is invalid, or ``reduction`` does not support ``units`` or
+            ``weights_at``.
     """
 
     def __init__(
@@ -59,17 +64,15 @@ class GlobalNorm:
         self.plan, self.registry, self.units, self.weights_at = plan, registry, units, weights_at
         self.norm_type, self.reduction = checked_norm_type(norm_type), checked_reduction(reduction)
         if reduction != "packed" and (units is not None or weights_at is not None):
-            raise ValueError(
-                f"reduction={reduction!r} measures gradients, groups and parameters; take 'packed' for more"
-            )
+            raise ValueError(f"reduction={reduction!r} supports no norms of units or weights; use reduction='packed'")
         self.per_parameter = per_parameter or weights_at == "parameters"
         parameters = len(plan.parameter_names) if self.per_parameter else 0
         sizes = {"total": 1, "groups": plan.num_groups, "parameters": parameters, "units": units.count if units else 0}
         weights = 0 if weights_at is None else sizes[weights_at]
         self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
         self._slots = sum(self._sizes)
-        self._by_norms = self.norm_type >= HIGH  # what travels is norms, not powers
-        self._has_copies = any(weight != 1 for weight in plan.replica_weights)
+        self._by_norms = self.norm_type >= HIGH  # the collective carries norms instead of powers
+        self._has_replicas = any(weight != 1 for weight in plan.replica_weights)
         self._constants = Constants()
         self._all_replica_weights: Tensor | None = None
         self._wire = registry.device
@@ -82,12 +85,14 @@ class GlobalNorm:
         extra: Tensor | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Norms:
-        """The norms of ``gradients``, one for each entry of the plan, None counting as zero.
+        """Return the global norms of ``gradients``.
 
         Args:
-            weights: The tensors whose gradients they are; needed with ``weights_at``.
-            extra: 1-dim tensor that is summed over all ranks in the same collective, and comes back as ``Norms.extra``.
-        Collectives: one (packed), or one a bucket and one more (per group). Host reads: none.
+            gradients: One gradient per entry of the plan; None counts as zero.
+            extra: 1-dim tensor that the same collective sums over all ranks, returned as ``Norms.extra``. None: empty.
+            weights: The weights, one per entry; needed with ``weights_at``.
+        Collectives: one (packed), or one per bucket and one more (per group).
+        Host synchronization: none.
         """
         here = [gradient for gradient in gradients if gradient is not None]
         all_here = len(here) == len(gradients)
@@ -96,47 +101,51 @@ class GlobalNorm:
         powers = self._local_powers(here, device)
         extra = powers.new_zeros(0) if extra is None else extra.to(powers)
         if self.reduction == "packed":
-            vector, extra = self._packed(powers, present, extra, self._more(gradients, weights, powers))
+            vector, extra = self._packed(
+                powers, present, extra, self._unit_and_weight_powers(gradients, weights, powers)
+            )
         else:
             vector, extra = self._per_group(powers, present, extra)
-        total = self._together(vector[: self.plan.num_groups])
+        total = self._combine(vector[: self.plan.num_groups])
         if not self._by_norms:
             vector = vector.pow(1 / self.norm_type)
             total = vector[0] if self.plan.num_groups == 1 else total.pow(1 / self.norm_type)
-        groups, parameters, units, of_weights = vector.split(self._sizes)
-        return Norms(total, groups, parameters, extra, units, of_weights, vector[:0])
+        groups, parameters, units, weight_norms = vector.split(self._sizes)
+        return Norms(total, groups, parameters, extra, units, weight_norms, vector[:0])
 
-    def _more(self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """This rank's weighted powers of units, and of the weights at their level."""
+    def _unit_and_weight_powers(
+        self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor
+    ) -> list[Tensor]:
+        """Return this rank's weighted powers of units, and its weighted powers of the weights at their level."""
         found = []
         if self.units is not None:
-            found.append(self._of_units(self.units, gradients).to(like))
+            found.append(self._unit_powers(self.units, gradients).to(like))
         if self.weights_at == "units" and self.units is not None:
-            found.append(self._of_units(self.units, weights).to(like))
+            found.append(self._unit_powers(self.units, weights).to(like))
         elif self.weights_at is not None:
             everything = list(range(len(weights)))
             powers = self._local_powers([weight.detach() for weight in weights], like.device).to(like)
-            powers = self._divided_by_replicas(powers, everything)
+            powers = self._divide_by_replicas(powers, everything)
             if self.weights_at == "parameters":
-                found.append(self._of_parameters(powers, everything))
+                found.append(self._parameter_powers(powers, everything))
             else:
-                groups = self._of_groups(powers, everything)
-                found.append(self._together(groups).view(1) if self.weights_at == "total" else groups)
+                groups = self._group_powers(powers, everything)
+                found.append(self._combine(groups).view(1) if self.weights_at == "total" else groups)
         return found
 
-    def _of_units(self, units: Units, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _unit_powers(self, units: Units, tensors: Sequence[Tensor | None]) -> Tensor:
         powers = units.powers(tensors, self.norm_type, self.plan.replica_weights)
         return powers.pow(1 / self.norm_type) if HIGH <= self.norm_type < inf else powers
 
-    def _together(self, values: Tensor) -> Tensor:
-        """0-dim: of several powers, or norms, that of all of them."""
+    def _combine(self, values: Tensor) -> Tensor:
+        """Combine several powers, or norms, into one 0-dim value."""
         if len(values) == 1:
             return values[0]
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 
-    def _divided_by_replicas(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Each piece divided by its number of holders; for p = inf copies do no harm."""
-        if self.norm_type == inf or not self._has_copies:
+    def _divide_by_replicas(self, powers: Tensor, present: list[int]) -> Tensor:
+        """Divide the power of each shard by its replication factor. For p = inf replicas do not change the maximum."""
+        if self.norm_type == inf or not self._has_replicas:
             return powers
         weights = self._all_replica_weights if len(present) == len(self.plan.replica_weights) else None
         if weights is None or weights.device != powers.device:
@@ -146,7 +155,7 @@ class GlobalNorm:
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
 
     def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """On the gradients' device; on ``device`` where there are none."""
+        """Return `local_powers` of gradients of any dtypes and devices, in their order; on ``device`` if there are none."""
         if not gradients:
             return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
         if are_alike(gradients):
@@ -155,21 +164,21 @@ class GlobalNorm:
         found, order = list[Tensor](), list[int]()
         for kind in sorted(kinds, key=str):
             indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
-            of_kind = local_powers([gradients[i] for i in indices], self.norm_type)
-            found, order = [*found, of_kind.to(device, accumulation_dtype(device))], order + indices
+            kind_powers = local_powers([gradients[i] for i in indices], self.norm_type)
+            found, order = [*found, kind_powers.to(device, accumulation_dtype(device))], order + indices
         powers = torch.cat(found)
-        return powers[self._constants(("place", *order), partial(_inverse, order), torch.int64, device)]
+        return powers[self._constants(("place", *order), partial(_invert_permutation, order), torch.int64, device)]
 
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
-        slots = [*self._slots_of(self._divided_by_replicas(powers, present), present), *more]
+        slots = [*self._local_slots(self._divide_by_replicas(powers, present), present), *more]
         if self._world is None:
             return slots[0] if len(slots) == 1 else torch.cat(slots), extra
         vector, group = torch.cat([*slots, extra]), self._world
         if self._by_norms:
-            rows = self._rows(vector, group)
+            rows = self._all_gather(vector, group)
             norms = p_norm(rows[:, : self._slots], self.norm_type) if self._slots else rows[0, :0]
             return norms, rows[:, self._slots :].sum(0)
-        vector = self._sum(vector, group)
+        vector = self._all_reduce(vector, group)
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,40 +189,40 @@ class GlobalNorm:
             counted = bucket.counts(plan.coordinate)
             mine = [k for k, i in enumerate(present) if counted and plan.bucket_indices[i] == index]
             chosen = self._constants(("mine", index, *present), mine.copy, torch.int64, powers.device)
-            vector = torch.cat(self._slots_of(powers[chosen], [present[k] for k in mine]))
+            vector = torch.cat(self._local_slots(powers[chosen], [present[k] for k in mine]))
             axes = bucket.axes(plan.topology)
             if axes and self.registry.size(*axes) > 1 and self._by_norms:
-                vector = p_norm(self._rows(vector, self.registry.group(*axes)), self.norm_type)
+                vector = p_norm(self._all_gather(vector, self.registry.group(*axes)), self.norm_type)
             elif axes and self.registry.size(*axes) > 1:
-                vector = self._sum(vector, self.registry.group(*axes))
+                vector = self._all_reduce(vector, self.registry.group(*axes))
             total = p_norm(torch.stack([total, vector]), self.norm_type) if self._by_norms else total + vector
         if plan.topology.world_size > 1:
-            flags = self._sum(flags, self.registry.group(*plan.topology.axes))
-        # A NaN or inf that only one of several replicas has, must reach everybody.
+            flags = self._all_reduce(flags, self.registry.group(*plan.topology.axes))
+        # A NaN or inf on one of several replicas must make the norm non-finite on all ranks.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
-    def _slots_of(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """[param groups], and where they are asked for [parameters]: what this rank adds to the slots."""
-        groups = self._of_groups(powers, present)
-        return [groups, self._of_parameters(powers, present)] if self.per_parameter else [groups]
+    def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
+        """Return this rank's summands: [param groups], and with ``per_parameter`` [parameters]."""
+        groups = self._group_powers(powers, present)
+        return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 
-    def _of_groups(self, powers: Tensor, present: list[int]) -> Tensor:
-        """The powers of each param group together."""
+    def _group_powers(self, powers: Tensor, present: list[int]) -> Tensor:
+        """Combine the powers of each param group, [param groups]."""
         if not present:
             return powers.new_zeros(self.plan.num_groups)
         if self.plan.num_groups == 1:
-            return self._together(powers).view(1)
+            return self._combine(powers).view(1)
         runs: dict[int, Tensor] = {}
         groups, start = [self.plan.entries[i].group for i in present], 0
-        while start < len(groups):  # entries come group by group: each is one run
+        while start < len(groups):  # entries are sorted by param group
             stop = start + groups[start:].count(groups[start])
-            runs[groups[start]] = self._together(powers[start:stop])
+            runs[groups[start]] = self._combine(powers[start:stop])
             start = stop
         absent = powers.new_zeros(()) if len(runs) < self.plan.num_groups else powers
         return torch.stack([runs.get(group, absent) for group in range(self.plan.num_groups)])
 
-    def _of_parameters(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Each parameter's power at its own slot."""
+    def _parameter_powers(self, powers: Tensor, present: list[int]) -> Tensor:
+        """Put each parameter's power into its slot, [parameters]."""
         slots, count = [self.plan.parameter_slots[i] for i in present], len(self.plan.parameter_names)
         if slots == list(range(count)):
             return powers
@@ -228,20 +237,20 @@ class GlobalNorm:
         dtype = like.dtype if kind == "replica_weights" else torch.int64
         return self._constants((kind, *present), lambda: [of_entries[i] for i in present], dtype, like.device)
 
-    # Collectives: on their own device, where that is another than the gradients' ----------------------------------------
+    # Collectives, on the process group's device, which may differ from the gradients' device -----------------------------
 
-    def _sum(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _all_reduce(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
         wire = vector.to(self._wire)
         dist.all_reduce(wire, group=group)
         return wire.to(vector.device)
 
-    def _rows(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """[ranks of the group, len(vector)]: of all of them."""
+    def _all_gather(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """All-gather ``vector``: [ranks of the group, len(vector)]."""
         wire = vector.to(self._wire)
         gathered = wire.new_empty(group.size() * wire.numel())
         all_gather_flat(gathered, wire, group)
         return gathered.to(vector.device).view(group.size(), -1)
 
 
-def _inverse(order: list[int]) -> list[int]:
+def _invert_permutation(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)

@@ -1,4 +1,4 @@
-"""Groups of parameters other than param groups: by name (`Named`), and slices along a dim (`Units`)."""
+"""Groups of parameters other than param groups: groups by name (`Named`), and slices of weights along a dim (`Units`)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .powers import p_norm
 
 # Groups by name -------------------------------------------------------------------------------------------------------
 
-# Named groups: logical parameters by glob over their names, whoever holds them and whatever param groups they are in.
+# A named group is the set of logical parameters whose name matches a glob, in any param group and on any rank.
 #
 # named[k]^p = sum of parameters[i]^p over the parameters whose name matches pattern k, and no pattern before it
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a logical parameter is meant, with or without the stage that makes its name unique."""
+    """Return True if ``pattern`` matches the name of a logical parameter, with or without its ``@stage`` suffix."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("@")[0], pattern)
 
 
 @dataclass(frozen=True)
 class Named:
-    """The groups that patterns make of all logical parameters of a plan; the last one is what no pattern matches.
+    """The named groups of a plan's logical parameters. The last group holds the parameters that no pattern matches.
 
     Args:
-        groups: For each logical parameter the index of its group: that of the first pattern that matches.
-        count: Number of groups, that of the others among them.
+        groups: For each logical parameter the index of its group: the first pattern that matches its name.
+        count: Number of groups, including the last one.
     """
 
     groups: tuple[int, ...]
@@ -43,7 +43,7 @@ class Named:
 
     @classmethod
     def of(cls, names: Sequence[str], patterns: Sequence[str]) -> Named:
-        """The groups of the parameters of these ``names``, the same on every rank.
+        """Return the groups of the parameters called ``names``, equal on every rank.
 
         Raises:
             ValueError: A pattern is the first match of no parameter.
@@ -56,16 +56,19 @@ class Named:
             if index not in groups:
                 taken = [name for name in names if matches(pattern, name)]
                 raise ValueError(
-                    f"the pattern {pattern!r} matches {some(taken)}, which earlier patterns have taken: the first match "
-                    "wins, so write the narrower pattern first"
+                    f"the pattern {pattern!r} matches only {some(taken)}, which earlier patterns match first; write the "
+                    "narrower pattern first"
                     if taken
-                    else f"the pattern {pattern!r} matches no parameter; there are {some(sorted(names))}. Names come from "
-                    "declare, or from model.named_parameters(), if the optimizer is made of these"
+                    else f"the pattern {pattern!r} matches no parameter; there are {some(sorted(names))}. Use the names "
+                    "given to declare, or the names of model.named_parameters() if the optimizer was made from them"
                 )
         return cls(groups, len(patterns) + 1)
 
     def norms(self, parameters: Tensor, norm_type: float, constants: Constants) -> Tensor:
-        """[count]: of each group, from [logical parameters]; 0 of one without parameters. Host reads: none."""
+        """Return the p-norm of each group, [count], from the norms of all logical parameters. An empty group has norm 0.
+
+        Host synchronization: none.
+        """
         index = constants(("named", self.groups), lambda: self.groups, torch.int64, parameters.device)
         own = index.unsqueeze(1) == torch.arange(self.count, device=parameters.device)
         return p_norm(torch.where(own, parameters.unsqueeze(1), torch.zeros_like(parameters[:1])), norm_type)
@@ -74,22 +77,23 @@ class Named:
 # Slices along a dim ---------------------------------------------------------------------------------------------------
 
 # A unit is a slice of the full tensor, such as a row of a linear layer's weight. A rank may hold parts of many units, and
-# several ranks parts of one. Each rank adds the powers of its parts to the units' slots, and the packed collective adds
-# those of all ranks.
+# several ranks may hold parts of one unit. Each rank adds the powers of its parts to the slots of the units; the packed
+# collective sums the slots over all ranks.
 
 UnitDim = int | Mapping[str, int]
-"""The dim along which units lie, of all parameters or by glob over their names (0 for those that no pattern matches)."""
+"""The dim along which units are counted: one dim for all parameters, or a dim per glob over their names (default 0)."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """The units of all logical parameters of a plan, and this rank's parts of them.
+    """The units of a plan's logical parameters, and this rank's parts of them.
 
     Args:
-        dims: For each logical parameter the dim of its units; None: it is one unit (it has fewer than two dims).
-        starts: For each logical parameter the slot of its first unit, and at the end the number of slots.
+        dims: For each logical parameter the dim along which its units are counted. None: the parameter is one unit,
+            because it has fewer than two dims.
+        starts: For each logical parameter the slot of its first unit; at the end the number of slots.
         slots: For each entry of the plan the index of its logical parameter.
-        regions: For each entry which part of the logical tensor this rank has.
+        regions: For each entry the part of the full tensor that this rank holds.
     """
 
     dims: tuple[int | None, ...]
@@ -99,12 +103,14 @@ class Units:
 
     @classmethod
     def of(cls, plan: ReductionPlan, regions: Sequence[Region | None], unit_dim: UnitDim = 0) -> Units:
-        """The units of a plan that was agreed with ``names=True``.
+        """Return the units of a plan that was agreed with ``names=True``.
 
         Args:
-            regions: For each entry; None where pieces are of unequal sizes.
+            plan: The agreed plan.
+            regions: For each entry the part of the full tensor that this rank holds; None if shards have unequal sizes.
+            unit_dim: See `UnitDim`. Default: 0, the rows of each weight.
         Raises:
-            ValueError: A parameter has pieces of unequal sizes, or lacks the dim.
+            ValueError: A parameter has shards of unequal sizes, or does not have the dim.
         """
         dims = tuple(
             _dim_of(name, shape, unit_dim)
@@ -113,19 +119,27 @@ class Units:
         counts = [
             1 if dim is None else shape[dim]
             for dim, shape in zip(dims, plan.parameter_shapes, strict=True)
-            if shape is not None  # `_dim_of` has raised
+            if shape is not None  # only for mypy: `_dim_of` raises for None
         ]
         known = tuple(region for region in regions if region is not None)
         return cls(dims, tuple(accumulate(counts, initial=0)), plan.parameter_slots, known)
 
     @property
     def count(self) -> int:
-        """Number of units of all parameters."""
+        """Return the number of units of all parameters."""
         return self.starts[-1]
 
     def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
-        """[count] float64: the sum of |x|^p of this rank's parts of each unit, times the entry's weight (p = inf: the
-        largest |x|, unweighted). Host reads: none."""
+        """Return the power of each unit on this rank, [count] float64.
+
+        The power is the sum of |x|^p over this rank's part of the unit, times the entry's weight. For p = inf it is the
+        largest |x|, without a weight. Host synchronization: none.
+
+        Args:
+            tensors: One tensor per entry; None counts as zero.
+            norm_type: p >= 1, or inf.
+            weights: One weight per entry.
+        """
         device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
         totals = torch.zeros(self.count, dtype=torch.float64, device=device)
         for index, tensor in enumerate(tensors):
@@ -139,7 +153,7 @@ class Units:
         return totals
 
     def multiply_(self, index: int, gradient: Tensor, factors: Tensor) -> None:
-        """Multiply this rank's part of every unit of entry ``index`` by its unit's factor, in place."""
+        """Multiply this rank's part of every unit of entry ``index`` by the unit's factor, in place."""
         for first, dim, part in self._parts(index, gradient):
             if dim is None:
                 part.mul_(factors[first].to(part))
@@ -148,7 +162,7 @@ class Units:
             part.mul_(factors[first : first + part.shape[dim]].to(part).view(shape))
 
     def _parts(self, index: int, tensor: Tensor | None) -> list[tuple[int, int | None, Tensor]]:
-        """(slot of the first unit, dim of the units in the part, part) of what this rank has of entry ``index``."""
+        """Return (slot of the first unit, dim of the units in the part, part) for each part of entry ``index``."""
         if tensor is None or not tensor.numel():
             return []
         slot, region = self.slots[index], self.regions[index]
@@ -160,19 +174,22 @@ class Units:
 def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int | None:
     if shape is None:
         raise ValueError(
-            f"{name} has pieces of unequal sizes, so that its units are not known: make dims divide over axes"
+            f"{name} has shards of unequal sizes, which units do not support: make each sharded dim divisible by the size "
+            "of its mesh axes"
         )
     if len(shape) < 2:
         return None
     patterns = {"*": unit_dim} if isinstance(unit_dim, int) else unit_dim
     dim = next((dim for pattern, dim in patterns.items() if matches(pattern, name)), 0)
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}; give one of its {len(shape)}")
+        raise ValueError(
+            f"unit_dim={dim} is not a dim of {name}, whose shape is {shape}; give one of {len(shape)} dims"
+        )
     return dim % len(shape)
 
 
 def _powers_along(part: Tensor, dim: int | None, norm_type: float) -> Tensor:
-    """1-dim: the sums of |x|^p of the slices along ``dim``."""
+    """Return the sums of |x|^p of the slices along ``dim``, 1-dim; for p = inf the largest |x|."""
     rows = part.reshape(1, -1) if dim is None else part.movedim(dim, 0).flatten(1)
     powers = rows.abs()
     return powers.amax(1) if norm_type == inf else powers.pow(norm_type).sum(1)

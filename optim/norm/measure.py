@@ -19,16 +19,16 @@ Level = Literal["total", "groups", "parameters", "named", "units"]
 
 
 class Norms(NamedTuple):
-    """Global p-norms of gradients, device tensors of the accumulation dtype.
+    """Global p-norms of gradients: device tensors of the accumulation dtype.
 
     Args:
-        total: 0-dim.
+        total: 0-dim: the norm of all parameters.
         groups: [param groups].
-        parameters: [logical parameters], or empty where they are not measured.
-        extra: What travelled along.
-        units: [units of all parameters], or empty.
-        weights: Norms of the weights themselves, shaped as the gradients' at the level that was asked for; or empty.
-        named: [named groups, and the others], or empty; see `Named`.
+        parameters: [logical parameters]; empty if they are not measured.
+        extra: The caller's extra values, summed over all ranks in the same collective.
+        units: [units of all parameters]; empty if units are not measured.
+        weights: Norms of the weights, shaped as the gradients' norms at the requested level; empty if not requested.
+        named: [named groups + 1]: the last group holds all other parameters, see `Named`; empty without named groups.
     """
 
     total: Tensor
@@ -41,18 +41,18 @@ class Norms(NamedTuple):
 
 
 def checked_norm_type(norm_type: float) -> float:
-    """``norm_type`` as a float.
+    """Return ``norm_type`` as a float.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is below 1 or NaN.
+        TypeError: ``norm_type`` is not a number.
+        ValueError: ``norm_type`` is below 1 or NaN.
     """
     check_scalar(norm_type, "norm_type", "a number >= 1 (2.0 is the usual norm) or float('inf')")
     value = float(norm_type)
     if 0 < value < 1:
         raise ValueError(
-            f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf'); below 1 it is no norm (a "
-            "sum of two gradients could be longer than both together), and grows with the number n of elements so fast, as "
+            f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf'); below 1 the triangle "
+            "inequality fails, and the norm grows with the number n of elements so fast, as "
             f"n^{1 / value:.3g}, that a threshold means little"
         )
     if isnan(value) or value < 1:
@@ -61,10 +61,10 @@ def checked_norm_type(norm_type: float) -> float:
 
 
 def checked_reduction(reduction: Reduction) -> Reduction:
-    """``reduction``.
+    """Return ``reduction`` unchanged.
 
     Raises:
-        ValueError: It is none of the two.
+        ValueError: ``reduction`` is neither "packed" nor "per_group".
     """
     if reduction not in ("packed", "per_group"):
         raise ValueError(f"reduction={reduction!r}: give 'packed' or 'per_group'")
@@ -77,36 +77,43 @@ Commit = Callable[[], bool | Tensor]
 
 
 def check_every(every: object, said: str) -> None:
-    """Raise ValueError where it is no whole number of steps >= 1; ``said``: as it was given."""
+    """Raise ValueError unless ``every`` is a whole number of steps >= 1. ``said``: the argument as the user wrote it."""
     if not is_whole(every, 1):
         raise ValueError(f"{said}: give a whole number of steps >= 1")
 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Watch the copies over a long run, against silent corruption of data: in the first step and in every so-many-th.
+    """Compare replicas periodically in a long run, to detect silent data corruption: ``check_replicas=Fingerprints()``.
 
-    Weights (with masters those too), optimizer states with their step counts, and completed gradients of copies are
-    compared bit by bit: one flipped bit is always seen, anything else but once in 2^32. Nobody waits for it: where copies
-    differ, that step and all that follow are skipped on every rank, and 16 steps later, or in `ParallelOptimizer.poll`,
-    `ReplicaMismatchError` is raised on every rank. It names parameter, state, axis and ranks; weights and states are as
-    they were when they were compared. Call `poll` before a checkpoint and at the end of training.
+    Weights, master weights, optimizer states with their step counts, and reduced gradients are compared bitwise. A single
+    flipped bit is always detected; any other difference is missed once in 2^32.
 
-    What has no copy can't be compared: split weights on a mesh without data axes, pieces of `Sharded` states (the whole
-    weights are), anything of one process; a warning says so where nothing has. A gradient that was wrong before it was
-    averaged is equally wrong in all copies, and with masters a flipped bit in a half-precision weight lives for one step.
-    What isn't a tensor in the optimizer's ``state`` isn't seen. Copies must step by the same bits: not where kernels add
-    in no fixed order. Where `Offloaded` may step one copy on the CPU and one on the device, it is refused.
+    A comparison does not synchronize the host. If replicas differ, the device skips that step and all later steps on every
+    rank. 16 steps later, or in `ParallelOptimizer.poll`, every rank raises `ReplicaMismatchError`. It names the parameter,
+    the state, the axis and the ranks. Weights and states are then unchanged since the comparison. Call `poll` before a
+    checkpoint and at the end of training.
+
+    Limits:
+
+    * A shard without a replica is not compared: sharded weights on a mesh without data-parallel axes, states sharded by
+      `Sharded` (the full weights are compared), and everything in a single process. If nothing can be compared, a warning
+      is issued.
+    * A gradient that was wrong before it was averaged is equally wrong on all replicas.
+    * With master weights, a flipped bit in a half-precision weight lasts for one step only.
+    * Only tensors in the optimizer's ``state`` are compared.
+    * Replicas must be updated bitwise identically, so kernels that add in no fixed order are not supported. Neither is
+      `Offloaded` if it may update one replica on the CPU and another on the device.
 
     Args:
-        every: >= 1: that many steps apart. A comparison reads all of it once more; six numbers a parameter and mesh axis
-            travel in the collective that measures.
+        every: Steps between two comparisons, >= 1. A comparison reads all compared tensors once more. It adds six numbers
+            per parameter and mesh axis to the collective that measures the norm. Default: 100.
     """
 
     every: int = 100
 
     def check(self) -> None:
-        """Raise ValueError if it is out of range."""
+        """Raise ValueError if ``every`` is out of range."""
         check_every(self.every, f"Fingerprints(every={self.every!r})")
 
 
@@ -132,30 +139,33 @@ def check_measurement(
 
 @dataclass(frozen=True)
 class GradStats:
-    """The gradients of one step, measured. All tensors are on the device and the same bits on every rank.
+    """Measurements of one step's gradients. All tensors are on the device, and bitwise identical on every rank.
 
-    Nothing here has been read by the host; ``float(stats.total_norm)`` reads it, and waits for the device. So does
-    ``str(stats)``, one line for a person: ``norm 0.913, clipped x0.548``. Each step has tensors of its own; those of a step
-    that a CUDA graph captured are written anew by every replay: clone what you want to keep.
+        stats = optimizer.step()
+        print(stats)  # norm 0.913, clipped x0.548
+
+    No field was read by the host. ``float(stats.total_norm)`` and ``str(stats)`` read fields, and wait for the device. Each
+    step returns new tensors, except a step captured in a CUDA graph: every replay overwrites its tensors, so clone the
+    tensors that you want to keep.
 
     Args:
-        total_norm: 0-dim float64 (float32 where a device has none): the global p-norm of the unscaled gradients before
-            clipping, inf or NaN as it is.
-        clip_coef: 0-dim, same dtype: what the gradients were (or will be) multiplied by; 1 without clipping or when the
-            norm is not finite. Where param groups have their own ``max_norm``, that of the others.
-        found_inf: 0-dim float32: 1 when the norm is not finite, or gradients came past `backward` without its loss scale;
-            the step is skipped then. It may be skipped for other reasons, see `skipped`.
-        group_norms: [number of param groups]: the global p-norm of each param group.
-        loss_scale: 0-dim float32: what backward had multiplied the loss by; None in modes without a loss scale.
-        parameter_norms: By parameter name, where asked for: the global p-norm of each logical parameter.
-        vetoed: 0-dim float32: 1 when ``commit=`` of any rank refused the step, else 0; None without ``commit=``.
-        parted: 0-dim float32: 1 from the step on in which copies were found to differ until the error is raised that names
-            them, else 0; None without `Fingerprints`.
-        spiked: 0-dim float32: 1 when the clip rule skips the step, though its norm is finite, else 0; None where no rule
-            does that (`SkipSpikes`).
-        named_norms: By pattern, under `ByName`: the global p-norm of the parameters that it matches first.
-        disagreed: 0-dim bool: True when ranks differ in the number of micro-batches, in weights, in clipping, in
-            hyper-parameters or in which parameters are frozen, so that the step is skipped; None on one rank.
+        total_norm: 0-dim float64 (float32 on a device without float64): the global p-norm of the unscaled gradients before
+            clipping. May be inf or NaN.
+        clip_coef: 0-dim, same dtype: the clip coefficient. 1 without clipping, or if the norm is non-finite. Where some
+            param groups have their own ``max_norm``, this is the coefficient of the other groups.
+        found_inf: 0-dim float32: 1 if the norm is non-finite, or if some gradients were computed without the loss scale of
+            `backward`. The step is then skipped. See `skipped` for all reasons to skip.
+        group_norms: [number of param groups]: the global p-norm per param group.
+        loss_scale: 0-dim float32: the factor on the loss in backward. None in modes without a loss scale.
+        parameter_norms: The global p-norm of each logical parameter by name. Empty unless requested.
+        vetoed: 0-dim float32: 1 if ``commit=`` of any rank rejected the step, else 0. None without ``commit=``.
+        parted: 0-dim float32: 1 if replicas have diverged, from the step of the comparison until the error is raised; else
+            0. None without `Fingerprints`.
+        spiked: 0-dim float32: 1 if the clipping rule skips the step although its norm is finite, else 0. None unless the
+            rule can skip steps (`SkipSpikes`).
+        named_norms: With `ByName`: for each pattern the global p-norm of the parameters whose first match it is.
+        disagreed: 0-dim bool: True if ranks differ in the number of micro-batches, in weights, in clipping, in
+            hyper-parameters or in their frozen parameters. The step is then skipped. None on a single rank.
     """
 
     total_norm: Tensor
@@ -172,7 +182,7 @@ class GradStats:
 
     @property
     def skipped(self) -> Tensor:
-        """0-dim float32: 1 when the step is skipped, for whatever reason, else 0. Host reads: none."""
+        """Return 1 if the step is skipped for any reason, else 0, as 0-dim float32. Host synchronization: none."""
         all_reasons = self.found_inf, self.vetoed, self.parted, self.spiked, self.disagreed
         reasons = [reason for reason in all_reasons if reason is not None]
         if len(reasons) > 2:

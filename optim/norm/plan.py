@@ -1,13 +1,13 @@
-"""What is summed over which ranks: (topology, specs) -> a pure, printable plan of the norm's reduction.
+"""The reduction plan of the global gradient norm: (topology, specs) -> buckets, the axes to sum over, and weights.
 
-A parameter's distinct pieces are indexed by the axes that shard it and by the pipeline axes, where every coordinate
-holds other parameters. Every distinct piece counts exactly once, whoever holds copies of it:
+A parameter's distinct shards are indexed by the axes that shard it and by the pipeline axes, because pipeline stages hold
+different parameters. Every distinct shard counts exactly once, however many ranks hold a replica of it:
 
-    total_norm^p = sum over parameters, over distinct pieces, of ||piece||_p^p
+    total_norm^p = sum over parameters, over distinct shards, of ||shard||_p^p
 
-Two ways to sum that, both read off the plan. *Packed*: every rank adds its pieces, each divided by its number of
-holders, and one all-reduce over the world makes the total. *Per group*, the textbook form: the parameters of one bucket
-are all-reduced over exactly the axes that index their pieces.
+The plan describes two ways to compute this sum. *Packed*: every rank divides the power of each shard by its replication
+factor, and one all-reduce over all ranks sums them. *Per group*, the textbook form: the powers of each bucket are
+all-reduced over exactly the axes that index the bucket's shards.
 """
 
 from __future__ import annotations
@@ -37,9 +37,18 @@ _UNDECLARED = Annotation(P(), declared=False)
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, dtype, the axes over which
-    its gradient needs no averaging any more when it comes to be synchronised, whether it is trained (not frozen), and the
-    shape of the logical tensor, if every piece is as large as this rank's (None: not known)."""
+    """The layout of one parameter on this rank.
+
+    Args:
+        name: Name of the parameter.
+        spec: How the parameter is sharded, replicated, partial, owned and tied.
+        shape: Shape of this rank's shard.
+        group: Index of its param group.
+        dtype: Its dtype.
+        averaged: The axes over which its gradient is already averaged when gradient reduction begins.
+        trained: False: the parameter is frozen.
+        full_shape: Shape of the full tensor if every shard is as large as this rank's shard. None: not known.
+    """
 
     name: str
     spec: P
@@ -52,24 +61,26 @@ class ParameterEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements that this rank holds."""
+        """Return the number of elements that this rank holds."""
         return prod(self.shape)
 
 
 def entries_of(
     param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology, *, compared: bool = False
 ) -> list[ParameterEntry]:
-    """The entries of param groups, given as parameters or (name, parameter) pairs.
+    """Return one entry per parameter of ``param_groups``.
 
-    A parameter that nothing declared counts as replicated where no model axis is larger than 1, and is an error elsewhere.
-    The placements of a DTensor declare it for the axes of its mesh. A plain parameter beside it that nothing declared is
-    copied over these axes, if copies are compared.
+    An undeclared parameter counts as replicated if no model axis is larger than 1; otherwise it is an error. The placements
+    of a DTensor declare its layout over the axes of its mesh. A plain, undeclared parameter next to DTensors counts as
+    replicated over the axes of their meshes if ``compared``.
 
     Args:
-        compared: Copies, of parameters and gradients, are compared before anything is stepped.
+        param_groups: For each param group its parameters, or its (name, parameter) pairs.
+        topology: The mesh.
+        compared: True: replicas of parameters and gradients are compared before the first step.
     Raises:
-        ValueError: Undeclared parameters, all of them named; a DTensor whose layout has no spec.
-        TypeError: A complex or sparse parameter.
+        ValueError: Some parameters are undeclared (the message names them), or a DTensor's layout has no equivalent spec.
+        TypeError: A parameter is complex or sparse.
     """
     entries, undeclared = [], []
     param_groups = [list(params) for params in param_groups]
@@ -107,21 +118,21 @@ def entries_of(
 
 
 def count_as_copies(params: Iterable[Tensor]) -> None:
-    """Let plain parameters that nothing declared, of which `entries_of` has made entries, be declared as copied."""
+    """Declare undeclared plain parameters as replicated. Call it after `entries_of` has accepted ``params``."""
     for param in params:
         if annotation_of(param) is None and not has_dtensors((param,)):
             attach(param, Annotation(P(), source="default"))
 
 
 def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology) -> set[str]:
-    """The axes of the meshes of all DTensors."""
+    """Return the axes of the meshes of all DTensors."""
     params = [item[1] if isinstance(item, tuple) else item for params in param_groups for item in params]
     annotations = (annotation_of(local_parameter(param, topology)) for param in params if has_dtensors((param,)))
     return {axis for found in annotations if found is not None for axis in found.mesh_axes_on(topology)}
 
 
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
-    """Of the logical tensor; a DTensor knows its length along the axes of its mesh."""
+    """Return the shape of the full tensor, if every shard has the size of ``param``."""
     if annotation.full_shape is not None:
         return annotation.full_shape
     spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
@@ -134,25 +145,25 @@ def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> 
 
 
 def _shape(param: Tensor, spec: P) -> str:
-    """The shape as far as it is the same on all ranks: pieces may be uneven."""
+    """Return the parts of the shape that are equal on all ranks, as text. Sharded dims may be uneven."""
     sizes = ("sharded" if spec.dim_axes(dim) else str(size) for dim, size in enumerate(param.shape))
     return f"shape ({', '.join(sizes)})"
 
 
 def check_unused(params: object) -> None:
-    """Raise ValueError for a generator that is used up: the parameters that it had would be left out without a word.
+    """Raise ValueError for an exhausted generator, whose parameters would be left out silently.
 
-    One that is empty for another reason, as on a pipeline stage without parameters, is accepted.
+    An iterable that is empty for another reason is accepted: a pipeline stage may have no parameters.
     """
     if isinstance(params, GeneratorType) and params.gi_frame is None:
         raise ValueError(
-            "params is a generator that is used up, so that it has no parameters any more: give list(model.parameters()), "
+            "params is an exhausted generator, which has no parameters left: give list(model.parameters()), "
             "or call model.parameters() again"
         )
 
 
 def check_dense_real(tensor: Tensor, name: str) -> None:
-    """Raise TypeError for a complex or sparse tensor: its norm is not defined here."""
+    """Raise TypeError for a complex or sparse tensor, whose norm is not supported."""
     if tensor.is_complex():
         raise TypeError(f"{name} is complex ({tensor.dtype}); give its real view (torch.view_as_real) to the optimizer")
     if tensor.layout != torch.strided:
@@ -166,12 +177,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose pieces are reduced over the same ranks.
+    """The parameters whose powers are reduced over the same ranks.
 
     Args:
-        distinct: The axes that index the pieces, in topology order.
-        owned: As in `P`: pairs outside of which nobody holds the bucket's parameters.
-        tied: ``(axis, coordinates)`` pairs whose coordinates hold copies of one logical parameter.
+        distinct: The axes that index the shards, in the topology's order.
+        owned: As in `P`: the (axis, coordinate) pairs of the owner ranks. Other ranks do not hold the parameters.
+        tied: ``(axis, coordinates)`` pairs: the stages that hold a replica of one logical parameter.
     """
 
     distinct: tuple[str, ...] = ()
@@ -180,22 +191,22 @@ class Bucket:
 
     @classmethod
     def of(cls, spec: P, topology: Topology) -> Bucket:
-        """The bucket of a parameter laid out as ``spec``."""
+        """Return the bucket of a parameter with this spec."""
         spec = spec.on(topology)
         tied = tuple((axis, spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
         return cls(spec.distinct_axes(topology), spec.owned, tied)
 
     def axes(self, topology: Topology) -> tuple[str, ...]:
-        """The axes of the bucket's all-reduce: those that index pieces, and those where somebody holds nothing."""
+        """Return the axes of the bucket's all-reduce: they index shards, or some ranks along them hold no shard."""
         named = {*self.distinct, *dict(self.owned), *dict(self.tied)}
         return tuple(axis for axis in topology.axes if axis in named)
 
     def counts(self, coordinate: dict[str, int]) -> bool:
-        """Whether the rank at ``coordinate`` adds its piece in the textbook form (the first of tied copies does)."""
+        """Return True if the rank at ``coordinate`` adds its shard in a per-group reduction (tied: the first stage)."""
         return owns(self.owned, coordinate) and all(coordinate[axis] == where[0] for axis, where in self.tied)
 
     def __lt__(self, other: Bucket) -> bool:
-        """One order on all ranks."""
+        """Order buckets equally on all ranks."""
         return self._key() < other._key()
 
     def _key(self) -> tuple[object, ...]:
@@ -210,20 +221,21 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """The plan of one rank; needs no process.
+    """The reduction plan of one rank. It needs no process groups.
 
     Args:
         topology: The mesh.
-        rank: The global rank whose view this is.
+        rank: The global rank that the plan describes.
         entries: This rank's parameters, in the order of the gradients that will be measured.
-        buckets: The same list on every rank, whatever it holds: `meshstep.optim.norm.plan_agreement.agree` fills it in.
-            Until then it is what this rank's own parameters need.
-        num_groups: Number of param groups; the same on every rank once agreed.
-        counted: Elements that all ranks count together, once agreed; None before.
-        parameter_names: The names of all logical parameters of the model, once agreed with ``names=True``.
+        buckets: Until `meshstep.optim.norm.plan_agreement.agree`: the buckets of this rank's parameters. After it: the
+            buckets of all ranks, equal on every rank.
+        num_groups: Number of param groups; equal on every rank after `agree`.
+        counted: Number of elements that all ranks count together. None: `agree` has not run.
+        parameter_names: Names of all logical parameters of the model. Empty before `agree` with names.
         parameter_slots: For each entry the index of its name in `parameter_names`.
-        parameter_shapes: Of each of those the logical tensor's shape; None where ranks' pieces are not of equal sizes.
-        cut_over: The axes over which parameters are cut into the pieces that the entries are; pieces may be uneven.
+        parameter_shapes: Shape of the full tensor per logical parameter. None: ranks have shards of unequal sizes.
+        cut_over: The axes over which optimizer-state sharding splits parameters into the shards that the entries describe;
+            these shards may be uneven. None: the entries describe parameters.
     """
 
     topology: Topology
@@ -239,13 +251,13 @@ class ReductionPlan:
 
     @classmethod
     def of(cls, entries: Iterable[ParameterEntry], topology: Topology, rank: int) -> ReductionPlan:
-        """Plan the reduction of ``entries`` as ``rank`` sees it.
+        """Return the plan of ``entries`` on ``rank``.
 
         Raises:
-            ValueError: A spec does not fit its shape or the topology, or this rank may not hold the parameter.
+            ValueError: A spec does not fit its shape or the topology, or the spec does not place the parameter on ``rank``.
         """
         coordinate, given = topology.coordinate(rank), tuple(entries)
-        kinds: dict[tuple[P, int], P] = {}  # thousands of parameters have a few specs, each looked at once
+        kinds: dict[tuple[P, int], P] = {}  # thousands of parameters share a few specs; validate each spec once
         for entry in given:
             if (kind := (entry.spec, len(entry.shape))) not in kinds:
                 entry.spec.validate(len(entry.shape), topology, entry.name)
@@ -259,23 +271,26 @@ class ReductionPlan:
                 continue
             if not entry.spec.holds(coordinate, topology):
                 raise ValueError(
-                    f"{entry.name}: {entry.spec} says that rank {rank} at {_coordinate(coordinate)} does not hold it, "
-                    "but it was given here; build it only where the spec says, or correct the spec"
+                    f"{entry.name}: rank {rank} at {_coordinate(coordinate)} has this parameter, but {entry.spec} places "
+                    "it on other ranks; build the parameter only on the ranks of its spec, or correct the spec"
                 )
             layouts[entry.spec] = Bucket.of(entry.spec, topology)
         buckets = tuple(sorted({*layouts.values()}))
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
     def groups(self, reduction: str) -> list[tuple[str, ...]]:
-        """The axes of groups that will be used, one list on every rank: each model axis that a spec names, by the model;
-        and with ``reduction="per_group"`` those of each bucket, by the norm."""
+        """Return the axes of each process group that a step uses, in the same order on every rank.
+
+        The model uses one group per model axis that a spec names. With ``reduction="per_group"`` the norm uses one group
+        per bucket as well.
+        """
         named = {axis for bucket in self.buckets for axis in bucket.distinct}
         summed = {bucket.axes(self.topology) for bucket in self.buckets if reduction == "per_group"}
         return sorted({(axis,) for axis in named & {*self.topology.model_axes}} | summed - {()})
 
     @cached_property
     def bucket_indices(self) -> tuple[int, ...]:
-        """For each entry the index of its bucket in `buckets`."""
+        """Return for each entry the index of its bucket in `buckets`."""
         index = {bucket: i for i, bucket in enumerate(self.buckets)}
         return self.for_each(lambda spec: index[Bucket.of(spec, self.topology)])
 
@@ -302,7 +317,7 @@ class ReductionPlan:
         return self.replica_weights
 
     def for_each(self, answer: Callable[[P], T]) -> tuple[T, ...]:
-        """``answer`` to the spec of each entry; asked once for each spec there is."""
+        """Return ``answer(spec)`` for each entry; ``answer`` is called once per distinct spec."""
         answers: dict[P, T] = {}
         for entry in self.entries:
             if entry.spec not in answers:
@@ -311,13 +326,15 @@ class ReductionPlan:
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """This rank's coordinate."""
+        """Return this rank's coordinate per axis."""
         return self.topology.coordinate(self.rank)
 
     @cached_property
     def counted_numels(self) -> tuple[int, ...]:
-        """For each entry the elements of this pipeline stage that the weighted sum counts: local elements x ranks that add
-        them x weight."""
+        """Return for each entry the number of elements that the weighted sum counts on this pipeline stage.
+
+        The number is local elements times the ranks that add them, divided by the replication factor.
+        """
         ranks = self.for_each(self._ranks_that_add)
         return tuple(e.numel * n // h for e, n, h in zip(self.entries, ranks, self.num_replicas, strict=True))
 
@@ -331,8 +348,10 @@ class ReductionPlan:
         return ranks
 
     def warn_of_experts(self) -> None:
-        """Warn, on the first rank of a stage, where an expert axis of which nobody told the role shards some parameters and
-        has copies of others, whose gradients are then not averaged over it."""
+        """Warn if an axis without a declared role shards experts but replicates other trained parameters.
+
+        The gradients of the replicas are not averaged over such an axis. Only the first rank of each stage warns.
+        """
         topology = self.topology
         if any(index and axis not in topology.pipe_axes for axis, index in self.coordinate.items()):
             return
@@ -341,18 +360,20 @@ class ReductionPlan:
             sharded = [e for e in self.entries if axis in e.spec.sharded_axes]
             if silent and sharded:
                 warnings.warn(
-                    f"{axis!r} shards {sharded[0].name} and has copies of {silent[0].name}, but it has no role told: as a "
-                    "model axis its ranks are taken to see the same samples, and gradients of copies are not averaged over "
-                    f"it. Write Topology(roles={{{axis!r}: 'data'}}, ...) if they see different samples, in which case "
-                    f"copies would drift apart; {{{axis!r}: 'model'}} if they see the same",
+                    f"axis {axis!r} shards {sharded[0].name} and replicates {silent[0].name}, but has no declared role: it "
+                    "counts as a model axis, whose ranks see the same samples, and gradients of replicas are not averaged "
+                    f"over it. If its ranks see different samples, replicas would diverge: write Topology(roles="
+                    f"{{{axis!r}: 'data'}}, ...). If they see the same samples, write {{{axis!r}: 'model'}}",
                     stacklevel=2,
                 )
 
     def check_numel(self, full: int) -> None:
-        """Compare with the dense model's number of elements; of this stage's part of it, before `agree`.
+        """Check the number of counted elements against the number of elements of the dense model.
 
+        Args:
+            full: Number of elements of the dense model; of this pipeline stage's part of it before `agree`.
         Raises:
-            ValueError: They differ; the text lists what each parameter counts.
+            ValueError: The numbers differ. The message lists the count per parameter.
         """
         counted = self.counted if self.counted is not None else sum(self.counted_numels)
         if counted != full:
@@ -361,8 +382,8 @@ class ReductionPlan:
                 for entry, numel in zip(self.entries, self.counted_numels, strict=True)
             )
             raise ValueError(
-                f"the plan counts {counted:,} elements but the full model has {full:,}; a spec says shard where the "
-                f"parameter is whole, or whole where it is a shard:\n{rows}"
+                f"the plan counts {counted:,} elements but the full model has {full:,}; correct the spec of a parameter "
+                f"that is declared sharded but is full, or declared replicated but is a shard:\n{rows}"
             )
 
     def __str__(self) -> str:

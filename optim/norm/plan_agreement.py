@@ -1,7 +1,7 @@
-"""Make every rank's plan the same plan, or say on every rank where they differ. Once, when a plan is bound.
+"""Check once, when a plan is bound, that all ranks have the same plan. If plans differ, every rank raises the same error.
 
-Ranks exchange a digest of what they declare, a few hundred bytes each, and where they are asked for the names and logical
-shapes of their parameters; only when digests disagree do they exchange the whole views, to name the first that differs.
+Each rank sends a digest of its declarations, of a few hundred bytes. On request it also sends the names and full shapes of
+its parameters. Only if digests differ do ranks exchange all declarations, to name the first one that differs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from .plan import Bucket, ParameterEntry, ReductionPlan
 
 
 class Holders(NamedTuple):
-    """The coordinates that hold a parameter, as far as they are not all: they must say the same about it."""
+    """The coordinates of the ranks that hold a parameter. These ranks must declare it identically.
+
+    Args:
+        where: (axis, coordinates) pairs; along other axes all ranks hold the parameter.
+        tied: True: the parameter is tied over pipeline stages.
+        diagonal: Pairs of axes along which the holding ranks have equal coordinates.
+    """
 
     where: tuple[tuple[str, tuple[int, ...]], ...]
     tied: bool
-    diagonal: tuple[tuple[str, str], ...] = ()  # pairs of axes along which they have the same coordinate
+    diagonal: tuple[tuple[str, str], ...] = ()
 
     def include(self, coordinate: Mapping[str, int]) -> bool:
-        """Whether the rank at ``coordinate`` is one of them."""
+        """Return True if the rank at ``coordinate`` holds the parameter."""
         return all(coordinate[axis] in indices for axis, indices in self.where) and owns(self.diagonal, coordinate)
 
     def __str__(self) -> str:
@@ -37,7 +43,7 @@ class Holders(NamedTuple):
 
     @classmethod
     def of(cls, spec: P, plan: ReductionPlan) -> Holders:
-        """Who holds a parameter of this spec: this pipeline stage, or its owners, or the stages it is tied over."""
+        """Return the holders of a parameter with this spec: this pipeline stage, the owner ranks, or the tied stages."""
         coordinate = plan.coordinate
         own = (axis for axis in plan.topology.pipe_axes if axis not in spec.named_axes)
         where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in own}
@@ -47,15 +53,15 @@ class Holders(NamedTuple):
         return cls(tuple(sorted(where.items())), bool(spec.tied), diagonal)
 
 
-class View(NamedTuple):
-    """What one rank says about a parameter. Tied parameters may have other names elsewhere, all else must be equal."""
+class Declaration(NamedTuple):
+    """One rank's declaration of a parameter. Names of tied parameters may differ between stages."""
 
     name: str
-    said: str
+    text: str
 
     @classmethod
-    def of(cls, entry: ParameterEntry, spec: str) -> View:
-        """The view of ``entry``, whose spec prints so; sizes of sharded dims are left out, as pieces may be uneven."""
+    def of(cls, entry: ParameterEntry, spec: str) -> Declaration:
+        """Return the declaration of ``entry``. It omits sizes of sharded dims, because shards may be uneven."""
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
         frozen = "" if entry.trained else ", frozen"
         shape = f"shape ({', '.join(sizes)})"
@@ -63,7 +69,7 @@ class View(NamedTuple):
 
 
 class Called(NamedTuple):
-    """Of each parameter of a rank: what tells logical parameters apart, what it is called there, and its logical shape."""
+    """The keys, names and full shapes of a rank's parameters. A key identifies one logical parameter over all ranks."""
 
     keys: list[tuple[Holders, str | int]]
     names: list[str]
@@ -71,8 +77,11 @@ class Called(NamedTuple):
 
     @classmethod
     def of(cls, plan: ReductionPlan) -> Called:
-        """Of several parameters that were declared by one name, as where each layer declares its own ``weight``, the second
-        is called ``weight (2)``."""
+        """Return the names of a plan's parameters.
+
+        If several parameters were declared with one name, such as ``weight`` in each layer, the second one is called
+        ``weight (2)``.
+        """
         keys: list[tuple[Holders, str | int]] = []
         names: list[str] = []
         seen: Counter[Holders] = Counter()
@@ -81,7 +90,7 @@ class Called(NamedTuple):
             declared[entry.name] += 1
             times = declared[entry.name]
             names.append(entry.name if times == 1 else f"{entry.name} ({times})")
-            # Tied copies have different names: they are the same parameter by their position among the tied ones.
+            # Tied replicas have different names. Their position among the tied parameters identifies them.
             keys.append((holders, seen[holders] if holders.tied else names[-1]))
             seen[holders] += 1
         return cls(keys, names, [entry.full_shape for entry in plan.entries])
@@ -89,59 +98,65 @@ class Called(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What ranks tell each other of their plans, for `agree`."""
+    """The data about a rank's plan that `agree` compares over ranks."""
 
     digests: dict[Holders, str]
-    shapes: dict[Holders, str]  # digests, of the logical shapes
+    shapes: dict[Holders, str]  # digests of the full shapes
     buckets: tuple[Bucket, ...]
     num_groups: int
-    weighted: Fraction  # elements, each divided by its number of holders
+    weighted: Fraction  # elements, each divided by its replication factor
     named: Called | None
 
     @classmethod
     def of(cls, plan: ReductionPlan, names: bool) -> Summary:
-        """Without ``names`` a few hundred bytes, however many parameters there are."""
-        digests = {holders: _digest(holders, found) for holders, found in _views(plan).items()}
+        """Return the summary of a plan. ``names``: include parameter names, whose size grows with the model."""
+        digests = {holders: _digest(holders, found) for holders, found in _declarations(plan).items()}
         shapes = {holders: _hexdigest(found) for holders, found in _full_shapes(plan).items()}
         return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), Called.of(plan) if names else None)
 
 
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
-    """The plan that ``make`` makes, without a collective; agreed, as by `agree`, in the gather that an error of ``make``
-    takes anyway.
+    """Call ``make`` on every rank, and return its plan after `agree`. The exchange of errors also carries the summaries.
 
+    Args:
+        make: A function that returns this rank's plan, without a collective.
+        registry: The process groups.
+        names: True: agree on the names of logical parameters too. Default: False.
     Raises: As `on_all_ranks` and `agree`.
-    Collectives: an object all-gather, and those of `agree`. Host reads: yes.
+    Collectives: an object all-gather, and the collectives of `agree`.
+    Host synchronization: yes.
     """
 
-    def made() -> tuple[ReductionPlan, Summary]:
+    def make_with_summary() -> tuple[ReductionPlan, Summary]:
         plan = make()
         return plan, Summary.of(plan, names)
 
-    return agree(*on_all_ranks_with(made, registry), registry)
+    return agree(*on_all_ranks_with(make_with_summary, registry), registry)
 
 
 def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGroupRegistry) -> ReductionPlan:
-    """``plan`` with the bucket list, the element count and, where summaries have them, the parameter names that all ranks
-    share.
+    """Return ``plan`` with the buckets, the element count and the parameter names of all ranks.
 
-    Ranks at the same coordinates of the pipeline axes must declare the same parameters in the same order (names, specs,
-    unsharded dims, param groups), but for owned ones, on which their owners must agree, and tied ones, on which the
-    stages that are tied must agree (names may differ there).
+    Ranks of one pipeline stage must declare the same parameters in the same order: names, specs, unsharded dims and param
+    groups. For an owned parameter this applies to its owner ranks only. For a tied parameter it applies to the tied stages,
+    where its names may differ.
 
     Args:
-        summaries: By global rank, of each rank's plan.
+        plan: This rank's plan.
+        summaries: The summary of each rank's plan, by global rank. Without names in them the plan gets no names.
+        registry: The process groups.
     Raises:
-        ValueError: On every rank, when two disagree; names the first parameter that differs and both views of it.
-    Collectives: object all-gathers, where ranks differ. Host reads: yes.
+        ValueError: On every rank, if two ranks differ. The message shows both declarations of the first such parameter.
+    Collectives: object all-gathers, only if ranks differ.
+    Host synchronization: yes.
     """
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
     if disagreement is not None:
         holders, first, second = disagreement
-        everybody = gather_objects(_views(plan).get(holders, []), registry)
-        raise ValueError(_difference(first, everybody[first], second, everybody[second], holders.tied))
+        by_rank = gather_objects(_declarations(plan).get(holders, []), registry)
+        raise ValueError(_difference(first, by_rank[first], second, by_rank[second], holders.tied))
     if _first_disagreement([summary.shapes for summary in summaries], plan.topology) is not None:
-        plan = _without_uneven(plan, gather_objects(_full_shapes(plan), registry))
+        plan = _drop_uneven_shapes(plan, gather_objects(_full_shapes(plan), registry))
     shared = replace(
         plan,
         buckets=tuple(sorted({bucket for summary in summaries for bucket in summary.buckets})),
@@ -153,9 +168,10 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
 
 
 def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """An agreed plan with one name for each logical parameter of the model, made unique by the stage where it must be.
+    """Return an agreed plan with a unique name per logical parameter. Equal names on several stages get a stage suffix.
 
-    Collectives: an object all-gather. Host reads: yes.
+    Collectives: an object all-gather.
+    Host synchronization: yes.
     """
     return _with_names(plan, gather_objects(Called.of(plan), registry))
 
@@ -163,8 +179,8 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
 def _with_names(plan: ReductionPlan, by_rank: Sequence[Called]) -> ReductionPlan:
     labels: dict[tuple[Holders, str | int], str] = {}
     shapes: dict[tuple[Holders, str | int], tuple[int, ...] | None] = {}
-    for of_rank in by_rank:
-        for key, name, shape in zip(*of_rank, strict=True):
+    for rank_names in by_rank:
+        for key, name, shape in zip(*rank_names, strict=True):
             labels.setdefault(key, name)
             shapes[key] = shape if shapes.setdefault(key, shape) == shape else None
     used = Counter(labels.values())
@@ -179,12 +195,10 @@ def _with_names(plan: ReductionPlan, by_rank: Sequence[Called]) -> ReductionPlan
 
 
 def _holders(plan: ReductionPlan) -> tuple[Holders, ...]:
-    """Of each entry."""
     return plan.for_each(lambda spec: Holders.of(spec, plan))
 
 
 def _weighted(plan: ReductionPlan) -> Fraction:
-    """The elements of this rank, each divided by its number of holders."""
     numels: Counter[int] = Counter()
     for entry, holders in zip(plan.entries, plan.num_replicas, strict=True):
         numels[holders] += entry.numel
@@ -198,39 +212,39 @@ def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | No
     return shapes
 
 
-def _without_uneven(
-    plan: ReductionPlan, everybody: Sequence[Mapping[Holders, list[tuple[int, ...] | None]]]
+def _drop_uneven_shapes(
+    plan: ReductionPlan, by_rank: Sequence[Mapping[Holders, list[tuple[int, ...] | None]]]
 ) -> ReductionPlan:
-    """The plan without the logical shapes of parameters of which ranks have pieces of unequal sizes."""
+    """Return the plan without the full shapes of parameters whose shards have unequal sizes."""
     seen: Counter[Holders] = Counter()
     entries = []
     for entry, holders in zip(plan.entries, _holders(plan), strict=True):
         position, seen[holders] = seen[holders], seen[holders] + 1
-        even = len({shapes[holders][position] for shapes in everybody if holders in shapes}) == 1
+        even = len({shapes[holders][position] for shapes in by_rank if holders in shapes}) == 1
         entries.append(entry if even else replace(entry, full_shape=None))
     return replace(plan, entries=tuple(entries))
 
 
-def _views(plan: ReductionPlan) -> dict[Holders, list[View]]:
-    views: dict[Holders, list[View]] = {}
-    said = plan.for_each(str)
-    for entry, holders, spec in zip(plan.entries, _holders(plan), said, strict=True):
-        views.setdefault(holders, []).append(View.of(entry, spec))
-    return views
+def _declarations(plan: ReductionPlan) -> dict[Holders, list[Declaration]]:
+    declarations: dict[Holders, list[Declaration]] = {}
+    specs = plan.for_each(str)
+    for entry, holders, spec in zip(plan.entries, _holders(plan), specs, strict=True):
+        declarations.setdefault(holders, []).append(Declaration.of(entry, spec))
+    return declarations
 
 
-def _digest(holders: Holders, views: Sequence[View]) -> str:
-    return _hexdigest([view.said if holders.tied else tuple(view) for view in views])
+def _digest(holders: Holders, declarations: Sequence[Declaration]) -> str:
+    return _hexdigest([declaration.text if holders.tied else tuple(declaration) for declaration in declarations])
 
 
-def _hexdigest(said: Sequence[object]) -> str:
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+def _hexdigest(declared: Sequence[object]) -> str:
+    return hashlib.sha256(repr(declared).encode()).hexdigest()[:16]
 
 
 def _first_disagreement(
     digests: Sequence[Mapping[Holders, str]], topology: Topology
 ) -> tuple[Holders, int, int] | None:
-    """Two ranks that hold the same parameters and say different things about them; the same two on every rank."""
+    """Return (holders, rank, other rank) of the first declarations that differ; the same ranks on every rank."""
     coordinates = [topology.coordinate(rank) for rank in range(topology.world_size)]
     for holders in sorted({key for declared in digests for key in declared}):
         ranks = [rank for rank, coordinate in enumerate(coordinates) if holders.include(coordinate)]
@@ -240,15 +254,19 @@ def _first_disagreement(
     return None
 
 
-def _difference(first: int, mine: list[View], second: int, theirs: list[View], tied: bool) -> str:
+def _difference(first: int, mine: list[Declaration], second: int, theirs: list[Declaration], tied: bool) -> str:
     for index in range(max(len(mine), len(theirs))):
         one = mine[index] if index < len(mine) else None
         other = theirs[index] if index < len(theirs) else None
-        if one is None or other is None or one.said != other.said or (not tied and one.name != other.name):
-            shown = [f"{view.name}: {view.said}" if view else "no such parameter" for view in (one, other)]
+        if one is None or other is None or one.text != other.text or (not tied and one.name != other.name):
+            shown = [
+                f"{declaration.name}: {declaration.text}" if declaration else "no such parameter"
+                for declaration in (one, other)
+            ]
             return (
                 f"ranks {first} and {second} hold the same parameters but declare them differently, first in "
-                f"{(one or other or View('?', '')).name}: rank {first} says [{shown[0]}], rank {second} says [{shown[1]}]; "
-                "declare the same parameters in the same order on both, or say with owned= or tied= who holds them"
+                f"{(one or other or Declaration('?', '')).name}: rank {first} has [{shown[0]}], rank {second} has "
+                f"[{shown[1]}]; "
+                "declare the same parameters in the same order on both, or declare their ranks with owned= or tied="
             )
-    raise AssertionError("digests differ but views do not")
+    raise AssertionError("digests differ but declarations do not")

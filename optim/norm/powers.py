@@ -1,9 +1,10 @@
-"""The sums of |g|^p that one rank computes by itself, in one read of the gradients, by torch's kernels.
+"""The sums of |g|^p of one rank's gradients, computed in one pass over the gradients, without a collective.
 
-The plain reference is `reference_powers`, in float64 throughout; `powers_by_torch` is as far as its result tells: no finite
-gradient overflows or vanishes, however it is cut. (One float32 accumulator over a whole gradient, which is what a plain
-``vector_norm`` on a CPU amounts to, is 1e-5 off at a million elements and 3e-4 at ten million.) From p = `HIGH` on p-th
-powers leave the range of float64 too: there p-norms stand in for them, which are put together with their maximum taken out.
+`reference_powers` is the plain reference, in float64 throughout. `powers_by_torch` computes the same values with torch's
+kernels. No finite gradient overflows or underflows, whatever its memory layout. (One float32 accumulator over a full
+gradient, which a plain ``vector_norm`` uses on a CPU, is off by 1e-5 at a million elements and by 3e-4 at ten million.)
+For p >= `HIGH`, p-th powers leave the range of float64 too. There p-norms replace powers, and they are combined after their
+maximum is factored out.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from ..kernels.choice import chosen, triton_on
 from ..kernels.memory import PLAIN
 from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native, in_memory_order
 
-SMALL = 1024  # elements
+SMALL = 1024  # elements of a gradient that is summed together with other gradients
 ROW = 1024  # elements that are summed in float32
-SCRATCH = 2**18  # elements that are cast at a time: 2 MiB
-EXACT = 1e-29  # mean squares from which on float32 has lost nothing to speak of below its range
-HIGH = 12.0
+SCRATCH = 2**18  # elements that are cast to float64 at a time: 2 MiB
+EXACT = 1e-29  # mean square above which float32 loses nothing significant to underflow
+HIGH = 12.0  # p from which on norms replace powers
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on a device that has none."""
+    """Return float64, or float32 on a device without float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """[n] float64: what `local_powers` returns. Slow and plain."""
+    """Return the values of `local_powers`, [n] float64. Slow reference."""
     if norm_type >= HIGH and norm_type != inf:
         largest = reference_powers(gradients, inf)
         scaled = [g.double() / max(float(m), 1e-300) for g, m in zip(gradients, largest, strict=True)]
@@ -48,7 +49,7 @@ def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """[n] float64: what `local_powers` returns, by torch's kernels; arguments as there."""
+    """Return the values of `local_powers`, [n] of `accumulation_dtype`, computed by torch's kernels."""
     dtype = accumulation_dtype(gradients[0].device)
     if inf > norm_type >= HIGH:
         return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
@@ -60,7 +61,7 @@ def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
-    """The p-norm of non-negative values along a dim, also where their p-th powers are out of range."""
+    """Return the p-norm of non-negative values along ``dim``, even if their p-th powers are out of range."""
     largest = values.amax(dim, keepdim=True)
     if norm_type == inf:
         return largest.squeeze(dim)
@@ -69,8 +70,8 @@ def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
 
 
 def _powers_at_once(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """A few kernels for all gradients where p is 1, 2 or inf, one a gradient for another p; all sums in ``dtype``."""
-    # Those without elements have no largest one, and torch takes them for others where there are more than a hundred.
+    # An empty gradient has no maximum. torch also confuses empty tensors in lists of more than a hundred tensors.
+    # An empty gradient has no maximum. torch also mixes up empty tensors in lists of more than a hundred.
     full = [gradient for gradient in gradients if gradient.numel()]
     norms = iter(torch._foreach_norm(full, norm_type, dtype=dtype) if full else ())
     powers = torch.stack(
@@ -92,8 +93,7 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     numels = [gradient.numel() for gradient in gradients]
     small = [i for i, numel in enumerate(numels) if numel <= SMALL]
     if small:
-        # Gathered into one tensor: a thousand kernel calls on a few elements each would cost more than a copy of them.
-        # A float64 one is flattened to itself.
+        # One tensor for all small gradients: a thousand kernel calls on a few elements each cost more than this copy.
         values = _flatten_dense_tensors([gradients[i] for i in small]).double().abs()
         sums = _segment_sums(values, norm_type, [numels[i] for i in small])
         if len(small) == len(gradients):
@@ -112,18 +112,21 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _squares_by_rows(flat: Tensor) -> Tensor | None:
-    """A third of the time: rows are summed in float32, which costs 1e-7, and put together in float64. None where squares
-    leave float32's range."""
+    """Return the sum of squares, or None if squares leave float32's range.
+
+    Sums rows in float32, with an error of 1e-7, and adds the rows in float64. This takes a third of `_power_by_parts`'
+    time.
+    """
     whole = flat.numel() // ROW * ROW
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), 2, dim=1).double()
     rest = flat[whole:].double()
     power = norms.dot(norms) + rest.dot(rest)
-    found = ctypes.c_double.from_address(power.data_ptr()).value  # on a CPU it is there, and nobody waits for it
+    found = ctypes.c_double.from_address(power.data_ptr()).value  # reads CPU memory: no host synchronization
     return power if flat.numel() * EXACT <= found < inf else None
 
 
 def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:
-    """Parts that stay in the cache are cast and summed: a kernel that casts as it sums takes ten times as long."""
+    """Cast and sum parts that fit into the cache. A kernel that casts while it sums takes ten times as long."""
     sums = []
     for part in flat.split(len(scratch)):
         values = scratch[: len(part)].copy_(part)
@@ -135,14 +138,14 @@ def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:
 
 
 def _segment_sums(values: Tensor, norm_type: float, lengths: list[int]) -> Tensor:
-    """Sums of values^p over consecutive segments; ``values`` float64, not negative, overwritten."""
+    """Return the sums of values^p over consecutive segments. Overwrites ``values``, non-negative and float64."""
     values = values if norm_type == 1 else values.square_() if norm_type == 2 else values.pow_(norm_type)
     sums: Tensor = torch.segment_reduce(values, "sum", lengths=torch.tensor(lengths), unsafe=True)
     return sums
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """1-dim view of a dense tensor in memory order (any order serves a norm); a copy where there is no such view."""
+    """Return a 1-dim view of a dense tensor in memory order; a copy if no such view exists."""
     return tensor.view(-1) if tensor.is_contiguous() else in_memory_order(tensor)
 
 
@@ -157,22 +160,25 @@ def _largest(gradient: Tensor) -> Tensor:
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all have one dtype and device."""
+    """Return True if all tensors have the same dtype and device."""
     return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
 
 
 def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf, its p-norm for `HIGH` <= p < inf.
+    """Return one float64 value per gradient, [n].
 
-    A NaN or inf in a gradient makes its entry NaN or inf, and finite values don't. Within 1e-14 by the compiled loops, for
-    p = 1, 2 and inf on a CPU (`meshstep.optim.kernels`); else within 1e-12, but for squares of float32 gradients on a CPU:
-    1e-7. On a GPU every element is cast to float64 as it is read, and its power is taken and summed there: with the range
-    of the CPU path; by Triton's kernels, if they were chosen, for whole p and inf, within 1e-14.
+    The value is the sum of |g|^p; for p = inf the largest |g|; for `HIGH` <= p < inf the p-norm. On a device without
+    float64 the values are float32. A value is NaN or inf only if its gradient has a NaN or inf.
+
+    Relative errors: 1e-14 with the compiled loops (p = 1, 2 and inf on a CPU) and with the Triton kernels (integer p and
+    inf); 1e-7 for squares of float32 gradients on a CPU without the loops; 1e-12 otherwise. GPU kernels cast every element
+    to float64 as they read it, and sum in float64.
 
     Args:
-        gradients: Dense real tensors of any float dtype, all on one device.
+        gradients: Dense real tensors of one float dtype, all on one device.
         norm_type: p >= 1, or inf.
-    Collectives: none. Host reads: none.
+    Collectives: none.
+    Host synchronization: none.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
@@ -187,7 +193,7 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-    """[n] float64: `Native.powers`, of tensors on the CPU of one dtype; None where the loops have not their like."""
+    """Return `Native.powers` of CPU tensors of one dtype, [n] float64; None if the loops do not support these tensors."""
     kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
     if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
         return None

@@ -163,7 +163,7 @@ WRITTEN = (
     Warned(
         WRITTEN,
         Error(
-            ReplicaMismatchError, "the gradient differs ... torch.nn.utils.clip_grad_norm_, which max_norm= replaces"
+            ReplicaMismatchError, "the gradient differs ... use max_norm= instead of torch.nn.utils.clip_grad_norm_"
         ),
     ),
     write="`max_norm=`",

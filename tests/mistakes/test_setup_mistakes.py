@@ -455,11 +455,11 @@ def parameter_twice_in_a_group(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "generator that is used up"),
+    Error(ValueError, "exhausted generator"),
     write="`list(model.parameters())`, or `model.parameters()` again",
 )
 def generator_of_parameters_used_up(run: Run) -> None:
-    """A generator of parameters is used up when it is given to `clip_grad_norm_`."""
+    """A generator of parameters is exhausted when it is given to `clip_grad_norm_`."""
     params = run.model.parameters()
     sgd = torch.optim.SGD(params, lr=LR, momentum=0.9)
     for step in range(3):
@@ -470,10 +470,10 @@ def generator_of_parameters_used_up(run: Run) -> None:
 
 
 @mistake(
-    "data=2", Error(ValueError, "generator that is used up"), write="`list(params)`, or `module.parameters()` again"
+    "data=2", Error(ValueError, "exhausted generator"), write="`list(params)`, or `module.parameters()` again"
 )
 def generator_used_up_for_a_new_group(run: Run) -> None:
-    """A generator of parameters is used up when it is given to `add_param_group`."""
+    """A generator of parameters is exhausted when it is given to `add_param_group`."""
     params = run.model.down.parameters()
     assert sum(param.numel() for param in params) > 0
     optimizer = run.optimizer(torch.optim.SGD(run.model.up.parameters(), lr=LR, momentum=0.9))

@@ -238,8 +238,8 @@ def test_blocks_that_the_piece_can_not_have_are_refused_on_every_rank(world: Wor
 def test_ranks_that_say_different_blocks_are_told_so(world: World) -> None:
     first, second = world.run(2, refused, True)
     assert first == second
-    assert "rank 0 says [fused: P(blocks('tensor', 2))" in first
-    assert "rank 1 says [fused: P('tensor')" in first
+    assert "rank 0 has [fused: P(blocks('tensor', 2))" in first
+    assert "rank 1 has [fused: P('tensor')" in first
 
 
 def on_a_dtensor() -> None:

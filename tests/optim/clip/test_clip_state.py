@@ -266,7 +266,7 @@ def test_a_pattern_without_parameters_is_an_error_on_every_rank(world: World) ->
     assert "'experts.*' matches no parameter; there are bias" in first
     first, second = world.run(2, unmatched, {"b*": 1.0, "bias": 0.5})
     assert first == second
-    assert "'bias' matches bias@pipe=0, bias@pipe=1, which earlier patterns have taken" in first
+    assert "'bias' matches only bias@pipe=0, bias@pipe=1, which earlier patterns match first" in first
 
 
 def norms_by_name() -> dict[str, float]:

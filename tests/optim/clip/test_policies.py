@@ -453,7 +453,7 @@ def uneven(rule: Clip, dim: int) -> str:
 def test_adaptive_refuses_uneven_pieces_in_words_on_all_ranks_when_it_is_made(world: World) -> None:
     messages = world.run(2, uneven, Adaptive(), 0)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("odd has pieces of unequal sizes")
+    assert messages[0].startswith("odd has shards of unequal sizes")
 
 
 def test_other_rules_and_even_pieces_are_not_refused(world: World) -> None:
@@ -464,7 +464,7 @@ def test_other_rules_and_even_pieces_are_not_refused(world: World) -> None:
 def test_a_unit_dim_that_is_none_is_refused_in_words_on_all_ranks(world: World) -> None:
     messages = world.run(2, uneven, Adaptive(unit_dim={"odd": 2}), 1)
     assert messages[0] == messages[1]
-    assert "unit_dim=2 is no dim of odd, whose shape is (5, 4)" in messages[0]
+    assert "unit_dim=2 is not a dim of odd, whose shape is (5, 4)" in messages[0]
 
 
 @pytest.mark.parametrize(

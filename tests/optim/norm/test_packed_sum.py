@@ -34,7 +34,7 @@ def test_no_more_fields_change_nothing() -> None:
 
 
 def test_field_packed_twice_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the field two is packed twice: give each field a name"):
+    with pytest.raises(ValueError, match="the field two is packed twice: give each field a unique name"):
         packed().with_fields({"two": torch.zeros(1)})
 
 

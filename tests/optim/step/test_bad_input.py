@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
     ),
     "held by a rank that does not own it": (
         lambda: wrap(parameter(P(owned={"tensor": 0}), 4)),
-        r"weight: P\(owned=.* says that rank . at .* does not hold it",
+        r"weight: rank . at .* has this parameter, but P\(owned=.* places it on other ranks",
     ),
     "max_norm 0": (lambda: wrap(parameter(P(), 4), max_norm=0.0), "max_norm=0.0: give a finite number > 0"),
     "max_norm negative": (lambda: wrap(parameter(P(), 4), max_norm=-1.0), "max_norm=-1.0"),

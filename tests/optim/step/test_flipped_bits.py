@@ -253,7 +253,7 @@ def polled(what: str) -> str:
 )
 def test_what_was_found_is_told_where_the_host_looks(world: World, what: str, when: str) -> None:
     """After a state was loaded copies are compared anew."""
-    told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, of which nobody can say who is right"
+    told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, without a majority"
     assert world.run(2, polled, what) == [f"{when}: {told}"] * 2
 
 

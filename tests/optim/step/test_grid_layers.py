@@ -209,11 +209,11 @@ def wrongly_held() -> str:
         param = torch.nn.Parameter(torch.zeros(9, 3))
         model = torch.nn.ParameterDict({"head": param})
         declare(model, {"head": P(None, "output", owned={"input": "output"})})
-        with pytest.raises(ValueError, match=r"head: P.* does not hold it, but it was given here") as error:
+        with pytest.raises(ValueError, match=r"head: rank .* has this parameter, but P.* places it on other ranks") as error:
             ParallelOptimizer(torch.optim.SGD([param]), registry)
         return str(error.value)
 
 
 def test_a_rank_off_the_diagonal_that_has_the_table_is_an_error_on_every_rank(world: World) -> None:
     messages = world.run(4, wrongly_held)
-    assert all("P(None, 'output', owned={'input': 'output'}) says that rank" in message for message in messages)
+    assert all("but P(None, 'output', owned={'input': 'output'}) places it" in message for message in messages)

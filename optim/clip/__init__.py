@@ -1,1 +1,1 @@
-"""What is done with gradients that are too long."""
+"""Clipping rules, and their application to measured gradients."""

@@ -1,11 +1,11 @@
-"""From the measured norms to what is done with the gradients.
+"""Compute clip coefficients from measured norms, and apply them to the gradients.
 
-    gradient to step with = gradient as it is * inverse * factor,      factor = rule(norms * inverse, what it remembers)
+    final gradient = gradient * inverse * factor,      factor = rule(norms * inverse, state)
     inverse = D / W / loss scale
 
-Gradients were multiplied by the loss scale, and divided by the number D of data ranks in place of the window's weight W
-(without weights: of D times the micro-batches that make one mean). A rule sees the norms of the gradients as they will be
-stepped with, and so does whoever reads the report.
+Before clipping, a gradient still contains the loss scale. It was also divided by the number D of data-parallel ranks
+instead of the window's total weight W. (Without weights, W is D times the number of micro-batches whose mean is taken.)
+Rules and `GradStats` receive norms of the final, unscaled gradients before clipping.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from .rules import ByGroup, ByValue
 
 # Votes on a step ------------------------------------------------------------------------------------------------------
 
-# What ranks say of a step besides their gradients, in the collective that measures: whether it is to be made at all.
+# Votes of ranks to skip a step, exchanged in the collective that computes the norm.
 
 
 class SkipVote:
-    """One rank's say, and the outcome; the same on all ranks.
+    """Collects the votes of all ranks to skip a step. The result is equal on all ranks.
 
     Args:
-        commit: Asked on each rank, once for each update.
-        watch: Of copies.
-        device: Where votes are counted.
+        commit: Returns False to reject the step on this rank; called once per update. None: ranks have no vote.
+        watch: The periodic comparison of replicas. None: replicas are not compared.
+        device: The device on which votes are summed.
 
     Attributes:
-        problem: What `commit` raised on this rank, or was wrong with its answer, in the last round: a veto elsewhere.
+        problem: The exception that ``commit`` raised on this rank in the last step, or a TypeError about its result. Other
+            ranks count it as a vote to skip.
     """
 
     def __init__(self, commit: Commit | None, watch: FingerprintMonitor | None, device: torch.device) -> None:
@@ -54,31 +55,35 @@ class SkipVote:
         self.problem: Exception | None = None
 
     def fields(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Return this rank's part of the packed sum: ``"veto"``, and ``"fingerprints"``, by number. Host reads: none."""
+        """Return this rank's fields of the packed sum: ``"veto"``, and one ``"fingerprints ..."`` per comparison.
+
+        Host synchronization: none, except in a ``commit`` that synchronizes.
+        """
         votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
         fingerprints = [] if self.watch is None else self.watch.slots(gradients)
         return votes | {f"fingerprints {index}": values for index, values in enumerate(fingerprints)}
 
     def _vote(self, commit: Commit) -> Tensor:
-        """0-dim: 1 against the step, else 0."""
+        """Return 1 as 0-dim tensor if this rank votes to skip, else 0."""
         self.problem = None
         try:
             answer = commit()
             if isinstance(answer, Tensor) and answer.dtype == torch.bool and answer.dim() == 0:
                 if not answer.is_cpu:
                     return answer.logical_not().to(self.device, torch.float64, non_blocking=True)
-                answer = bool(answer)  # it is here, and nobody waits
+                answer = bool(answer)  # a CPU tensor: no synchronization
             if not isinstance(answer, bool):
                 raise TypeError(f"commit= returned {answer!r}: return True or False, or a 0-dim tensor of dtype bool")
-        except Exception as error:  # the others are in the collective, or will be
+        except Exception as error:  # raised after the collective, in which the other ranks wait for this rank
             self.problem, answer = error, False
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
     def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(vetoed, parted), each 0-dim float32, from the sums of `fields`.
+        """Return (vetoed, parted), each 0-dim float32 or None, from the summed `fields`.
 
         Args:
-            finite: 0-dim bool: the gradients' norm is.
+            sums: The sum of each field over all ranks.
+            finite: 0-dim bool: the gradient norm is finite.
         """
         vetoed = None
         if self.commit is not None:
@@ -100,7 +105,16 @@ def multiply_(
     units: Units | None = None,
     named: Named | None = None,
 ) -> None:
-    """Multiply gradients, one for each entry of the plan, by factors at that level, in place. Host reads: none."""
+    """Multiply gradients in place by the factors of one level. Host synchronization: none.
+
+    Args:
+        gradients: One gradient per entry of the plan; None is left out.
+        level: The level of the factors, see `Clip`.
+        factors: 0-dim for "total", else one factor per param group, parameter, named group or unit.
+        plan: The agreed plan.
+        units: The units, for level "units".
+        named: The named groups, for level "named".
+    """
     if level == "total":
         scale_each(gradients, factors)
     elif level == "units" and units is not None:
@@ -109,7 +123,7 @@ def multiply_(
                 units.multiply_(index, gradient, factors)
     else:
         if torch.float64 not in {gradient.dtype for gradient in gradients if gradient is not None}:
-            factors = factors.float()  # once, and not for each
+            factors = factors.float()  # one cast for all gradients
         together: dict[int, list[Tensor | None]] = {}
         for slot, gradient in zip(_slots(level, plan, named), gradients, strict=True):
             together.setdefault(slot, []).append(gradient)
@@ -118,7 +132,7 @@ def multiply_(
 
 
 def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[int]:
-    """For each entry of the plan the place of its factor."""
+    """Return for each entry of the plan the index of its factor."""
     if level == "groups":
         return [entry.group for entry in plan.entries]
     if named is not None:
@@ -126,17 +140,18 @@ def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[i
     return plan.parameter_slots
 
 
-# The decision of a step, and the scale that is still in its gradients -------------------------------------------------
+# The decision of a step, and the scale that the gradients still contain -----------------------------------------------
 
 
 class StepDecision(NamedTuple):
-    """What a step does: it skips where ``skipped`` is 1, else multiplies all gradients by ``factor`` (None: by 1, or it
-    has been done).
+    """The decision of a step: skip it if ``skipped`` is 1, else multiply all gradients by ``factor``.
 
     Args:
+        stats: The measurements of the step.
         skipped: ``stats.skipped``.
-        past: 0-dim bool: it skips because gradients came past `backward`. None: they may come as they like.
-        problem: What ``commit=`` raised on this rank.
+        factor: 0-dim. None: gradients are already multiplied, or need no factor.
+        past: 0-dim bool: the step is skipped because some gradients bypassed `backward`. None: not checked.
+        problem: The exception that ``commit=`` raised on this rank. None: no exception.
     """
 
     stats: GradStats
@@ -146,7 +161,7 @@ class StepDecision(NamedTuple):
     problem: Exception | None = None
 
     def after(self, earlier: StepDecision) -> StepDecision:
-        """Of a second clip in one window, which must not hide what the first one found."""
+        """Return this decision combined with an earlier one of the same window, whose reasons to skip still apply."""
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
         said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
         disagreed, before = self.stats.disagreed, earlier.stats.disagreed
@@ -159,18 +174,18 @@ class StepDecision(NamedTuple):
 
 
 class GradScaleInfo(NamedTuple):
-    """What gradients are to be divided by, which only the sum over all ranks tells.
+    """The factors that gradients still contain. Some of them are known only after a sum over all ranks.
 
     Args:
-        pack: Summed over all ranks in the collective that measures. It may have these fields:
-            ``"window_weight"``: the window's weight by pipeline stage, see `window_fields`;
-            ``"agreement"``: 0 where ranks agree, see `StepAgreement`;
-            ``"bypassed"``: negative where gradients must not be stepped with: their loss was not scaled, say.
-        scale: The loss scale that is still in them; None: there is none, or it has been undone.
-        is_weighted: Divide by the window's weight, or by ``mean_of`` where no rank gave a weight.
-        data_ranks: The number of ranks over which gradients have been averaged.
-        loss_scale: The scale that backward multiplied by, for the report.
-        mean_of: The number of micro-batches whose mean the window's gradient is.
+        pack: Fields that the measurement sums over all ranks. It may have these fields:
+            ``"window_weight"``: the window's weight per pipeline stage, see `window_fields`;
+            ``"agreement"``: 0 if ranks agree, see `StepAgreement`;
+            ``"bypassed"``: negative if gradients must not be applied, for example because their loss was not scaled.
+        scale: The loss scale that gradients still contain. None: there is none, or gradients are already unscaled.
+        is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Default: False.
+        data_ranks: The number of ranks over which gradients were averaged. Default: 1.
+        loss_scale: The loss scale of the backward pass, for `GradStats`. None: no loss scale.
+        mean_of: The number of micro-batches whose mean the window's gradient is. Default: 1.
     """
 
     pack: PackedSum
@@ -186,11 +201,11 @@ class GradScaleInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class AgreedThresholds:
-    """``max_norm`` by param group of the whole model. A pipeline stage that has fewer groups clips by the same norms.
+    """The ``max_norm`` of each param group of the full model. Pipeline stages with fewer groups use the same thresholds.
 
     Args:
-        values: One for each group; None: the group has no threshold of its own.
-        everywhere: All ranks have all groups.
+        values: One threshold per param group. None: the group has no ``max_norm``.
+        everywhere: True: every rank has all param groups.
     """
 
     values: tuple[float | None, ...]
@@ -198,76 +213,80 @@ class AgreedThresholds:
 
     @cached_property
     def some(self) -> bool:
-        """Whether any group has one."""
+        """Return True if any param group has a ``max_norm``."""
         return any(value is not None for value in self.values)
 
     def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """The thresholds, with those of this rank's groups as they are now.
+        """Return the thresholds, with the current values of this rank's groups.
 
         Raises:
-            ValueError: One was changed, of which ranks without the group would not know.
+            ValueError: A threshold changed, and some ranks do not have its group.
         """
         own = [group.get("max_norm") for group in param_groups]
         if not self.everywhere and own != list(self.values[: len(own)]):
             before = list(self.values[: len(own)])
             raise ValueError(
-                f"max_norm of the param groups is {own} and was {before} when the optimizer was made; "
-                "other pipeline stages have fewer groups and would clip by the old ones: make the optimizer anew"
+                f"max_norm of the param groups is {own} and was {before} when the optimizer was constructed; other "
+                "pipeline stages have fewer groups and would clip by the old values: construct the optimizer again"
             )
         return own + list(self.values[len(own) :])
 
     def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
-        """``clip``, with the thresholds of single groups in it; raises as `now` and `check_thresholds`.
+        """Return ``clip`` combined with the thresholds of param groups.
 
         Args:
+            clip: The rule of the optimizer. None: no rule.
+            param_groups: This rank's param groups.
             norm_type: The p of the norms.
+        Raises:
+            ValueError: As `now` and `check_thresholds`.
         """
         check_thresholds(clip, param_groups)
         thresholds = self.now(param_groups)
         if not any(threshold is not None for threshold in thresholds):
-            # The others' norm is made of norms, with their p.
+            # The norm of the other groups is computed from their norms, which needs p.
             return replace(clip, norm_type=norm_type) if isinstance(clip, ByGroup) else clip
         others = clip.max_norm if isinstance(clip, ByNorm) else None
         return ByGroup(tuple(thresholds), others, norm_type, clip.clip_value if isinstance(clip, ByValue) else None)
 
 
 def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for thresholds of param groups that are out of range, or don't go with the rule."""
+    """Raise ValueError if a param group's ``max_norm`` is out of range, or if ``clip`` does not support thresholds."""
     for index, group in enumerate(param_groups):
         if group.get("max_norm") is not None:
             checked_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
             if not isinstance(clip, ByNorm | ByValue | None):
                 raise ValueError(
-                    f"param group {index} has a max_norm of its own, and max_norm={clip!r} is a rule for all groups; give "
+                    f"param group {index} has its own max_norm, but max_norm={clip!r} is a rule for all groups; give only "
                     "one of them"
                 )
 
 
 def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
-    """What all ranks say about the thresholds.
+    """Return the thresholds of all ranks.
 
     Args:
-        by_rank: The ``max_norm`` of each param group, or None, as each rank has it.
+        by_rank: For each rank the ``max_norm`` of each of its param groups, or None.
     Raises:
-        ValueError: Two say different things about one group.
+        ValueError: Two ranks have different values for one group.
     """
     longest = max(by_rank, key=len)
     for rank, own in enumerate(by_rank):
         for index, value in enumerate(own):
             if value != longest[index]:
                 raise ValueError(
-                    f"max_norm of param group {index} is {value} on rank {rank} and {longest[index]} on another: give the "
-                    "groups of all ranks the same"
+                    f"max_norm of param group {index} is {value} on rank {rank} and {longest[index]} on another rank: give "
+                    "each group the same value on all ranks"
                 )
     return AgreedThresholds(tuple(longest), all(len(own) == len(longest) for own in by_rank))
 
 
-# Measure gradients and apply a clip rule ------------------------------------------------------------------------------
+# Measure gradients and apply a clipping rule --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MeasurementSpec:
-    """What one measurement needs besides the total and the groups; the key under which its `GlobalNorm` is kept."""
+    """The values that one measurement computes besides the norms of the total and of param groups."""
 
     norm_type: float
     level: Level = "total"
@@ -280,33 +299,34 @@ class MeasurementSpec:
 
     @classmethod
     def of(cls, clip: Clip | None, norm_type: float) -> MeasurementSpec:
-        """What a rule needs, with the p of the norms."""
+        """Return the values that a rule needs. ``norm_type``: the p of the norms."""
         if clip is None:
             return cls(norm_type)
         return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
 
 
 class GradientClipper:
-    """Measures gradients, in one collective, and applies a rule to them.
+    """Measures gradients in one collective, and applies a clipping rule to them.
 
     Args:
-        params: The tensors whose gradients are stepped with, in the order of the plan's entries.
-        regions: For each of them which part of the logical tensor it is; None where pieces are of unequal sizes.
-        plan: Agreed by all ranks.
-        registry: The groups.
-        thresholds: Those of single param groups.
-        optimizer: Its param groups may have them.
-        checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
-        vote: What else ranks say there.
-        shards: The comparison of shards in the first measurement, with the first of ``checks``; None: not compared.
-        norm_type: The p of the norms, unless a rule has its own.
-        reduction: As in `GlobalNorm`.
-        per_parameter_norms: Report the norm of every logical parameter.
-        check_replicas: As in `ParallelOptimizer`. True: make ``checks`` in every measurement, not only until one has
-            compared.
+        params: The tensors whose gradients are clipped, in the order of the plan's entries.
+        regions: For each tensor its part of the full tensor. None: shards have unequal sizes.
+        plan: The plan that all ranks agreed on.
+        registry: The process groups.
+        thresholds: The thresholds of param groups.
+        optimizer: The optimizer whose param groups may have a ``max_norm``.
+        checks: Comparisons of replicas, in the first measurement or in every one. The first check compares ``params`` and
+            their gradients. Default: none.
+        vote: The votes of ranks to skip. None: ranks have no vote.
+        shards: The comparison of shards in the first measurement; needs ``checks``. None: shards are not compared.
+        norm_type: The p of the norms, unless the rule has its own. Default: 2.
+        reduction: As in `GlobalNorm`. Default: "packed".
+        per_parameter_norms: True: report the norm of every logical parameter. Default: False.
+        check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement, instead of only until they
+            have compared replicas once.
 
     Attributes:
-        checks: Those that are still to be made.
+        checks: The remaining checks.
     """
 
     def __init__(
@@ -338,7 +358,7 @@ class GradientClipper:
         self._one: Tensor | None = None
 
     def replan(self, plan: ReductionPlan) -> None:
-        """The same plan, of which more is known now."""
+        """Use ``plan``, the same plan with more information."""
         self.plan = plan
         self._measurers.clear()
         self._named.clear()
@@ -346,16 +366,16 @@ class GradientClipper:
     def not_captured(self) -> Iterator[str]:
         """Yield the reasons why a step can't be captured in a CUDA graph with what it measures."""
         if self.vote is not None and self.vote.commit is not None:
-            yield "commit= is asked in Python: leave it out, and decide before a replay"
+            yield "commit= is called in Python: leave it out, and decide before a replay"
         if isinstance(self._check_replicas, Fingerprints):
             yield "check_replicas=Fingerprints(...) counts steps in Python: leave it out"
         elif self._check_replicas is True:
-            yield "check_replicas=True reads what it compared: leave it out, copies are compared in the first step"
+            yield "check_replicas=True synchronizes the host: leave it out, replicas are compared in the first step"
         elif self.checks:
-            yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
+            yield "replicas have not been compared yet in a step with a finite norm: make more steps without a graph"
 
     def start_over(self) -> None:
-        """Other weights and states are there now."""
+        """Forget the compared replicas. Call it after weights or states were replaced."""
         if self.vote is not None and self.vote.watch is not None:
             self.vote.watch.start_over()
 
@@ -368,19 +388,21 @@ class GradientClipper:
         earlier: StepDecision | None = None,
         captured: bool,
     ) -> StepDecision:
-        """What is done with the gradients; it has been done where it is not one factor for all.
+        """Return the decision of the step. Gradients are already clipped if it has no ``factor``.
 
         Args:
-            clip: The rule, which remembers this step unless it is skipped by others than itself; None: measure only.
-            scale_info: What is still in the gradients.
-            now: Unscale and clip in place, even where the factor could be folded into the update.
-            earlier: Of the same window, in which ranks have had their say.
-            captured: A CUDA graph is made of it.
+            clip: The rule and its state. The state is updated, unless the step is skipped for a reason other than the rule
+                itself. None: measure only.
+            scale_info: The factors that gradients still contain.
+            now: True: unscale and clip in place. False (default): return the factor if the update can apply it.
+            earlier: An earlier decision of the same window. None: this is the first one. Ranks vote only in the first one.
+            captured: True: a CUDA graph is captured.
         Raises:
-            ValueError: A group's threshold was changed, of which other ranks would not know.
-            ReplicaMismatchError: On every rank, if copies are compared and differ.
-            ValueError: On every rank, in the first measurement, if shards of a parameter are copies.
-        Collectives: one. Host reads: none, unless copies are compared.
+            ValueError: A threshold changed that other ranks do not have. In the first measurement, on every rank: shards of
+                a parameter are replicas.
+            ReplicaMismatchError: On every rank, if replicas are compared and differ.
+        Collectives: one.
+        Host synchronization: none, except one if replicas are compared.
         """
         given = None if clip is None else clip.rule
         norm_type = self.norm_type if given is None or given.norm_type is None else given.norm_type
@@ -388,9 +410,9 @@ class GradientClipper:
         rule = self._with_thresholds(given, norm_type, scale_info.pack, vote)
         needs = MeasurementSpec.of(rule, norm_type)
         norms, inverse, sums = self._unscaled(needs, scale_info, vote)
-        finite, past = norms.total < inf, None  # not where it is NaN
+        finite, past = norms.total < inf, None  # False for NaN
         if "bypassed" in sums:
-            past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # states are also made by gradients of zeros
+            past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # zero gradients only create states; they are allowed
             finite = finite & ~past
         vetoed, parted = (None, None) if vote is None else vote.count(sums, finite)
         disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None
@@ -401,7 +423,7 @@ class GradientClipper:
             if clip_result.state:
                 state.remember(clip_result, _is_taken(finite, vetoed, parted, disagreed))
         factors, one = clip_result.factors, self._one
-        if one is None or one.device != norms.total.device:  # in the first step: a graph must not make it
+        if one is None or one.device != norms.total.device:  # made in the first step, because a graph must not make it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
         factor: Tensor | None = inverse
         level: Level = "total"
@@ -442,7 +464,7 @@ class GradientClipper:
     def _with_thresholds(
         self, clip: Clip | None, norm_type: float, pack: PackedSum, vote: SkipVote | None
     ) -> Clip | None:
-        """The rule, with the thresholds of single param groups in it."""
+        """Return the rule combined with the thresholds of param groups."""
         groups = self.optimizer.param_groups
         if not (
             self.thresholds.some or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)
@@ -451,7 +473,7 @@ class GradientClipper:
         try:
             return self.thresholds.rule(clip, groups, norm_type)
         except ValueError:
-            self._measured(MeasurementSpec(norm_type), pack, vote)  # as the other ranks do, which must not wait
+            self._measured(MeasurementSpec(norm_type), pack, vote)  # the other ranks wait for this collective
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------
@@ -459,7 +481,7 @@ class GradientClipper:
     def _unscaled(
         self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
-        """Return the norms of the gradients as they will be stepped with; ``inverse``; the sums of the packed fields."""
+        """Return the norms of the final gradients before clipping, ``inverse``, and the sums of the packed fields."""
         norms, sums = self._measured(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
         if scale_info.is_weighted:
@@ -472,7 +494,7 @@ class GradientClipper:
         groups = total.view(1) if norms.groups.numel() == 1 else norms.groups * inverse
         norms = norms._replace(total=total, groups=groups)
         for level in ("parameters", "units", "named"):
-            if (values := getattr(norms, level)).numel():  # a kernel would multiply nothing too
+            if (values := getattr(norms, level)).numel():  # saves a kernel for empty norms
                 norms = norms._replace(**{level: values * inverse})
         return norms, inverse, sums
 
@@ -501,10 +523,9 @@ class GradientClipper:
         return norms, sums
 
     def _compare(self, total: Tensor, sums: Sequence[Tensor]) -> None:
-        """Raise ReplicaMismatchError where copies differ, ValueError where shards are copies. Host reads: one."""
-        # One read of all of it.
+        """Raise ReplicaMismatchError if replicas differ, ValueError if shards are replicas. Host synchronization: one."""
         total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
-        # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
+        # A skipped step is not compared, because an overflow may be in one replica only. The next step is compared.
         always = self._check_replicas is True
         if always or bool(total.isfinite()):
             found = (check.mismatches(of_check) for check, of_check in zip(self.checks, totals, strict=False))
@@ -527,7 +548,7 @@ class GradientClipper:
         )
 
     def _with_named(self, needs: MeasurementSpec, norms: Norms) -> Norms:
-        """The norms, of named groups too."""
+        """Return the norms with the norms of named groups."""
         if needs.patterns not in self._named:
             self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
         named, p = self._named[needs.patterns], needs.norm_type
@@ -535,8 +556,8 @@ class GradientClipper:
         return norms._replace(named=named.norms(norms.parameters, p, self._constants), weights=weights)
 
     def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
-        """Multiply the gradients by factors at that level, in place; sums that have been made stay so."""
-        # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
+        """Multiply the gradients by the factors of one level in place, and keep their marks of complete gradients."""
+        # One call for all gradients: they may be views of one buffer, whose version counter all writes increment.
         units, named = self._measurers[needs].units, self._named.get(needs.patterns)
         with keep_complete_marks((param, None) for param in self.params):
             widen_gradients(self.params)
@@ -544,20 +565,20 @@ class GradientClipper:
 
 
 def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
-    """0-dim: D / W; 1 / ``count`` where no rank gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads:
-    none.
+    """Return D / W as a 0-dim tensor; 1 / ``count`` if the total weight W is 0; NaN if W is negative or NaN.
 
     Args:
-        totals: The sum over ranks of the field ``"window_weight"``.
-        data_ranks: D.
-        count: Micro-batches whose mean the window's gradient is.
+        totals: The sum over all ranks of the field ``"window_weight"``, one value per pipeline stage.
+        data_ranks: D, the number of ranks over which gradients were averaged.
+        count: The number of micro-batches whose mean the window's gradient is. Default: 1.
+    Host synchronization: none.
     """
     total = totals.amax() if len(totals) > 1 else totals[0]
     return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / count)
 
 
 def _is_taken(finite: Tensor, *flags: Tensor | None) -> Tensor:
-    """0-dim bool: the step is made, as far as the rule does not skip it itself."""
+    """Return a 0-dim bool: True if no flag skips the step. The rule may still skip it."""
     for flag in flags:
         if flag is not None:
             finite = finite & (flag == 0)

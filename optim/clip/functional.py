@@ -1,4 +1,4 @@
-"""Clip sharded gradients by their global norm or by value; usable alone, as torch's functions are."""
+"""Clip sharded gradients by their global norm or by value, as torch's functions do, without a `ParallelOptimizer`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NamedParam = tuple[str | None, Tensor]
 
 
 def given_in(params: Params) -> list[NamedParam]:
-    """(name, parameter), each parameter once."""
+    """Return (name, parameter) pairs without repeated parameters."""
     check_unused(params)
     items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if not any(issubclass(kind, tuple) for kind in {*map(type, items)}):
@@ -50,7 +50,7 @@ def given_in(params: Params) -> list[NamedParam]:
 
 @dataclass
 class OneShotParams:
-    """Parameters, each once: their names, themselves or the local ones of DTensors, their gradients and annotations."""
+    """The parameters of one call: names, tensors (local tensors of DTensors), gradients and annotations."""
 
     names: list[str | None]
     params: list[Tensor]
@@ -59,12 +59,16 @@ class OneShotParams:
 
     @classmethod
     def of(cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry) -> OneShotParams:
-        """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
+        """Return the parameters with local tensors in place of DTensors.
+
+        Raises:
+            ValueError: The layout of a DTensor, or of its gradient, is not supported.
+        """
         return cls([name for name, _ in given], *local_gradients([param for _, param in given], registry.topology))
 
     @cached_property
     def pending(self) -> Pending:
-        """The positions of those whose gradients may be sums that are still to be made."""
+        """Return the (index, annotation) of each parameter whose gradient may be partial or is tied."""
         return [
             (index, annotation)
             for index, annotation in enumerate(self.annotations)
@@ -72,25 +76,25 @@ class OneShotParams:
         ]
 
     def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
-        """Change the gradients in place; sums that have been made stay so."""
+        """Change the gradients in place, and keep their marks of complete gradients."""
         with keep_complete_marks((self.params[i], self.gradients[i]) for i, _ in self.pending):
             change(self.gradients)
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each gradient; of the parameter where there is none."""
+        """Return the number of elements of each gradient; of the parameter if it has no gradient."""
         return [
             (param if grad is None else grad).numel() for param, grad in zip(self.params, self.gradients, strict=True)
         ]
 
     def plan(self, registry: ProcessGroupRegistry) -> ReductionPlan:
-        """As this rank sees it. Raises ValueError, TypeError: as `entries_of` and `ReductionPlan.of`."""
+        """Return the plan of this rank. Raises as `entries_of` and `ReductionPlan.of`."""
         named = [param if name is None else (name, param) for name, param in zip(self.names, self.params, strict=True)]
         return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
 
 
 def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
-    """Raise TypeError for a gradient that is sparse or complex, and ValueError for one that is still a pending sum."""
+    """Raise TypeError for a gradient that is sparse or complex, and ValueError for a gradient that is still partial."""
     gradients = [gradient for gradient in listed.gradients if gradient is not None]
     dense = {gradient.layout for gradient in gradients} <= {torch.strided}
     if not dense or any(dtype.is_complex for dtype in {gradient.dtype for gradient in gradients}):
@@ -102,9 +106,9 @@ def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> No
             over = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)
             if registry.topology.size(*over) > 1:
                 raise ValueError(
-                    f"the gradient of {_name(listed, index)} ({annotation.spec}) is still a pending sum over "
-                    f"{', '.join(over)}: call sync_gradients(params, registry) after the last backward, or use "
-                    "ParallelOptimizer, which does"
+                    f"the gradient of {_name(listed, index)} ({annotation.spec}) is partial: it must still be summed over "
+                    f"{', '.join(over)}. Call sync_gradients(params, registry) after the last backward, or use "
+                    "ParallelOptimizer, which calls it"
                 )
 
 
@@ -113,15 +117,23 @@ def _name(listed: OneShotParams, index: int) -> str:
     return listed.names[index] or (annotation.name if annotation else None) or f"parameter {index}"
 
 
-# Rules that need single parameters ------------------------------------------------------------------------------------
+# Rules that distinguish parameters ------------------------------------------------------------------------------------
 
-# A rule that speaks of single parameters, on a list of them that is no optimizer's: ranks agree once what is in it.
+# Such a rule needs logical parameters. Without an optimizer, ranks agree once on the list of parameters.
 
 
 class StatefulClipper:
-    """Measures the gradients of one list, in one collective, and applies a rule to them.
+    """Applies a rule that distinguishes parameters to the gradients of one list of parameters.
 
-    Raises, collectives: where it is made, as `agreed`, on every rank.
+    Args:
+        listed: The parameters of the first call.
+        registry: The process groups.
+        clip: The rule and its state.
+        norm_type: p >= 1, or inf.
+        reduction: See `GlobalNorm`.
+    Raises: As `agreed`, on every rank.
+    Collectives: those of `agreed` and `planned_for`.
+    Host synchronization: yes.
     """
 
     def __init__(
@@ -139,7 +151,7 @@ class StatefulClipper:
         plan = planned_for(clip.rule, agreed(checked_plan, registry, names=True), registry)
         clip.bind(plan.parameter_names)
         self.registry, self.key = registry, _key(listed)
-        self._annotations = listed.annotations  # their ids are in the key
+        self._annotations = listed.annotations  # keeps the objects alive whose ids are in the key
         no_groups: Any = SimpleNamespace(param_groups=[])
         self.clipping = GradientClipper(
             listed.params,
@@ -153,22 +165,25 @@ class StatefulClipper:
         )
 
     def __call__(self, clip: ClipState, params: list[Tensor], listed: OneShotParams) -> GradStats:
-        """Clip in place, and what was measured. Collectives: one. Host reads: none.
+        """Clip the gradients in place, and return their measurements.
 
         Args:
-            clip: That of the first call.
-            params: As they were given, DTensors among them.
-            listed: The same, taken apart.
+            clip: The `ClipState` of the first call.
+            params: The parameters as the user gave them, including DTensors.
+            listed: The same parameters with local tensors.
         Raises:
-            ValueError, TypeError: On the rank that has another list, or gradients that can't be measured; on the others the
-                step is one that is skipped.
+            ValueError: On a rank whose list differs from the first call, or whose gradients are partial. The other ranks
+                skip the step.
+            TypeError: On a rank with complex or sparse gradients. The other ranks skip the step.
+        Collectives: one.
+        Host synchronization: none.
         """
         try:
             check_gradients(listed, self.registry)
             if _key(listed) != self.key:
                 raise ValueError(
-                    f"{type(clip.rule).__name__} speaks of single parameters, and this is another list of them than in the "
-                    "first call: give the same one in every call, or make a ClipState for each list"
+                    f"{type(clip.rule).__name__} distinguishes parameters, but the list of parameters differs from the "
+                    "list of the first call: give the same list in every call, or make a ClipState for each list"
                 )
         except (ValueError, TypeError):
             self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)
@@ -188,7 +203,7 @@ def _key(listed: OneShotParams) -> tuple[object, ...]:
 
 
 def _regions(plan: ReductionPlan) -> list[Region | None]:
-    """For each entry which part of the logical tensor it is."""
+    """Return for each entry its part of the full tensor; None if shards have unequal sizes."""
     return [
         None
         if entry.full_shape is None
@@ -207,24 +222,29 @@ def global_norm(
     *,
     reduction: Reduction = "packed",
 ) -> GradStats:
-    """The global p-norm of the gradients of ``params``; changes nothing.
+    """Return the global p-norm of the gradients of ``params``. It changes nothing.
+
+        stats = global_norm(model.parameters(), registry)
+        print(float(stats.total_norm))
+
+    Gradients must be averaged over data-parallel axes, and partial gradients must be summed, before the call. Use
+    `sync_gradients` or `ParallelOptimizer`.
 
     Args:
-        params: Declared parameters, or (name, parameter) pairs; ``.grad`` is this rank's piece, None counts as zero.
-            They may be other ones on every call and, with ``reduction="packed"``, others on every rank.
-        registry: The groups of the mesh that the specs name.
-        norm_type: p >= 1, or inf.
-        reduction: ``"packed"`` or ``"per_group"``; see `GlobalNorm`.
+        params: Declared parameters, or (name, parameter) pairs. ``.grad`` is this rank's shard; None counts as zero. With
+            ``reduction="packed"`` the parameters may differ between calls and between ranks.
+        registry: The process groups of the mesh that the specs name.
+        norm_type: p >= 1, or inf. Default: 2.
+        reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
-        GradStats, the same bits on every rank. Averaging over data axes and pending sums are the caller's (or
-        `ParallelOptimizer`'s, or `sync_gradients`'s) to make before.
+        GradStats, bitwise identical on every rank.
     Raises:
-        ValueError: A parameter has no spec or one that does not fit; a gradient is still a pending sum; norm_type < 1.
-        TypeError: A complex or sparse gradient. Where ranks are compared, each of these is raised on all of them; in later
-            packed calls on its rank alone, and the others' norm is NaN.
-    Collectives: one all-reduce over the world (p = inf: one all-gather). On the first call with a registry also a check
-        that all ranks declare the same, and with ``"per_group"``, whose collectives follow from what ranks declare, on
-        every call. Host reads: those of the check.
+        ValueError: A parameter has no spec, or a spec that does not fit; a gradient is still partial; norm_type < 1.
+        TypeError: A gradient is complex or sparse. Calls that compare ranks raise these errors on all ranks. Other calls
+            raise them on one rank, and the norm is NaN on the other ranks.
+    Collectives: one all-reduce over all ranks (p >= 12: one all-gather). The first call with a registry also compares the
+        ranks' declarations. With ``"per_group"`` every call does, because its collectives depend on the declarations.
+    Host synchronization: only when ranks are compared.
     """
     check_registry(registry)
     with in_call(registry, "global_norm"):
@@ -243,22 +263,32 @@ def clip_grad_norm_(
 ) -> GradStats:
     """Clip sharded gradients by their global p-norm, in place.
 
-        coef = min(1, max_norm / (total_norm + 1e-6))
+        coef = min(1, max_norm / (total_norm + 1e-6))        Pascanu et al. 2013, arXiv:1211.5063
 
-    A norm that is not finite leaves the gradients as they are and is reported by ``found_inf``; don't step then.
+        stats = clip_grad_norm_(model.parameters(), 1.0, registry)
+        if not stats.found_inf:
+            optimizer.step()
+
+    If the norm is non-finite, the gradients stay unchanged and ``found_inf`` is 1; do not step then.
 
     Args:
-        params: As for `global_norm`. With a rule that speaks of single parameters the same list in every call.
-        max_norm: Threshold in unscaled gradient units; finite, > 0. Or another rule; one that remembers steps, or speaks of
-            single parameters, as a `ClipState` that is made once. Where it skips spikes, don't step if ``stats.skipped``.
-        error_if_nonfinite: Raise instead, on every rank, which reads the host in every call.
+        params: As for `global_norm`. A rule that distinguishes parameters needs the same list in every call.
+        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or another rule. A rule with state, or one
+            that distinguishes parameters, must be a `ClipState` that you make once. If the rule skips spikes, do not step
+            if ``stats.skipped``.
+        registry: The process groups of the mesh that the specs name.
+        norm_type: p >= 1, or inf; the ``norm_type`` of a rule takes precedence. Default: 2.
+        error_if_nonfinite: True: raise on every rank if the norm is non-finite; this synchronizes the host in every call.
+            Default: False.
+        reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
-        GradStats with the norm before clipping; 0-dim tensors, the same bits on every rank.
-    Raises:
-        As `global_norm`; ValueError for a bad max_norm; TypeError for a rule that needs a `ClipState`; RuntimeError for a
-            norm that is not finite, if asked for. Nothing is changed then.
-    Collectives, host reads: as `global_norm`; in the first call with a `ClipState` also those that agree on names.
-    Reference: Pascanu et al. 2013, arXiv:1211.5063.
+        GradStats with the norm before clipping, bitwise identical on every rank.
+    Raises: As `global_norm`; nothing is changed then. Also:
+        ValueError: ``max_norm`` is None or out of range.
+        TypeError: The rule needs a `ClipState`.
+        RuntimeError: The norm is non-finite and ``error_if_nonfinite`` is True.
+    Collectives: as `global_norm`; the first call with a `ClipState` also agrees on parameter names.
+    Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one per call.
     """
     clip = _in_use(max_norm, reduction)
     norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
@@ -275,8 +305,8 @@ def clip_grad_norm_(
             stats = lists[clip](clip, [param for _, param in given], listed)
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(
-                f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so they can't be clipped, "
-                "and were not changed; leave error_if_nonfinite=True out to get it as found_inf, and skip the step then"
+                f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so gradients were not "
+                "clipped; skip the step, or leave error_if_nonfinite=True out and look at stats.found_inf"
             )
         if _is_of_total(clip):
             listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))
@@ -284,7 +314,12 @@ def clip_grad_norm_(
 
 
 def _in_use(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
-    """Raises ValueError, TypeError: what was given is out of range, or is to be a `ClipState`."""
+    """Return the checked rule with its state.
+
+    Raises:
+        ValueError: ``max_norm`` is None or out of range, or its rule does not support ``reduction``.
+        TypeError: The rule needs a `ClipState`.
+    """
     rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
     if rule is None:
         raise ValueError("max_norm=None: give a threshold or a rule; global_norm(params, registry) measures only")
@@ -294,32 +329,35 @@ def _in_use(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
     clip = ClipState(rule)
     if rule.initial() or not _is_of_total(clip):
         raise TypeError(
-            f"{type(rule).__name__} {'remembers steps' if rule.initial() else 'speaks of single parameters'}: make "
+            f"{type(rule).__name__} {'has state' if rule.initial() else 'distinguishes parameters'}: make "
             f"clip = ClipState({type(rule).__name__}(...)) once, and give clip in every call"
         )
     return clip
 
 
 def _is_of_total(clip: ClipState) -> bool:
-    """Whether one factor is made of the total norm alone."""
+    """Return True if the rule needs only the total norm, and multiplies all gradients by one factor."""
     rule = clip.rule
     return rule.level == "total" and not (rule.weights or rule.in_place or clip.needs_names)
 
 
 @torch.no_grad()
 def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRegistry) -> None:
-    """Clamp every element of the gradients to [-clip_value, clip_value], in place.
+    """Clamp every element of the gradients to [-clip_value, clip_value], in place. NaN stays NaN.
 
-    Elements need no collective, but whole gradients: a pending sum must be made first. NaN stays NaN.
+        clip_grad_value_(model.parameters(), 0.5, registry)
+
+    Partial gradients must be summed before the call.
 
     Args:
         params: As for `global_norm`.
-        clip_value: Threshold in unscaled gradient units; finite, > 0.
-        registry: Tells which gradients may be pending sums.
+        clip_value: The bound, in units of the unscaled gradient; finite, > 0.
+        registry: The process groups; they show which gradients may be partial.
     Raises:
-        ValueError: A gradient is still a pending sum, or clip_value is not finite and positive.
-        TypeError: A complex or sparse gradient.
-    Collectives: none. Host reads: none.
+        ValueError: A gradient is still partial, or ``clip_value`` is not finite and positive.
+        TypeError: A gradient is complex or sparse.
+    Collectives: none.
+    Host synchronization: none.
     """
     checked_threshold(clip_value, "clip_value")
     check_registry(registry)
@@ -334,7 +372,7 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
 
     known = state.norms.get(key)
     if known is not None:
-        listed.pending = known.pending  # the annotations are the same, so these are
+        listed.pending = known.pending  # depends on the annotations only, which are equal
 
     def checked_plan() -> ReductionPlan:
         check_gradients(listed, registry)
@@ -347,21 +385,21 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
         state.remember(key, _Known(norm, listed.pending, listed.annotations))
         return norm
 
-    # By group, which collectives there are depends on all ranks' lists; whether one has changed only its rank knows.
+    # Per group, the collectives depend on the lists of all ranks, and a rank cannot tell if another rank's list changed.
     if not state.checked or reduction == "per_group":
         return measurer(agreed(checked_plan, registry))(listed.gradients)
-    # Packed, later lists are planned without a word to others: those that depend on local data may differ between ranks.
+    # Packed, later lists are not compared, because lists that depend on local data may differ between ranks.
     try:
         check_gradients(listed, registry)
         measure = measurer(listed.plan(registry)) if known is None else known.norm
     except (ValueError, TypeError):
-        _measure_nan(registry, norm_type)  # the others, which must not wait, find no norm and clip nothing
+        _measure_nan(registry, norm_type)  # the other ranks wait for this collective; they see a NaN and clip nothing
         raise
     return measure(listed.gradients)
 
 
 def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
-    """Take part in a packed measurement as one who has a gradient of NaN."""
+    """Take part in a packed measurement with a gradient of NaN."""
     nan = torch.full((1,), torch.nan, device=registry.device)
     annotate(nan, P(), "nan")
     topology = registry.topology
@@ -370,7 +408,7 @@ def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
 
 
 class _Known(NamedTuple):
-    """A list of gradients that has been measured before. It keeps its annotations alive, whose ids are in its key."""
+    """The `GlobalNorm` of a list that was measured before. It keeps annotations alive, because the key has their ids."""
 
     norm: GlobalNorm
     pending: Pending
@@ -378,7 +416,7 @@ class _Known(NamedTuple):
 
 
 class _State:
-    """The lists that a registry has been used with, by what tells them apart."""
+    """The lists of parameters that were measured with one registry, by key."""
 
     def __init__(self) -> None:
         self.norms: dict[tuple[object, ...], _Known] = {}
@@ -386,7 +424,7 @@ class _State:
         self.checked = False
 
     def remember(self, key: tuple[object, ...], known: _Known) -> None:
-        """Keep one; lists that change from call to call must not pile up."""
+        """Store the result for a list. The cache is cleared at 64 lists, because lists may change in every call."""
         if len(self.norms) >= 64:
             self.norms.clear()
         self.norms[key] = known

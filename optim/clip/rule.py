@@ -1,21 +1,23 @@
-"""What a clip rule is: from norms, and what it remembers of earlier steps, to factors on gradients. And the usual one.
+"""The interface of clipping rules, the usual rule (`ByNorm`), and the state of a rule.
 
-A rule says at which level it works, and gets the norms that were measured there, of the gradients as they will be stepped
-with (unscaled, averaged), in device tensors of the same bits on every rank:
+A rule maps norms, and its state from earlier steps, to factors on gradients. Each rule has a level. It receives the norms
+at this level, as device tensors that are bitwise identical on every rank. They are norms of the unscaled, averaged
+gradients.
 
     level          norms.<level>            factors
-    "total"        0-dim                    0-dim, folded into the update where the optimizer can
-    "groups"       [param groups]           one for each param group
-    "parameters"   [logical parameters]     one for each, over all of its pieces
-    "named"        [patterns and 1]         one for each of the rule's `patterns`, and for what none of them matches
-    "units"        [units of all of them]   one for each unit: the slices along a dim, such as rows
+    "total"        0-dim                    0-dim; applied in the update if the optimizer supports it
+    "groups"       [param groups]           one per param group
+    "parameters"   [logical parameters]     one per parameter, for all of its shards
+    "named"        [patterns + 1]           one per pattern of the rule's `patterns`, and one for all other parameters
+    "units"        [units of all params]    one per unit: a slice along a dim, such as a row
 
-A factor multiplies the gradients of what it is the factor of. A step whose total norm is not finite is skipped, whatever a
-rule says. Everything that rules need travels in the one packed collective of the step, and nothing is read by the host.
+A step with a non-finite total norm is skipped, whatever the rule returns. All norms that rules need are computed by the
+packed collective of the step. Rules do not synchronize the host.
 
-A rule is a function and keeps nothing itself. What it remembers it declares (`Clip.initial`); the optimizer keeps that in
-tensors (`ClipState`), gives them to `Clip.decide`, and writes what comes back into them where the step was not skipped
-for a norm that is not finite, a veto or copies that differ. So one rule may be given to several optimizers.
+A rule has no mutable state. It declares its initial state (`Clip.initial`), and the optimizer keeps it in tensors
+(`ClipState`). The optimizer passes these tensors to `Clip.decide`, and stores the state that it returns. It stores nothing
+if the step is skipped because of a non-finite norm, a vote of a rank, or replicas that differ. So one rule object can serve
+several optimizers.
 """
 
 from __future__ import annotations
@@ -38,32 +40,35 @@ from ..norm.groupings import UnitDim
 from ..norm.measure import Level, Norms
 
 Threshold = float | Callable[[Tensor], Tensor]
-"""In units of the unscaled gradient: a number, or a function of the number of steps, both 0-dim tensors (`WarmUp`)."""
+"""A number, or a function that maps the number of steps to a threshold, both as 0-dim tensors (`WarmUp`).
+
+Thresholds are in units of the unscaled gradient.
+"""
 
 
 class OfEachParameter(NamedTuple):
-    """Of a state: one number for each logical parameter, in the order of ``norms.parameters``; saved by name.
+    """Initial state with one number per logical parameter, in the order of ``norms.parameters``. It is saved by name.
 
     Args:
-        value: That it begins as.
+        value: The initial value of each number.
     """
 
     value: float
 
 
 Initial = float | Sequence[float] | OfEachParameter
-"""What a tensor of a state begins as: a number is a 0-dim tensor, several are a 1-dim one."""
+"""The initial value of a state tensor: a number for a 0-dim tensor, a sequence for a 1-dim tensor."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Decision(NamedTuple):
-    """What a rule says of one step.
+    """The result of a rule in one step.
 
     Args:
-        factors: What gradients are multiplied by, of the shape of the norms at the rule's level; None: by 1.
-        state: What it remembers from here on, by name, as `Clip.initial` has it; what is left out stays as it is.
-        skip: 0-dim bool: the step is not to be made, though its norm is finite; None: it is.
+        factors: Factors on gradients, of the shape of the norms at the rule's level. None: gradients are unchanged.
+        state: The new state by name. A name that is left out keeps its value. Default: none changes.
+        skip: 0-dim bool: True skips the step although its norm is finite. None: the rule does not skip it.
     """
 
     factors: Tensor | None
@@ -71,65 +76,80 @@ class Decision(NamedTuple):
     skip: Tensor | None = None
 
     def spiked(self, finite: Tensor) -> Tensor | None:
-        """`GradStats.spiked`, where the norm is ``finite``, 0-dim bool: else the step is skipped for that."""
+        """Return `GradStats.spiked`. ``finite``, 0-dim bool: the norm is finite; if not, the step is not a spike."""
         return None if self.skip is None else (self.skip & finite).float()
 
 
-class Clip(ABC):  # noqa: B024 (one of two methods is to be written)
-    """A rule; give it as ``max_norm=``. One of your own says its `level`, and computes `factors`; or, if it remembers
-    something or skips steps, says what it remembers in `initial` and computes `decide`."""
+class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
+    """A clipping rule; pass it as ``max_norm=``.
+
+        class HalfGradients(Clip):
+            def factors(self, norms):
+                return torch.full_like(norms.total, 0.5)
+
+    To write a rule, set `level` and override `factors`. A rule with state, or a rule that skips steps, overrides `initial`
+    and `decide` instead.
+    """
 
     level: Level = "total"
     patterns: tuple[str, ...] = ()
-    """At level "named" the groups, by glob over the names of parameters."""
+    """The named groups at level "named": globs over parameter names."""
     weights: bool = False
-    """Whether ``norms.weights`` is needed: the norms of the weights themselves, at the same level."""
+    """True: the rule needs ``norms.weights``, the norms of the weights at the same level."""
     in_place: bool = False
-    """Whether `finish_` changes gradients: they are then unscaled and multiplied before it, in a pass of their own."""
+    """True: `finish_` changes gradients. They are unscaled and multiplied in place before it, in a separate pass."""
     norm_type: float | None = None
-    """The p of the norms; None: that of the optimizer."""
+    """The p of the norms. None: the optimizer's p."""
     unit_dim: UnitDim = 0
-    """At level "units" the dim along which they lie."""
+    """The dim along which units are counted at level "units"."""
 
     def check(self) -> None:  # noqa: B027 (a rule without numbers has nothing to check)
-        """Raise ValueError for arguments that are out of range; asked on all ranks together, before anything is changed."""
+        """Raise ValueError for arguments that are out of range. It is called on all ranks, before anything is changed."""
 
     def factors(self, norms: Norms) -> Tensor | None:
-        """What gradients are multiplied by, of the shape of the norms at this level; None: by 1. Host reads: none."""
+        """Return the factors on gradients, of the shape of the norms at this level. None: gradients are unchanged.
+
+        Args:
+            norms: The norms of the unscaled gradients.
+        Host synchronization: none is allowed.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} says neither factors(norms) nor decide(norms, state): write one"
+            f"{type(self).__name__} has neither factors(norms) nor decide(norms, state): write one of them"
         )
 
     def initial(self) -> Mapping[str, Initial]:
-        """What is remembered from step to step, by name, as it is before the first one. Asked once."""
+        """Return the state before the first step, by name. It is called once per `ClipState`."""
         return NOTHING
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        """What is done in this step. Writes to no tensor of ``state``, and reads nothing to the host.
+        """Return the decision of one step. An override must not write to ``state``, and must not synchronize the host.
 
         Args:
-            state: What `initial` says, on the device of the norms and of their dtype.
+            norms: The norms of the unscaled gradients.
+            state: One tensor per name in `initial`, with the device and dtype of the norms.
         """
         return Decision(self.factors(norms))
 
     def shown(self, factors: Tensor, norms: Norms) -> Tensor:
-        """0-dim: what `GradStats.clip_coef` says; the smallest factor."""
+        """Return `GradStats.clip_coef`, 0-dim. Default: the smallest factor."""
         if factors.dim() == 0:
             return factors
         return factors.amin() if factors.numel() else torch.ones_like(norms.total)
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:  # noqa: B027 (most rules have nothing to do here)
-        """Change the ``.grad`` of these tensors, in place, after the factors."""
+        """Change the ``.grad`` of these tensors in place, after the factors were applied. Default: no change."""
 
 
 @dataclass(frozen=True)
 class ByNorm(Clip):
-    """coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1211.5063
+    """Clips by the global norm: coef = min(1, max_norm / (total_norm + 1e-6)).
+
+    Pascanu et al. 2013, arXiv:1211.5063. ``max_norm=1.0`` is short for ``max_norm=ByNorm(1.0)``.
 
     Args:
-        max_norm: In units of the unscaled gradient; finite, > 0. Or a function of the number of steps that were not
-            skipped: `WarmUp`, or your own.
-        norm_type: p >= 1, or inf; None: that of the optimizer.
+        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function of the number of steps that
+            were not skipped, such as `WarmUp`.
+        norm_type: p >= 1, or inf. None (default): the optimizer's p.
     """
 
     max_norm: Threshold
@@ -149,38 +169,40 @@ class ByNorm(Clip):
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), elementwise; 0 or NaN where the norm is not finite, and the step is skipped."""
+    """Return min(1, max_norm / (norm + 1e-6)) elementwise. It is 0 or NaN for a non-finite norm, which skips the step."""
     return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def shortened(norm: Tensor, bound: float | Tensor) -> Tensor:
-    """min(1, bound / norm), elementwise, for bounds that norms themselves make, and that a norm must meet exactly."""
+    """Return min(1, bound / norm) elementwise, without an epsilon: for bounds that norms must not exceed at all."""
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 
 def at(threshold: Threshold | None, steps: Tensor | None) -> float | Tensor | None:
-    """A threshold after so many steps, 0-dim; None where there is none, or where it is a number."""
+    """Return ``threshold(steps)`` if the threshold is callable and ``steps`` is given, else ``threshold`` unchanged."""
     return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]
 
 
 def counting(*thresholds: Threshold | None) -> Mapping[str, Initial]:
-    """The state of a rule that remembers nothing but how many steps there were, if one of its thresholds asks."""
+    """Return the initial state of a rule that counts steps, if one of its thresholds depends on them."""
     return {"steps": 0.0} if any(map(callable, thresholds)) else NOTHING
 
 
 def counted(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """That state after one step more."""
+    """Return the state of `counting` after one more step."""
     return {"steps": state["steps"] + 1} if "steps" in state else NOTHING
 
 
 def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> None:
-    """Check a threshold; a function of the number of steps by its own ``check``, if it has one.
+    """Check a threshold. A callable threshold is checked by its ``check`` method, if it has one.
 
     Args:
-        infinite: It may be: a group that is not clipped, nor one of those that are clipped together.
+        value: The threshold.
+        name: Name of the argument, for the error.
+        infinite: True: ``math.inf`` is allowed; it excludes a param group from clipping. Default: False.
     Raises:
-        TypeError: It is no number and no function.
-        ValueError: It is not finite and positive.
+        TypeError: The threshold is neither a number nor callable.
+        ValueError: The threshold is not finite and positive.
     """
     if callable(value):
         getattr(value, "check", bool)()
@@ -193,35 +215,35 @@ def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> No
 
 
 def checked_positive(value: float, name: str) -> None:
-    """Raise ValueError unless it is a finite number above 0, TypeError if it is no number."""
+    """Raise ValueError unless ``value`` is a finite number above 0; TypeError if it is not a number."""
     check_scalar(value, name)
     if not (value > 0 and isfinite(value)):
         raise ValueError(f"{name}={value}: give a finite number > 0")
 
 
 def checked_count(value: int, name: str, least: int) -> None:
-    """Raise ValueError where it is no whole number of at least ``least``."""
+    """Raise ValueError unless ``value`` is a whole number >= ``least``."""
     if not is_whole(value, least):
         raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
 
 
 def checked_decay(value: float, name: str) -> None:
-    """Raise ValueError unless it is the weight of an exponential mean, TypeError if it is no number."""
+    """Raise ValueError unless ``value`` is a decay in [0, 1) of an exponential mean; TypeError if it is not a number."""
     check_scalar(value, name)
     if not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r}: give a number >= 0 and < 1, the weight of what was before")
+        raise ValueError(f"{name}={value!r}: give a number >= 0 and < 1, the weight of the previous mean")
 
 
 # State ----------------------------------------------------------------------------------------------------------------
 
-# What a rule remembers: named tensors of the same bits on every rank, kept in place, saved as numbers under names.
+# The state of a rule is named tensors, bitwise identical on every rank. They are updated in place, and saved as numbers.
 
 Numbers = float | list[float] | dict[str, float]
-"""Of a state: 0-dim, 1-dim, or by the name of a logical parameter."""
+"""The numbers of one state tensor: 0-dim, 1-dim, or by name of the logical parameter."""
 
 
 class ClipState:
-    """A rule in use, and what it remembers. An optimizer makes one of its ``max_norm=``; make one for `clip_grad_norm_`:
+    """A rule with its state. An optimizer makes one from its ``max_norm=``; make one yourself for `clip_grad_norm_`:
 
         clip = ClipState(ZClip())
         for batch in batches:
@@ -230,40 +252,47 @@ class ClipState:
         torch.save(clip.state_dict(), path)
 
     Args:
-        rule: Which may be another one's too: what is remembered is here.
+        rule: The rule. Several `ClipState` objects can share one rule, because the state is here.
 
     Attributes:
-        initial: What the rule remembers, and begins with; nothing for most.
-        names: Of the logical parameters, the same on every rank; none before they are known, or where nobody asks.
-        tensors: By name; they are made in the first step, on the device of the norms, and from there on changed in place.
+        initial: The initial state of the rule; empty for most rules.
+        names: The names of the logical parameters, equal on every rank. Empty until `bind`.
+        tensors: The state by name. The first step creates the tensors on the device of the norms; later steps change them
+            in place.
     """
 
     def __init__(self, rule: Clip) -> None:
         self.rule, self.initial = rule, rule.initial()
         self.names: tuple[str, ...] = ()
         self.tensors: dict[str, Tensor] = {}
-        self._numbers: dict[str, Numbers] = {}  # loaded; what is not among them begins as the rule says
+        self._numbers: dict[str, Numbers] = {}  # loaded values; missing names start from the rule's initial values
 
     @property
     def needs_names(self) -> bool:
-        """Whether the rule speaks of single parameters."""
+        """Return True if the rule distinguishes parameters, so that ranks must agree on their names."""
         of_each = any(isinstance(value, OfEachParameter) for value in self.initial.values())
         return of_each or self.rule.level in ("parameters", "named", "units")
 
     def bind(self, names: Sequence[str]) -> None:
-        """The logical parameters are these now; what is remembered of one of them stays, by its name. Host reads: where
-        they were others before."""
+        """Set the names of the logical parameters. State of a parameter is kept by its name.
+
+        Host synchronization: only if the names changed.
+        """
         if tuple(names) != self.names:
             self._numbers = self._read()
             self.names, self.tensors = tuple(names), {}
 
     def decide(self, norms: Norms, rule: Clip | None = None) -> Decision:
-        """What the rule says of one step. Host reads: none.
+        """Return the decision of one step.
 
         Args:
-            rule: What stands for it, with the same state: with thresholds of param groups in it.
+            norms: The norms of the unscaled gradients.
+            rule: A rule to apply with this state instead, such as the rule combined with thresholds of param groups. None:
+                the rule itself.
         Raises:
-            RuntimeError: A CUDA graph is made in the first step; or the rule has a state of its own, and moved it then.
+            RuntimeError: A CUDA graph is captured in the first step, or the rule replaced a tensor of its own during a
+                capture.
+        Host synchronization: none.
         """
         self._make(norms.total)
         rule = self.rule if rule is None else rule
@@ -271,12 +300,12 @@ class ClipState:
             return rule.decide(norms, self.tensors)
 
     def remember(self, decision: Decision, taken: Tensor) -> None:
-        """Keep what the rule wants to remember, where ``taken``, 0-dim bool. Host reads: none."""
+        """Store the new state of ``decision`` if ``taken``, 0-dim bool, is True. Host synchronization: none."""
         for name, value in decision.state.items():
             if name not in self.tensors:
                 raise TypeError(
-                    f"{type(self.rule).__name__} wants to remember {name!r}, and initial() returns "
-                    f"{sorted(self.tensors)}: say there what it begins as"
+                    f"{type(self.rule).__name__} returns a state {name!r}, but its initial() has only "
+                    f"{sorted(self.tensors)}: add the initial value of {name!r} there"
                 )
             kept = self.tensors[name]
             kept.copy_(torch.where(taken, value, kept))
@@ -290,8 +319,8 @@ class ClipState:
             return
         if is_captured():
             raise RuntimeError(
-                f"{type(self.rule).__name__} remembers nothing yet, and begins in the step that is captured in a CUDA "
-                "graph: make a step with it before"
+                f"{type(self.rule).__name__} has no state yet, and a CUDA graph that is captured must not create it: make "
+                "one step with the rule before the capture"
             )
         for name, begins in initial.items():
             numbers = self._laid_out(begins, self._numbers.get(name))
@@ -309,7 +338,7 @@ class ClipState:
     # Saving and loading ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, which load on any layout. Host reads: one for each tensor."""
+        """Return the state as plain numbers, which load on any layout. Host synchronization: one per tensor."""
         return {"rule": type(self.rule).__name__, "state": self._read()}
 
     def _read(self) -> dict[str, Numbers]:
@@ -320,16 +349,19 @@ class ClipState:
         return found
 
     def check_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Raise ValueError where ``saved`` is nothing that the `state_dict` of a rule returns, of this one or another."""
+        """Raise ValueError unless ``saved`` is None or the `state_dict` of a rule; it may be of another rule."""
         if saved is None:
             return
         fields({"rule": check_text, "state": dict_of(_check_numbers)})(saved, "clip")
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from what `state_dict` returned, on this or another layout.
+        """Continue from the result of `state_dict`, on this or another layout.
 
-        What was saved without a state of this rule (None), or with that of another one, is no error, so that a run may
-        change its rule: what the rule remembers then begins anew, with a warning that says so.
+        A run may change its rule: if ``saved`` is None or belongs to another rule, the state starts from its initial
+        values, with a warning.
+
+        Raises:
+            ValueError: ``saved`` is not the result of a `state_dict`.
         """
         self.check_state(saved)
         initial, self.tensors, self._numbers = self.initial, {}, {}
@@ -338,10 +370,10 @@ class ClipState:
         kind, saved = type(self.rule).__name__, saved or {}
         state = saved.get("state", {})
         if saved.get("rule") != kind or not _fits(initial, state):
-            found = f"is of {saved['rule']} and does not fit" if "rule" in saved else "has nothing of a rule"
+            found = f"is for {saved['rule']} and does not fit" if "rule" in saved else "has no state of a rule"
             warnings.warn(
-                f"{kind} remembers {', '.join(sorted(initial))} from step to step, and the state that is loaded {found}: "
-                "it begins anew, with its warm-up if it has one",
+                f"{kind} keeps {', '.join(sorted(initial))} from step to step, but the loaded state {found}: its state "
+                "starts from the initial values, with its warm-up if it has one",
                 stacklevel=2,
             )
             return
@@ -349,13 +381,13 @@ class ClipState:
         new = {name for numbers in state.values() if isinstance(numbers, dict) for name in {*self.names} - {*numbers}}
         if new:
             warnings.warn(
-                f"the state that is loaded has nothing of {kind} for {some(sorted(new))}: for these it begins anew",
+                f"the loaded state of {kind} has no values for {some(sorted(new))}: these start from the initial values",
                 stacklevel=2,
             )
 
 
 def _check_numbers(value: object, field: str) -> None:
-    """Raise ValueError where a value is none of `Numbers`, or is NaN."""
+    """Raise ValueError unless ``value`` is one of `Numbers` without NaN."""
     if isinstance(value, list):
         list_of(check_number)(value, field)
     elif isinstance(value, dict):
@@ -369,7 +401,7 @@ def _of_each(begins: Initial) -> bool:
 
 
 def _fits(initial: Mapping[str, Initial], state: Mapping[str, Any]) -> bool:
-    """Whether the numbers have the names and shapes of a rule's state; what it has not begun to remember is missing."""
+    """Return True if the saved numbers have the names and shapes of the rule's state, or if nothing was saved yet."""
     if not state:
         return True
     return state.keys() == initial.keys() and all(

@@ -1,4 +1,4 @@
-"""The clip rules, those that look at one step and those that remember, and what may be given as ``max_norm=``."""
+"""The clipping rules other than `ByNorm`, with and without state, and the conversion of the argument ``max_norm=``."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from .rule import (
 
 @dataclass(frozen=True)
 class ByValue(Clip):
-    """Clamp every element to [-clip_value, clip_value], after measuring.
+    """Clamps every element to [-clip_value, clip_value], after the norm was measured.
 
     Args:
-        clip_value: In units of the unscaled gradient; finite, > 0.
+        clip_value: The bound, in units of the unscaled gradient; finite, > 0.
     """
 
     in_place = True
@@ -59,17 +59,21 @@ class ByValue(Clip):
 
 @dataclass(frozen=True)
 class ByGroup(Clip):
-    """Param groups with a threshold are clipped by their own norm, the others by theirs together.
+    """Clips param groups with a threshold by their own norm, and all other groups by their common norm.
 
-    What ``"max_norm"`` in a param group comes to; `GradStats.clip_coef` is the coefficient of the others. An optimizer that
-    normalises its update anyway (Muon, LAMB) needs no clipping, and its gradients should not shorten those of others: give
-    its groups ``math.inf``.
+        optimizer.param_groups[1]["max_norm"] = 0.5  # ParallelOptimizer then combines its rule into a ByGroup
+
+    `GradStats.clip_coef` is the coefficient of the other groups. An optimizer that normalises its update anyway (Muon,
+    LAMB)
+    needs no clipping, and its gradients should not shorten other gradients: give its groups ``math.inf``.
 
     Args:
-        thresholds: For each param group; None: it is one of the others. Infinite: it is not clipped, and none of them.
-        others: Theirs; None: they are not clipped.
-        norm_type: p >= 1, or inf; None: that of the optimizer. The others' norm is made of their groups' norms.
-        clip_value: Clamp every element afterwards, as `ByValue`.
+        thresholds: One threshold per param group. None: the group is one of the other groups. ``math.inf``: the group is
+            not clipped, and not part of the common norm.
+        others: The threshold of the common norm of the other groups. None (default): they are not clipped.
+        norm_type: p >= 1, or inf; the common norm is computed from the groups' norms with this p. None (default): the
+            optimizer's p.
+        clip_value: Clamp every element afterwards, as `ByValue`. None (default): no clamp.
     """
 
     level = "groups"
@@ -120,11 +124,13 @@ class ByGroup(Clip):
 
 @dataclass(frozen=True)
 class PerParameter(Clip):
-    """Every logical parameter is clipped by its own norm; all of its pieces by the same factor.
+    """Clips every logical parameter by its own norm, with the same factor on all of its shards.
+
+        ParallelOptimizer(adamw, registry, max_norm=PerParameter(0.1))
 
     Args:
-        max_norm: In units of the unscaled gradient; finite, > 0.
-        norm_type: p >= 1, or inf; None: that of the optimizer.
+        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function, as for `ByNorm`.
+        norm_type: p >= 1, or inf. None (default): the optimizer's p.
     """
 
     level = "parameters"
@@ -143,17 +149,18 @@ class PerParameter(Clip):
 
 @dataclass(frozen=True)
 class Adaptive(Clip):
-    """Unit-wise adaptive clipping: a unit's gradient is no longer than a fraction of the unit itself.
+    """Clips each unit's gradient to a fraction of the norm of the unit's weights (adaptive gradient clipping).
 
         factor = min(1, clipping * max(||w||, eps) / ||g||)        Brock et al. 2021, arXiv:2102.06171
 
-    A unit is a row of the logical tensor (what leads to one output), whoever holds parts of it; a tensor of fewer than two
-    dims is one unit.
+    A unit is a row of the full tensor, which holds the weights of one output. Several ranks may hold parts of it. A tensor
+    of fewer than two dims is one unit.
 
     Args:
-        clipping: The fraction; finite, > 0.
-        eps: What a smaller unit counts as, so that weights that begin at zero can leave it.
-        unit_dim: The dim along which units lie: 0 for weights [out, in], 1 for [in, out]; or by glob over the names.
+        clipping: The fraction; finite, > 0. Default: 0.01.
+        eps: Lower bound of ||w||, so that weights that start at zero can change. Default: 1e-3.
+        unit_dim: The dim along which units are counted: 0 (default) for weights [out, in], 1 for [in, out]. Or a dim per
+            glob over parameter names.
     """
 
     level = "units"
@@ -176,24 +183,25 @@ class Adaptive(Clip):
 # Groups of parameters by name -----------------------------------------------------------------------------------------
 
 OfGroup = Threshold | Clip | None
-"""What is done with a named group: a threshold of its norm, or a rule for it; None or ``math.inf``: nothing."""
+"""The clipping of a named group: a threshold of its norm, or a rule for it. None or ``math.inf``: it is not clipped."""
 
 
 @dataclass(frozen=True, init=False)
 class ByName(Clip):
-    """Named groups of parameters, each clipped by the norm of all of its logical parameters, whoever holds them.
+    """Clips named groups of parameters, each by the norm of all logical parameters in it.
 
         ByName({"*.experts.*": 0.5, "mtp*": ZClip(), "*.bias": None}, others=1.0)
 
-    ``max_norm={"*.experts.*": 0.5, "mtp*": ZClip()}`` is short for it, without ``others``. No param groups are needed. The
-    first pattern that matches a name has it; one that is the first match of no parameter of the model is an error on
-    every rank. `GradStats.named_norms` has the norms, ``clip_coef`` the smallest factor.
+    ``max_norm={"*.experts.*": 0.5, "mtp*": ZClip()}`` is short for ``ByName`` of this dict without ``others``. Groups are
+    independent of param groups. A parameter belongs to the first pattern that matches its name. A pattern that is the first
+    match of no parameter is an error on every rank. `GradStats.named_norms` has the norms, and ``clip_coef`` the smallest
+    factor.
 
     Args:
-        groups: By glob over names, as `torch.nn.Module.named_parameters` has them: thresholds, or rules of the level
-            "total", which take the group's norm for the total, and remember what they remember of each group apart.
-        others: The same for the parameters that no pattern matches, all together.
-        norm_type: p >= 1, or inf; None: that of the optimizer.
+        groups: A threshold or a rule per glob over the names of `torch.nn.Module.named_parameters`. Rules must have level
+            "total"; they receive the group's norm as the total norm, and have a separate state per group.
+        others: The threshold or rule for all parameters that no pattern matches. None (default): they are not clipped.
+        norm_type: p >= 1, or inf. None (default): the optimizer's p.
     """
 
     level = "named"
@@ -209,15 +217,15 @@ class ByName(Clip):
 
     def check(self) -> None:
         if not self.groups:
-            raise ValueError("there is no named group: give a threshold or a rule by pattern, as {'*.experts.*': 0.5}")
+            raise ValueError("ByName has no groups: give a threshold or a rule per pattern, as {'*.experts.*': 0.5}")
         for pattern, rule in self._all:
             if rule is None:
                 continue
             where = f"of {pattern!r}" if pattern else "of the others"
             if rule.level != "total" or rule.in_place or rule.weights or rule.norm_type is not None:
                 raise ValueError(
-                    f"the rule {where} is {rule!r}: give one of the level 'total' that only multiplies, such as ByNorm or "
-                    "ZClip, and the norm_type to ByName"
+                    f"the rule {where} is {rule!r}: give a rule of level 'total' that only multiplies, such as ByNorm or "
+                    "ZClip, and give norm_type to ByName"
                 )
             try:
                 rule.check()
@@ -226,7 +234,7 @@ class ByName(Clip):
 
     @property
     def _all(self) -> tuple[tuple[str, Clip | None], ...]:
-        return *self.groups, ("", self.others)  # nothing is matched by an empty pattern
+        return *self.groups, ("", self.others)  # no name matches an empty pattern
 
     def initial(self) -> Mapping[str, Initial]:
         rules = ((pattern, rule) for pattern, rule in self._all if rule is not None)
@@ -256,13 +264,14 @@ def _rule_of(value: OfGroup) -> Clip | None:
 # The argument ``max_norm=`` -------------------------------------------------------------------------------------------
 
 ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
-"""A threshold of the global norm; another rule; thresholds or rules by pattern (`ByName`); None: measure only."""
+"""A threshold of the global norm; a rule; thresholds or rules per pattern (`ByName`). None: measure only."""
 
 
 def clip_of(max_norm: ClipSpec) -> Clip | None:
-    """The rule that ``max_norm=`` stands for, checked.
+    """Return the checked rule that the argument ``max_norm=`` describes.
 
     Raises:
+        TypeError: A threshold is neither a number nor callable.
         ValueError: An argument is out of range.
     """
     clip: Clip | None
@@ -280,17 +289,17 @@ def clip_of(max_norm: ClipSpec) -> Clip | None:
 
 
 def in_use(max_norm: ClipSpec) -> ClipState | None:
-    """The rule, with nothing remembered yet; raises as `clip_of`."""
+    """Return the rule with its initial state; None without a rule. Raises as `clip_of`."""
     clip = clip_of(max_norm)
     return None if clip is None else ClipState(clip)
 
 
 def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """``plan``, with what the rule needs to know of it.
+    """Return ``plan``, with the names of logical parameters if the rule needs them.
 
     Raises:
-        ValueError: On every rank: it does not go with a parameter, or no parameter with it.
-    Collectives: an object all-gather, where the rule speaks of parameters and their names have not been agreed.
+        ValueError: On every rank: the rule does not support a parameter, or one of its patterns matches no parameter.
+    Collectives: an object all-gather, if the rule needs names and ranks have not agreed on them.
     """
     if clip is None or not ClipState(clip).needs_names:
         return plan
@@ -303,9 +312,9 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
 
 
 def check_packed(clip: Clip | None, reduction: str) -> None:
-    """Raise ValueError where a rule needs more than the other reduction measures."""
+    """Raise ValueError if the rule needs norms that only ``reduction="packed"`` computes."""
     if clip is not None and reduction != "packed" and (clip.weights or clip.level == "units"):
-        raise ValueError(f"max_norm={clip!r} needs reduction='packed', in which everything travels")
+        raise ValueError(f"max_norm={clip!r} needs reduction='packed', which computes its norms")
 
 
 # AdaGC ----------------------------------------------------------------------------------------------------------------
@@ -313,23 +322,23 @@ def check_packed(clip: Clip | None, reduction: str) -> None:
 
 @dataclass(frozen=True)
 class AdaGC(Clip):
-    """A parameter's gradient is no longer than ``times`` the exponential mean of what it was after clipping.
+    """Clips each parameter's gradient to ``times`` the exponential mean of the norms of its clipped gradients.
 
-        the first ``warm_up`` steps:   h_t = min(1, max_norm / total_norm)
-                                       mean[i] <- min(mean[i], h_t ||g_i||)
-        from there on:                 h_t[i] = min(1, times mean[i] / ||g_i||)
-                                       mean[i] <- decay mean[i] + (1 - decay) h_t[i] ||g_i||
+        in the first ``warm_up`` steps:   h_t = min(1, max_norm / total_norm)
+                                          mean[i] <- min(mean[i], h_t ||g_i||)
+        afterwards:                       h_t[i] = min(1, times mean[i] / ||g_i||)
+                                          mean[i] <- decay mean[i] + (1 - decay) h_t[i] ||g_i||
                                                              Wang et al. 2025, arXiv:2502.11034
 
-    ``g_i`` is a logical parameter's gradient, all of its pieces by the same factor. A norm of 0, of a parameter that was
-    not used in a step, says nothing of what its norm is, and does not move its mean (which could not leave 0 again); one
-    that had no gradient in the warm-up begins it with its first. Skipped steps move nothing.
+    ``g_i`` is the gradient of a logical parameter; all of its shards get the same factor. A norm of 0, as of an unused
+    parameter, does not change the mean, because a mean of 0 would stay 0. A parameter without a gradient in the warm-up
+    starts its mean with its first gradient. Skipped steps do not change the state.
 
     Args:
-        max_norm: Of the total norm, in the warm-up; finite, > 0.
-        times: How much longer than the mean; finite, > 0.
-        decay: >= 0, < 1.
-        warm_up: Steps; >= 1.
+        max_norm: The threshold of the total norm in the warm-up; finite, > 0. Default: 1.
+        times: The bound as a multiple of the mean; finite, > 0. Default: 1.05.
+        decay: The decay of the mean; >= 0, < 1. Default: 0.98.
+        warm_up: Steps of the warm-up; >= 1. Default: 100.
     """
 
     level = "parameters"
@@ -362,15 +371,17 @@ class AdaGC(Clip):
 
 @dataclass(frozen=True)
 class ByPreviousNorm(Clip):
-    """coef_t = min(1, max_norm / (total_norm_(t-1) + 1e-6)), which is known before backward of step t begins.
+    """Clips by the norm of the previous step: coef_t = min(1, max_norm / (total_norm_(t-1) + 1e-6)).
 
-    The norm of step t is measured all the same, in the same collective: it says whether the step overflowed, and what the
-    next one is clipped by. A gradient that grows suddenly is not held back: put it into `SkipSpikes` where that may happen.
-    The first step is clipped by its own norm. A step that is skipped leaves the norm that is remembered.
+        ParallelOptimizer(adamw, registry, max_norm=ByPreviousNorm(1.0))
+
+    The coefficient is known before the backward of step t starts. The norm of step t is still measured by the same
+    collective, for overflow detection and for the next step. A sudden spike is not clipped: put this rule into `SkipSpikes`
+    if spikes may happen. The first step is clipped by its own norm. A skipped step does not change the stored norm.
 
     Args:
-        max_norm: As for `ByNorm`.
-        norm_type: p >= 1, or inf; None: that of the optimizer.
+        max_norm: The threshold, as for `ByNorm`.
+        norm_type: p >= 1, or inf. None (default): the optimizer's p.
     """
 
     max_norm: Threshold
@@ -396,23 +407,25 @@ _THEN = "then/"
 
 @dataclass(frozen=True)
 class SkipSpikes(Clip):
-    """Skip the step, on every rank, where  total_norm > times * median of the last ``window`` total norms.
+    """Skips the step on every rank if  total_norm > times * median of the last ``window`` total norms.
 
-    Weights and optimizer states stay as they are, to the bit, and the loss scale does not back off: a spike is no overflow.
-    `GradStats.spiked` and ``skipped`` say it, and `skipped_steps` counts it; schedules that hold on a skip hold. It is none
-    of the steps that `Skip` counts in a row.
+        ParallelOptimizer(adamw, registry, max_norm=SkipSpikes(times=4.0, then=1.0))
 
-    Among the last norms a spike counts as the threshold that it exceeded, ``times * median``. So one spike moves a mean
-    little and a median hardly, and if norms stay at a higher level, steps are made again when the statistics have come up
-    to it.
+    Weights and optimizer states stay bitwise unchanged, and the loss scale does not back off, because a spike is not an
+    overflow. `GradStats.spiked` and ``skipped`` report the skip, and `skipped_steps` counts it. Schedules that hold on a
+    skipped step hold. `Skip` does not count spikes among its consecutive skips.
+
+    In the window, a spike counts as the threshold ``times * median`` that it exceeded. So one spike changes a mean little
+    and a median hardly. If norms stay at a higher level, steps are applied again when the statistics have reached this
+    level.
 
     Args:
-        times: How much longer than usual; finite, > 1.
-        then: What is done with the gradients of steps that are made: a rule, a threshold, or as `ByName` takes them. None:
-            nothing. What it remembers is not touched by a spike.
-        of: ``"median"`` or ``"mean"`` of the window.
-        window: Steps; >= 1.
-        warm_up: No step is skipped before there are so many norms; >= 1, at most ``window``.
+        times: The threshold as a multiple of the statistic; finite, > 1. Default: 4.
+        then: The clipping of steps that are not skipped: a rule, a threshold, or a dict as for `ByName`. A spike does not
+            change its state. None (default): no clipping.
+        of: The statistic of the window: ``"median"`` (default) or ``"mean"``.
+        window: Length of the window in steps; >= 1. Default: 128.
+        warm_up: No step is skipped until the window has this many norms; >= 1, at most ``window``. Default: 16.
     """
 
     times: float = 4.0
@@ -437,8 +450,8 @@ class SkipSpikes(Clip):
         checked_count(self.warm_up, "warm_up", 1)
         if self.warm_up > self.window:
             raise ValueError(
-                f"warm_up={self.warm_up} and window={self.window}: a window never has so many norms; give a warm_up of at "
-                f"most {self.window}, or a longer window"
+                f"warm_up={self.warm_up} and window={self.window}: a window never has {self.warm_up} norms; give a warm_up "
+                f"of at most {self.window}, or a longer window"
             )
 
     def initial(self) -> Mapping[str, Initial]:
@@ -467,11 +480,11 @@ class SkipSpikes(Clip):
 
     @property
     def _then(self) -> Clip | None:
-        assert self.then is None or isinstance(self.then, Clip), "made one at the start"
+        assert self.then is None or isinstance(self.then, Clip), "__post_init__ has converted it"
         return self.then
 
     def _usual(self, last: Tensor, steps: Tensor) -> Tensor:
-        """0-dim: of the norms that are there, which come first when they are sorted."""
+        """Return the median or mean of the window, 0-dim. Free slots are inf, so that sorting puts them last."""
         count = steps.clamp(min=1, max=self.window)
         ordered = last.sort().values
         if self.of == "mean":
@@ -486,15 +499,18 @@ class SkipSpikes(Clip):
 
 @dataclass(frozen=True)
 class WarmUp:
-    """threshold = start + (end - start) * min(1, steps so far / steps): from one to the other on a line.
+    """A threshold that changes linearly over the first steps.
 
         max_norm=WarmUp(10.0, 1.0, steps=1000)
 
-    Any function from a 0-dim tensor, the number of steps that were not skipped, to a 0-dim tensor does in its place.
+        threshold = start + (end - start) * min(1, steps taken / steps)
+
+    Any function may replace it that maps a 0-dim tensor, the number of steps that were not skipped, to a 0-dim tensor.
 
     Args:
-        start, end: In units of the unscaled gradient; finite, > 0.
-        steps: >= 1: from that step on it is ``end``.
+        start: The first threshold, in units of the unscaled gradient; finite, > 0.
+        end: The last threshold, in the same units; finite, > 0.
+        steps: Number of steps after which the threshold is ``end``; >= 1.
     """
 
     start: float
@@ -516,7 +532,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class ZClip(Clip):
-    """Norms that are more than ``z`` standard deviations above their mean are clipped, the harder the further they are.
+    """Clips norms that are more than ``z`` standard deviations above their mean; larger outliers are clipped harder.
 
         z_t = (g_t - mean) / sqrt(var)                       g_t: the total norm
         c_t = mean + z^2 / z_t sqrt(var)  if z_t > z, else g_t          reciprocal clipping
@@ -524,16 +540,15 @@ class ZClip(Clip):
         var  <- decay var  + (1 - decay) (c_t - mean)^2      with the new mean
                                                              Kumar et al. 2025, arXiv:2504.02507
 
-    In the first ``warm_up`` steps nothing is clipped but by ``max_norm``, and mean and variance are those of the norms so
-    far (of the population, as the authors' code has it). The statistics take a spike as it was clipped, c_t. Skipped
-    steps are none of them.
+    In the first ``warm_up`` steps only ``max_norm`` clips; mean and variance are the population mean and variance of all
+    norms so far, as in the authors' code. Spikes enter the statistics as their clipped norm c_t. Skipped steps do not.
 
     Args:
-        z: The threshold of the z-score; > 0.
-        decay: Of the exponential mean and variance; >= 0, < 1.
-        warm_up: Steps; >= 2.
-        max_norm: No norm is longer than that besides, from the first step on; as for `ByNorm`, after it, so that the
-            statistics don't see it. None: no such bound.
+        z: The threshold of the z-score; > 0. Default: 2.5.
+        decay: The decay of the exponential mean and variance; >= 0, < 1. Default: 0.97.
+        warm_up: Steps of the warm-up; >= 2. Default: 25.
+        max_norm: An additional bound of every norm from the first step on, as for `ByNorm`. It is applied after the
+            statistics. None (default): no such bound.
     """
 
     z: float = 2.5
@@ -558,7 +573,7 @@ class ZClip(Clip):
         bound = torch.where(spike, mean + self.z**2 * var / above, norm)
         most = at(self.max_norm, steps)
         factor = shortened(norm, bound if most is None else torch.clamp(bound, max=most))
-        # The mean's weight: of the n norms of the warm-up each 1 / n, of a later one 1 - decay.
+        # The weight in the mean: 1 / n for each of the n norms of the warm-up, 1 - decay afterwards.
         weight = torch.where(warm, 1 - self.decay, 1 / (steps + 1))
         new = mean + weight * (bound - mean)
         from_new = torch.where(warm, bound - new, bound - mean)

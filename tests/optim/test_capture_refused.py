@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "the first step": (lambda: run_of(0), "no step was made before, and the first one looks at what came"),
     "copies": (
         lambda: run_of(check_replicas=True),
-        "check_replicas=True reads what it compared",
+        "check_replicas=True synchronizes the host",
     ),
     "fingerprints": (
         lambda: run_of(check_replicas=Fingerprints()),
@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     ),
     "veto": (
         lambda: run_of(commit=lambda: True),
-        "commit= is asked in Python: leave it out",
+        "commit= is called in Python: leave it out",
     ),
     "replay": (lambda: run_of(states=Replayable()), "Replayable reads on the host whether an update is skipped"),
     "telemetry": (with_telemetry, r"Telemetry counts and measures steps in Python: close\(\) it"),
@@ -241,7 +241,7 @@ def undecided() -> str:
 
 def test_copies_are_compared_before(world: World) -> None:
     for message in world.run(2, undecided):
-        assert "copies have not been compared yet, in a step that was not skipped" in message
+        assert "replicas have not been compared yet in a step with a finite norm" in message
 
 
 # poll -------------------------------------------------------------------------------------------------------------------

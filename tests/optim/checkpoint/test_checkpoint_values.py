@@ -107,7 +107,7 @@ READ: dict[str, Callable[[Path], Any]] = {
 
 
 # A clip rule whose state does not fit begins anew, with a warning.
-@pytest.mark.filterwarnings("ignore:ZClip remembers", "ignore:the state that is loaded has nothing of ZClip")
+@pytest.mark.filterwarnings("ignore:ZClip keeps", "ignore:the loaded state of ZClip has no values")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", READ)
 def test_wrong_value_in_a_file_changes_nothing_or_loads_right(tmp_path: Path, name: str, precision: str) -> None:
@@ -205,7 +205,7 @@ def test_wrong_value_is_an_error_on_every_rank(world: World, tmp_path: Path) -> 
     assert len(world.run(2, planted_on_two_ranks, tmp_path)) == 2
 
 
-@pytest.mark.filterwarnings("ignore:ZClip remembers")
+@pytest.mark.filterwarnings("ignore:ZClip keeps")
 @pytest.mark.parametrize("key", ["state", "param_groups", "meshstep"])
 def test_wrong_value_in_a_state_dict_changes_nothing(tmp_path: Path, key: str) -> None:
     run, _ = saved_run(tmp_path, "fp16")

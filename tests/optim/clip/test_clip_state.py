@@ -212,9 +212,9 @@ def test_copies_and_pickles_have_it(label: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        (None, "has nothing of a rule"),
-        (ByNorm(WarmUp(2.0, 1.0, 5)), "is of ByNorm and does not fit"),
-        (SkipSpikes(3.0, window=8, warm_up=2), "is of SkipSpikes and does not fit"),
+        (None, "has no state of a rule"),
+        (ByNorm(WarmUp(2.0, 1.0, 5)), "is for ByNorm and does not fit"),
+        (SkipSpikes(3.0, window=8, warm_up=2), "is for SkipSpikes and does not fit"),
     ],
 )
 def test_without_its_state_it_begins_anew_with_a_warning(saved: Clip | None, said: str) -> None:
@@ -223,7 +223,7 @@ def test_without_its_state_it_begins_anew_with_a_warning(saved: Clip | None, sai
     state = optimizer.state_dict()
     other, loaded = alone(SkipSpikes(3.0, window=4, warm_up=2))
     step(other, loaded)
-    with pytest.warns(UserWarning, match=rf"SkipSpikes remembers norms, steps.*{said}.*begins anew"):
+    with pytest.warns(UserWarning, match=rf"SkipSpikes keeps norms, steps.*{said}.*starts from the initial values"):
         loaded.load_state_dict(state)
     step(other, loaded)
     assert values(loaded)["steps"] == 1
@@ -368,7 +368,7 @@ def another_list() -> str:
 
 def test_another_list_is_an_error_there_and_no_step_elsewhere(world: World) -> None:
     first, second = world.run(2, another_list)
-    assert "AdaGC speaks of single parameters, and this is another list" in second
+    assert "AdaGC distinguishes parameters, but the list of parameters differs" in second
     assert "mean" in first
 
 
@@ -389,9 +389,9 @@ def test_a_state_of_a_list_goes_on_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (ZClip(), "ZClip remembers steps"),
-        (PerParameter(1.0), "PerParameter speaks of single parameters"),
-        ({"up": 1.0}, "ByName speaks of single parameters"),
+        (ZClip(), "ZClip has state"),
+        (PerParameter(1.0), "PerParameter distinguishes parameters"),
+        ({"up": 1.0}, "ByName distinguishes parameters"),
     ],
 )
 def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
@@ -415,14 +415,14 @@ def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
         (AdaGC(times=inf), ValueError, "times=inf: give a finite number > 0"),
         (AdaGC(max_norm=-1.0), ValueError, r"max_norm=-1.0: give a finite number > 0, in units"),
         (SkipSpikes(1.0), ValueError, r"times=1.0: give a number > 1"),
-        (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has so many norms"),
+        (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has 5 norms"),
         (SkipSpikes(of="middle"), ValueError, "of='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]
         (ByPreviousNorm(0.0), ValueError, "max_norm=0.0: give a finite number > 0"),
         (ByNorm(WarmUp(-1.0, 1.0, 5)), ValueError, "WarmUp start=-1.0: give a finite number > 0"),
         (ByNorm(WarmUp(2.0, 1.0, 0)), ValueError, "WarmUp steps=0: give a whole number >= 1"),
-        ({}, ValueError, "there is no named group"),
+        ({}, ValueError, "ByName has no groups"),
         ({"up": -1.0}, ValueError, "of 'up': max_norm=-1.0: give a finite number > 0"),
-        ({"up": PerParameter(1.0)}, ValueError, "the rule of 'up' is PerParameter.*give one of the level 'total'"),
+        ({"up": PerParameter(1.0)}, ValueError, "the rule of 'up' is PerParameter.*give a rule of level 'total'"),
         (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of the others is ByValue"),
     ],
 )
@@ -455,9 +455,9 @@ class LongestOfEach(Clip):
 
 
 def test_what_a_rule_of_ones_own_forgets_is_said() -> None:
-    with pytest.raises(TypeError, match=r"Forgetful wants to remember 'sum', and initial\(\) returns \[\]"):
+    with pytest.raises(TypeError, match=r"Forgetful returns a state 'sum', but its initial\(\) has only \[\]"):
         step(*alone(Forgetful()))
-    with pytest.raises(NotImplementedError, match=r"Silent says neither factors\(norms\) nor decide"):
+    with pytest.raises(NotImplementedError, match=r"Silent has neither factors\(norms\) nor decide"):
         step(*alone(Silent()))
     model, optimizer = alone(LongestOfEach())
     step(model, optimizer)

@@ -496,10 +496,10 @@ def test_numbers_out_of_range_are_refused_before_anything_changes(rule: Clip) ->
 def test_thresholds_of_param_groups_do_not_go_with_a_rule_for_all_groups(rule: Clip) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = Planted(LAYOUTS["alone"], 0)
-        with pytest.raises(ValueError, match="param group 1 has a max_norm of its own"):
+        with pytest.raises(ValueError, match="param group 1 has its own max_norm"):
             ParallelOptimizer(sgd(model, group1={"max_norm": 2.0}), registry, max_norm=rule)
         optimizer = ParallelOptimizer(sgd(model, group1={"max_norm": 2.0}), registry, max_norm=1.0)
-        with pytest.raises(ValueError, match="param group 1 has a max_norm of its own"):
+        with pytest.raises(ValueError, match="param group 1 has its own max_norm"):
             optimizer.max_norm = rule
         assert optimizer.max_norm == 1.0
 

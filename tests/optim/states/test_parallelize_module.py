@@ -64,7 +64,10 @@ def misdeclared(kind: str) -> str:
             "declare the parameter P(partial='tensor')",
         ),
         ("complete", "down.bias is declared partial over 'tensor', but its gradient is complete"),
-        ("measured", "the gradient of norm.weight (P(partial='tensor')) is still a pending sum over tensor"),
+        (
+            "measured",
+            "the gradient of norm.weight (P(partial='tensor')) is partial: it must still be summed over tensor",
+        ),
     ],
 )
 def test_pending_sums_must_be_declared(world: World, kind: str, message: str) -> None:

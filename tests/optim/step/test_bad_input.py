@@ -195,8 +195,12 @@ def standalone(name: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("name", "message", "unchanged"),
     [
-        ("partial", "the gradient of weight (P(partial='tensor')) is still a pending sum over tensor", True),
-        ("partial by value", "still a pending sum over tensor", True),
+        (
+            "partial",
+            "the gradient of weight (P(partial='tensor')) is partial: it must still be summed over tensor",
+            True,
+        ),
+        ("partial by value", "is partial: it must still be summed over tensor", True),
         ("undeclared on one rank", "no spec for parameter 0 of group 0", True),
         ("summed twice", "has been summed already", False),
         ("max_norm", "max_norm=-1.0", True),

@@ -209,7 +209,9 @@ def wrongly_held() -> str:
         param = torch.nn.Parameter(torch.zeros(9, 3))
         model = torch.nn.ParameterDict({"head": param})
         declare(model, {"head": P(None, "output", owned={"input": "output"})})
-        with pytest.raises(ValueError, match=r"head: rank .* has this parameter, but P.* places it on other ranks") as error:
+        with pytest.raises(
+            ValueError, match=r"head: rank .* has this parameter, but P.* places it on other ranks"
+        ) as error:
             ParallelOptimizer(torch.optim.SGD([param]), registry)
         return str(error.value)
 

@@ -1,1 +1,1 @@
-"""Gradients made whole: averaged, summed, reduced while backward runs."""
+"""Gradient reduction: buckets, communication hooks, and reduction during backward."""

@@ -1,11 +1,11 @@
-"""One flat bucket at run time: the gradients of parameters of one kind of layout, end to end, on their way to a sum.
+"""Flat gradient buckets at run time: they concatenate the gradients of several parameters for one collective.
 
-    replicated states   every rank needs the sum of the whole bucket        --all-reduce-->       the parameters' gradients
+    replicated states   every rank needs the sum of the full bucket         --all-reduce-->       the parameters' gradients
     sharded states      every rank needs its slice of the sum               --reduce-scatter-->   a slice
 
-Only parameters of one kind (same distinct axes, owners, ties, dtype and device) share a bucket. All ranks that hold copies
-of one of them hold all of the others too, so that the same element lies at the same place of equally long buffers wherever
-it is summed, and copies get the same bits whatever order a backend sums in.
+Only parameters with equal layout (distinct axes, owners, ties), dtype and device share a bucket. So all ranks with a
+replica of one of its parameters have a replica of each of them, and their buffers are identical in length and order.
+Replicas get bitwise identical sums, in whatever order a backend adds.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ from ..kernels.memory import is_lazy
 from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, check_unused, entries_of
 from .in_place import change_each, gradient_dtype, is_complete, mark_complete, widen_gradients
 
-# Parameters laid end to end in flat buckets that are cut into equal slices, one a rank. Pure arithmetic ---------------
+# Parameters concatenated in flat buckets that are cut into equal slices, one per rank. Pure arithmetic ----------------
 
 #     bucket   | parameter 7 |   parameter 8   | 9 |     parameter 10      | padding |
 #     slices   |        rank 0        |        rank 1        |        rank 2         |
 #
-# Rank 1 then holds the *segments* 8[9:], 9 and 10[:8]: in each bucket at most one contiguous run of any parameter, so
-# that a parameter has at most one segment on a rank. All ranks have slices of one length. Parameters and slices begin at
-# multiples of ``ALIGNMENT`` elements, and so do segments, in their parameter and in their slice; what lies between is
-# padding.
+# Rank 1 then holds the *segments* 8[9:], 9 and 10[:8]. A slice holds at most one contiguous segment of any parameter. All
+# slices have one length. Parameters, slices and segments begin at multiples of ``ALIGNMENT`` elements; padding fills gaps.
 
 ALIGNMENT = 8
-"""16 bytes in half precision: what kernels and collectives on a GPU load at a time, from addresses that are multiples."""
+"""Elements per 16 bytes in half precision: GPU kernels and collectives load 16 bytes at a time from aligned addresses."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What one slice holds of one parameter: ``numel`` elements from ``start`` on of the flattened parameter, which lie
-    from ``offset`` on in the slice. ``position`` is the parameter's in the bucket."""
+    """The part of one parameter that a slice holds.
+
+    Args:
+        position: Position of the parameter in the bucket.
+        start: First element in the flattened parameter.
+        numel: Number of elements.
+        offset: First element in the slice.
+    """
 
     position: int
     start: int
@@ -60,7 +64,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Parameters (by index) end to end, cut into ``slices`` equal slices."""
+    """The layout of a bucket: parameters, by index, in one flat buffer with equal slices.
+
+    Args:
+        indices: Index of each parameter.
+        numels: Number of elements of each parameter.
+        slices: Number of slices.
+    """
 
     indices: tuple[int, ...]
     numels: tuple[int, ...]
@@ -68,31 +78,31 @@ class FlatBucket:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts."""
+        """Return the first element of each parameter in the buffer."""
         return tuple(accumulate((_aligned(numel) for numel in self.numels[:-1]), initial=0))
 
     @property
     def end(self) -> int:
-        """Where the last parameter ends."""
+        """Return the element after the last parameter."""
         return self.offsets[-1] + self.numels[-1]
 
     @property
     def numel(self) -> int:
-        """Elements without padding."""
+        """Return the number of elements without padding."""
         return sum(self.numels)
 
     @property
     def slice_numel(self) -> int:
-        """Elements of each slice, padding included."""
+        """Return the number of elements of each slice, with padding."""
         return _aligned(-(-self.end // self.slices))
 
     @property
     def padded_numel(self) -> int:
-        """Elements of all slices."""
+        """Return the number of elements of all slices, with padding."""
         return self.slice_numel * self.slices
 
     def segments(self, index: int) -> list[Segment]:
-        """What slice ``index`` holds, in the order of the parameters; none of a parameter without elements."""
+        """Return the segments of slice ``index``, in the order of the parameters. Empty parameters have no segment."""
         low, high = index * self.slice_numel, (index + 1) * self.slice_numel
         found = []
         for position, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
@@ -107,15 +117,15 @@ def _aligned(numel: int) -> int:
 
 
 def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, bucket_numel: int) -> list[FlatBucket]:
-    """Buckets of about ``bucket_numel`` elements, at least one parameter each; the last parameters come first.
+    """Return buckets of about ``bucket_numel`` elements with at least one parameter each; the last parameters come first.
 
-    Backward makes the gradients of the last parameters first, so the first bucket of the list is the first to be full.
+    Backward computes the gradients of the last parameters first, so the first bucket of the list is filled first.
 
     Args:
-        indices: Of the parameters, ascending.
-        numels: Of each of them.
-        slices: How many slices.
-        bucket_numel: A larger parameter gets a bucket of its own.
+        indices: Indices of the parameters, ascending.
+        numels: Number of elements of each parameter.
+        slices: Number of slices per bucket.
+        bucket_numel: Elements per bucket. A larger parameter gets a separate bucket.
     """
     runs: list[list[int]] = []
     size = 0
@@ -140,25 +150,27 @@ Memory = dict[str, Tensor]
 
 
 class Exchange(ABC):
-    """How a flat buffer of gradients is summed over a group: what goes over the wire. Collectives: one a call. Host reads:
-    none.
+    """A communication hook: how a flat gradient buffer is summed over a process group. See `Bf16Wire` for an example.
 
-    It starts a sum and returns what finishes it, so that buckets overlap with each other and with backward; the caller
-    keeps the tensors until then. What it has to remember it keeps in the bucket's ``memory``; all ranks of the group give
-    the same exchange.
+    A method starts a sum and returns a function that finishes it, so that buckets overlap with each other and with
+    backward. The caller keeps the tensors alive until then. The hook keeps its state in ``memory``, a dict per bucket. All
+    ranks of the group must use the same hook.
+
+    Collectives: one per call.
+    Host synchronization: none.
     """
 
     @abstractmethod
     def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        """Start to put the sum of all ranks' ``flat`` (1-dim, contiguous) in its place; the result finishes it."""
+        """Start to replace ``flat`` (1-dim, contiguous) by its sum over all ranks. Call the result to finish."""
 
     @abstractmethod
     def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        """Start to put this rank's slice of the sum of all ranks' ``flat`` into ``own``; the result finishes it."""
+        """Start to write this rank's slice of the sum of all ranks' ``flat`` into ``own``. Call the result to finish."""
 
 
 class Exact(Exchange):
-    """Sums in the gradients' own dtype."""
+    """Sums gradients in their own dtype. This is the default hook."""
 
     def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
         work: Any = dist.all_reduce(flat, group=group, async_op=True)
@@ -170,11 +182,12 @@ class Exact(Exchange):
 
 
 class Reducible(Protocol):
-    """Gradients that are completed together, when all of them are there.
+    """A set of gradients that is reduced together, when all of them are computed.
 
     Attributes:
-        adopt: Gradients may become views of a buffer. Set to False where a CUDA graph is made: from then on they stay where
-            they lie, and graphs of other micro-batches add to them there.
+        params: The tensors whose ``.grad`` is reduced.
+        adopt: True: gradients may become views of a buffer. It becomes False when a CUDA graph is captured: from then on
+            gradients keep their addresses, because graphs of other micro-batches accumulate into them.
     """
 
     adopt: bool
@@ -184,18 +197,18 @@ class Reducible(Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Whose gradients are summed; None: this rank's alone."""
+        """Return the process group of the reduction. None: gradients are not summed over ranks."""
 
     def start(self) -> Finish:
-        """Start to reduce the gradients that there are; the result finishes it."""
+        """Start to reduce the gradients that are not None. Call the result to finish."""
 
 
 class UnreducedGradients:
-    """The gradients that this rank sums with nobody, but has to divide.
+    """Gradients that are only scaled, not summed over ranks.
 
     Args:
-        params: The tensors whose ``.grad`` it is.
-        scale: What they are multiplied by.
+        params: The tensors whose ``.grad`` is scaled.
+        scale: The factor.
     """
 
     group = None
@@ -206,7 +219,7 @@ class UnreducedGradients:
 
     @torch.no_grad()
     def start(self) -> Finish:
-        """Multiply them. Collectives, host reads: none."""
+        """Scale the gradients. Collectives: none. Host synchronization: none."""
         widen_gradients(self.params)
         gradients = [param.grad for param in self.params if param.grad is not None]
         if gradients:
@@ -222,16 +235,17 @@ class GradientBucket:
     """The gradients of the parameters of one bucket, on one rank.
 
     Args:
-        params: The tensors whose ``.grad`` is summed; one dtype and device.
-        layout: How they lie in the buffer; its slices are those of a `reduce_scatter`.
-        group: Whose gradients are summed.
-        exchange: How.
-        dtype: Of the buffer.
-        scale: What gradients are multiplied by before they are summed: half-precision sums then overflow no earlier than
-            one rank's gradient would.
-        adopt: Let gradients become views of the flat buffer after an all-reduce, which saves a copy (see also `Reducible`).
-            Not where a gradient has another owner who would not see that.
-        pending: Those that must not be summed twice, and are marked: their gradients are never views.
+        params: The tensors whose ``.grad`` is summed; all of one dtype and device.
+        layout: The layout of the buffer. Its slices are the slices of a `reduce_scatter`.
+        group: The process group of the sum.
+        exchange: The communication hook.
+        dtype: Dtype of the buffer.
+        scale: Factor on gradients before the sum, so that a half-precision sum does not overflow before one rank's gradient
+            would. Default: 1.
+        adopt: True: gradients become views of the flat buffer after an all-reduce, which saves a copy (see also
+            `Reducible`). Do not use it if other code holds a reference to a gradient tensor. Default: False.
+        pending: Parameters with partial gradients, which must be summed only once. They are marked after the sum, and
+            their gradients never become views. Default: none.
     """
 
     def __init__(
@@ -247,7 +261,7 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._exchange, self._pending = group, exchange, list(pending)
-        # A mark knows a gradient by its version, which views of a buffer share.
+        # A mark identifies a gradient by its version counter, which all views of a buffer share.
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
@@ -256,14 +270,15 @@ class GradientBucket:
         self._first_gap = next(gaps, layout.end)
 
     def start(self) -> Finish:
-        """`all_reduce`, as buckets are reduced while backward runs."""
+        """Start `all_reduce`; the same method of all `Reducible` objects."""
         return self.all_reduce()
 
     @torch.no_grad()
     def all_reduce(self) -> Finish:
-        """Start to sum the gradients over the group; one that a rank lacks counts as zeros, and everybody gets the sum.
+        """Start to sum the gradients over the group. A missing gradient counts as zeros, and is set to the sum.
 
-        Collectives: one. Host reads: none.
+        Collectives: one.
+        Host synchronization: none.
         """
         flat = self._packed()
         arrived = self._exchange.all_reduce(flat, self.group, self._memory)
@@ -279,12 +294,13 @@ class GradientBucket:
 
     @torch.no_grad()
     def reduce_scatter(self, own: Tensor) -> tuple[Finish, Tensor]:
-        """Start to put this rank's slice of the sum into ``own``, [slice_numel] of the bucket's dtype.
+        """Start to write this rank's slice of the sum into ``own``, [slice_numel] of the bucket's dtype.
 
         Returns:
-            What finishes it, and the buffer, which must be kept until then. The gradients are not needed any more, unless
-            one is the whole buffer.
-        Collectives: one. Host reads: none.
+            The function that finishes the sum, and the buffer, which you must keep alive until then. The gradients may be
+            dropped, except a gradient that is itself the full buffer.
+        Collectives: one.
+        Host synchronization: none.
         """
         first = dense(self.params[0].grad)
         if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
@@ -294,7 +310,7 @@ class GradientBucket:
         return self._exchange.reduce_scatter(own, flat, self.group, self._memory), flat
 
     def _packed(self) -> Tensor:
-        """[padded_numel]: the gradients times the scale, zeros where there are none."""
+        """Return the gradients times the scale, [padded_numel], with zeros for missing gradients."""
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
         flat[self._first_gap :].zero_()
         views, gradients = [], []
@@ -302,12 +318,12 @@ class GradientBucket:
             gradient = dense(param.grad)
             if gradient is None:
                 view.zero_()
-            elif not flat.is_cpu:  # all together: one by one it would be a kernel each
+            elif not flat.is_cpu:  # batched below: copying one by one costs a kernel per gradient
                 views.append(view)
                 gradients.append(gradient)
             elif self.scale == 1.0:
                 view.copy_(gradient)
-            elif gradient.dtype == self.dtype:  # in one pass over memory
+            elif gradient.dtype == self.dtype:  # one pass over memory instead of two
                 torch.mul(gradient, self.scale, out=view)
             else:
                 view.copy_(gradient).mul_(self.scale)
@@ -321,8 +337,8 @@ class GradientBucket:
         targets, sources = [], []
         for view, param in zip(self.views(flat), self.params, strict=True):
             if param.grad is None and not param.requires_grad:
-                continue  # frozen since the bucket was made: what is no gradient must not be stepped with
-            narrow = param.grad is not None and param.grad.dtype != self.dtype  # the sum would be rounded into it
+                continue  # frozen since the bucket was made: setting its gradient would step it
+            narrow = param.grad is not None and param.grad.dtype != self.dtype  # copying the sum would round it
             if (self.adopt or narrow) and param.is_contiguous():
                 param.grad = view
                 continue
@@ -334,22 +350,23 @@ class GradientBucket:
             copy_each_(targets, sources)
 
     def fits_exactly(self, tensor: Tensor) -> bool:
-        """Whether the flattened tensor is the whole buffer: a large parameter that needs no copy to travel."""
+        """Return True if the flattened tensor can be the buffer: one large parameter then needs no copy."""
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Where each parameter lies in the flat buffer, of its shape."""
+        """Return for each parameter the view of its elements in the flat buffer, with its shape."""
         places = zip(self.params, self._spans, strict=True)
         return [flat[start:stop].view(param.shape) for param, (start, stop) in places]
 
 
 def reduce_all(buckets: Iterable[Reducible]) -> None:
-    """Start all of a group, then finish them in the same order, then those of the next group. Collectives: those of the
-    buckets.
+    """Reduce all buckets: start all buckets of one process group, finish them in the same order, then the next group.
 
-    Over NCCL the kernels of two groups may need more of a GPU than there is: in flight together, started in one order here
-    and in another there, they would wait for each other.
+    Over NCCL, kernels of two groups may together need more resources than a GPU has. If ranks started them in different
+    orders, they would deadlock.
+
+    Collectives: those of the buckets.
     """
     for _, of_group in groupby(buckets, key=lambda bucket: id(bucket.group)):
         for finish in [bucket.start() for bucket in of_group]:
@@ -357,28 +374,29 @@ def reduce_all(buckets: Iterable[Reducible]) -> None:
 
 
 def keep_in_place(buckets: Iterable[Reducible]) -> None:
-    """From now on their gradients stay where they lie, for a CUDA graph; see `Reducible`."""
+    """Make the buckets' gradients keep their addresses, for a CUDA graph; see `Reducible`."""
     for bucket in buckets:
         bucket.adopt = False
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:
-    """An embedding's sparse gradient as a dense one, which it becomes in a buffer anyway."""
+    """Return a sparse gradient (of an embedding) as a dense one, and other gradients unchanged."""
     return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
 
 
-# Over which ranks a gradient must be summed before it is whole, and what it is divided by -----------------------------
+# The ranks over which a gradient is summed, and its divisor -----------------------------------------------------------
 
-# The loss is taken to be the mean over the data axes of what each rank computed. So every gradient is divided by the size
-# of all data axes and summed over those that do not shard the parameter, over its partial axes and over its tied copies:
+# The loss is defined as the mean, over the data-parallel axes, of the losses of all ranks. So every gradient is divided by
+# the size of all data-parallel axes. It is summed over those data-parallel axes that do not shard the parameter, over its
+# partial axes and over its tied replicas:
 #
-#     grad = 1/|data| * sum over (data axes not sharding it) x (partial axes) x (tied copies) of the local gradient
+#     grad = 1/|data| * sum over (data axes not sharding it) x (partial axes) x (tied replicas) of the local gradient
 #
-# Data axes over which a DTensor's gradient has been averaged already (`fully_shard` does) are left out of both.
+# Axes over which a DTensor's gradient is already averaged (by `fully_shard`) are left out of both.
 
 
 def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The axes over which a gradient must be summed before it is whole (a tied axis: over its tied coordinates)."""
+    """Return the axes over which a local gradient must be summed. For a tied axis, the tied coordinates are summed."""
     spec = spec.on(topology)
     done = {*spec.named_axes, *averaged}
     data = [axis for axis in topology.data_axes if axis not in done] if average_data else []
@@ -389,7 +407,7 @@ def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[s
 def sync_ranks(
     spec: P, topology: Topology, rank: int, average_data: bool, averaged: tuple[str, ...] = ()
 ) -> tuple[int, ...]:
-    """The ranks, ascending, whose gradients are summed into the one that ``rank`` has of a parameter laid out so."""
+    """Return the ranks, ascending, whose gradients of a parameter with ``spec`` are summed with ``rank``'s gradient."""
     spec = spec.on(topology)
     peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
     if not spec.tied:
@@ -399,7 +417,7 @@ def sync_ranks(
 
 
 def layout_kind(spec: P, topology: Topology) -> Bucket:
-    """The kind of layout, of which one flat bucket holds parameters; axes of size 1 distinguish nothing."""
+    """Return the layout that all parameters of a flat bucket share. Axes of size 1 are ignored."""
     kind, large = Bucket.of(spec, topology), {axis for axis in topology.axes if topology.size(axis) > 1}
     return Bucket(
         tuple(axis for axis in kind.distinct if axis in large),
@@ -409,22 +427,21 @@ def layout_kind(spec: P, topology: Topology) -> Bucket:
 
 
 def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> float:
-    """What the local gradient is multiplied by before it is summed."""
+    """Return the factor on the local gradient before the sum: 1 / number of data-parallel ranks."""
     data = [axis for axis in topology.data_axes if axis not in averaged] if average_data else []
     return 1 / prod(topology.size(axis) for axis in data)
 
 
-# Sync -----------------------------------------------------------------------------------------------------------------
+# Gradient reduction ---------------------------------------------------------------------------------------------------
 
-# Gradients completed before anything is measured: data replicas averaged, pending sums made, tied copies combined.
+# Before gradients are measured, they are averaged over data-parallel replicas, and partial and tied gradients are summed.
 #
-# Gradients of one kind of layout with the same peers travel together in flat buckets, a few collectives for a whole
-# model. The buckets are fixed by the parameters, so a rank that has no gradient for one sends zeros, and everybody gets
-# the sum.
+# Gradients with equal layout and the same peers share flat buckets, so that a full model needs few collectives. Buckets
+# depend only on the parameters. A rank without a gradient of some parameter sends zeros, and receives the sum.
 
 
 class _Kind(NamedTuple):
-    """What the parameters of a bucket have in common."""
+    """The properties that the parameters of a bucket share."""
 
     ranks: tuple[int, ...]
     layout: Bucket
@@ -444,27 +461,28 @@ def gradient_buckets(
     only: Callable[[ParameterEntry], bool] | None = None,
     bucket_bytes: int | None = None,
 ) -> list[Reducible]:
-    """What completes the gradients of one plan's parameters, in place; afterwards one that takes part in a sum is there on
-    every rank.
+    """Return the buckets that reduce the gradients of one plan's parameters, in place.
 
-    In the order in which backward fills them, but buckets with other peers apart: it is one order on all ranks that share
-    one. Last what is only divided.
+    After the reduction, a parameter whose gradient is summed has a gradient on every rank of the sum. Buckets with the same
+    peers have the same order on all of these ranks; it is about the order in which backward fills them. Gradients that are
+    only scaled come last.
 
     Args:
         params: The parameters, in the order of the plan's entries.
-        plan: Their specs.
-        registry: The groups.
-        average_data: False where something else averages over the data axes (`DistributedDataParallel`, FSDP); partial
-            and tied gradients are summed all the same.
-        exchange: How flat buckets are summed.
-        adopt: As for `GradientBucket`.
-        only: The entries whose gradients are completed; all, if None.
-        bucket_bytes: Of a bucket; a larger parameter gets one of its own.
-    Collectives: of each bucket one all-reduce, none where no group is larger than 1. Host reads: none.
+        plan: The plan of the parameters.
+        registry: The process groups.
+        average_data: False: other code averages over the data-parallel axes (`DistributedDataParallel`, FSDP). Partial and
+            tied gradients are still summed. Default: True.
+        exchange: The communication hook of flat buckets. None (default): `Exact`.
+        adopt: As for `GradientBucket`. Default: False.
+        only: Predicate of the entries whose gradients are reduced. None (default): all entries.
+        bucket_bytes: Bytes per bucket; a larger parameter gets a separate bucket. None (default): 32 MiB.
+    Collectives: none here; `Reducible.start` runs one all-reduce per bucket, and none if no group is larger than 1.
+    Host synchronization: none.
     """
     topology = plan.topology
     together, alone = _kinds(params, plan, average_data, only)
-    # Backward leaves a sum to be made, that must not be made twice.
+    # Partial gradients must be summed only once per backward.
     is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
     made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
     for kind, found in sorted(together.items()):
@@ -475,7 +493,7 @@ def gradient_buckets(
             of_bucket = [params[index] for index in layout.indices]
             pending = [params[index] for index in layout.indices if is_pending[index]]
             bucket = GradientBucket(of_bucket, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
-            # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
+            # Tied parameters have other indices on other stages, so only the layout gives all ranks the same order.
             made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
     divided = [UnreducedGradients(those, scale) for scale, those in alone.items()]
     return [*(bucket for *_, bucket in sorted(made, key=lambda item: item[:3])), *divided]
@@ -484,9 +502,9 @@ def gradient_buckets(
 def _kinds(
     params: Sequence[Tensor], plan: ReductionPlan, average_data: bool, only: Callable[[ParameterEntry], bool] | None
 ) -> tuple[dict[_Kind, list[int]], dict[float, list[Tensor]]]:
-    """The indices of the parameters whose gradients are summed, by kind; and those that are only multiplied, by what."""
+    """Return the indices of parameters whose gradients are summed, by kind, and the only scaled parameters, by scale."""
     topology = plan.topology
-    alike: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters are a few of these
+    alike: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters share a few layouts
     for index, entry in enumerate(plan.entries):
         if only is None or only(entry):
             alike.setdefault((entry.spec, entry.averaged, entry.trained), []).append(index)
@@ -510,17 +528,23 @@ def _kinds(
 def sync_gradients(
     params: Iterable[Tensor | tuple[str, Tensor]], registry: ProcessGroupRegistry, *, average_data: bool = True
 ) -> None:
-    """Complete the gradients of declared parameters, in place: what `ParallelOptimizer` does before it measures.
+    """Reduce the gradients of declared parameters in place, as `ParallelOptimizer` does before it measures them.
 
-    Call it once, after the last backward of a step; every rank with the same parameters.
+        loss.backward()
+        sync_gradients(model.parameters(), registry)
+        stats = clip_grad_norm_(model.parameters(), 1.0, registry)
+
+    Averages gradients over data-parallel axes, and sums partial and tied gradients. Call it once, after the last backward
+    of a step, on every rank with the same parameters.
 
     Args:
         params: Declared parameters, or (name, parameter) pairs.
-        registry: The groups.
-        average_data: As for `gradient_buckets`.
+        registry: The process groups.
+        average_data: As for `gradient_buckets`. Default: True.
     Raises:
-        ValueError: A parameter has no spec; a pending sum has been made already (nothing was written to it since).
-    Collectives: one all-reduce for each set of peers and kind of layout (and 32 MiB of gradients). Host reads: none.
+        ValueError: A parameter has no spec, or its partial gradient was already summed.
+    Collectives: one all-reduce per set of peers and layout, and per 32 MiB of gradients.
+    Host synchronization: none.
     """
     check_registry(registry)
     check_unused(params)
@@ -533,8 +557,8 @@ def sync_gradients(
             pending = topology.size(*sync_axes(entry.spec, topology, average_data=False)) > 1
             if pending and param.grad is not None and is_complete(param):
                 raise ValueError(
-                    f"the gradient of {entry.name} ({entry.spec}) has been summed already and not written since; summing "
-                    "it again would multiply it: call sync_gradients once, after the last backward"
+                    f"the gradient of {entry.name} ({entry.spec}) is already summed; summing it again would multiply it: "
+                    "call sync_gradients once, after the last backward"
                 )
         with in_call(registry, "sync_gradients"):
             reduce_all(gradient_buckets(local, plan, registry, average_data))

@@ -1,4 +1,4 @@
-"""Gradients that travel in half their size."""
+"""Gradient compression: reduce float32 gradients in bfloat16."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from .buckets import Exact, Exchange, Finish, Memory
 
 @dataclass(frozen=True)
 class Bf16Wire(Exchange):
-    """Float32 gradients travel, and are summed, as bfloat16: half the bytes, 8 significant bits.
+    """Reduces float32 gradients in bfloat16: half the bytes, 8 significant bits.
 
         ParallelOptimizer(..., overlap=True, compression=Bf16Wire())
         ParallelOptimizer(..., states=Sharded("data", compression=Bf16Wire()))
 
-    What rounding a rank's own gradients loses is kept and added to the next ones, so that small gradients arrive late
-    instead of never. What the sum itself rounds on its way is nobody's own, and is lost. Gradients of other dtypes travel
-    as they are: half-precision ones are as small, and who computes in float64 wants all of it.
+    Error feedback keeps the rounding error of a rank's gradients, and adds it to its next gradients. So small gradients are
+    delayed instead of lost. Rounding errors of the sum itself are lost. Gradients of other dtypes are reduced in their own
+    dtype: half-precision gradients are already as small, and float64 gradients need their full precision.
 
-    What is kept belongs to a bucket on a rank, in the units of the loss scale that it was rounded under. It is in no state
-    dict, and gone when param groups are added. Gradients that are not finite leave none.
+    The rounding errors are stored per bucket and rank, in the units of the loss scale of their step. They are not part of a
+    state dict, and are dropped when param groups are added. Non-finite gradients leave no rounding error.
 
     Args:
-        error_feedback: Keep what rounding loses; 4 bytes an element on every rank, for as long as the optimizer lives.
-    Collectives: one a call, as in `Exact`. Host reads: none.
+        error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank, for the lifetime
+            of the optimizer.
+    Collectives: one per call, as in `Exact`.
+    Host synchronization: none.
 
     Reference: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847.
     """
@@ -50,7 +52,7 @@ class Bf16Wire(Exchange):
         if flat.dtype != torch.float32:
             return Exact().reduce_scatter(own, flat, group, memory)
         part = torch.empty_like(own, dtype=torch.bfloat16)
-        held = [self._rounded(flat, memory)]  # the collective reads it until it has finished
+        held = [self._rounded(flat, memory)]  # the collective reads this buffer until it has finished
         arrived = Exact().reduce_scatter(part, held[0], group, memory)
 
         def finish() -> None:
@@ -62,20 +64,20 @@ class Bf16Wire(Exchange):
 
     @torch.no_grad()
     def _rounded(self, flat: Tensor, memory: Memory) -> Tensor:
-        """In bfloat16, with what the last time lost; ``flat`` may be a gradient itself, and stays as it is."""
+        """Return ``flat`` plus the last rounding error, in bfloat16. ``flat`` may be a gradient, and stays unchanged."""
         if not self.error_feedback:
             return flat.bfloat16()
         lost = memory.get("lost")
         if lost is None:
             lost = memory["lost"] = torch.zeros_like(flat)
         wire = lost.add_(flat).bfloat16()
-        # inf - inf, of a step that is skipped, must not come back in the next one.
+        # inf - inf = NaN, from a skipped step, must not enter the next gradients.
         lost.sub_(wire).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return wire
 
 
 def reference_bf16_wire(rounds: list[list[Tensor]], error_feedback: bool) -> list[Tensor]:
-    """The sums, plain: ``rounds[t][r]`` is what rank r gives in round t; summed in float64."""
+    """Return the sums of a plain reference. ``rounds[t][r]``: the input of rank r in round t. Sums in float64."""
     lost = [torch.zeros_like(flat) for flat in rounds[0]]
     sums = []
     for flats in rounds:

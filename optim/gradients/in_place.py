@@ -1,4 +1,4 @@
-"""Gradients changed in place, and what is remembered of them: that a pending sum has been made."""
+"""Change gradients in place, and keep marks on gradients that are already reduced."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _COMPLETE = "_meshstep_complete"
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """What backward adds up in: the parameter's dtype, or float32 where a half-precision one has main grads."""
+    """Return the dtype in which backward accumulates: float32 with main gradients, else the parameter's dtype."""
     return param.grad_dtype or param.dtype
 
 
 def widen_gradients(params: Sequence[Tensor]) -> None:
-    """Cast the half-precision gradients of float32 parameters to float32, before anybody writes to them."""
+    """Cast half-precision gradients of float32 parameters to float32. Call it before changing gradients in place."""
     for param in params:
         if param.grad is not None and param.grad.dtype != param.dtype == torch.float32 and is_half(param.grad):
             param.grad = param.grad.float()
 
 
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
+    """Multiply the gradients by a 0-dim tensor in place, with one multi-tensor kernel per device and dtype."""
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
         scale_each([param.grad for param in params], factor)
 
 
 def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiply those that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
+    """Multiply tensors by a 0-dim tensor in place, with one multi-tensor kernel per device and dtype. Skips None."""
     here = [grad for grad in gradients if grad is not None]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     if here and are_alike(here):
@@ -53,7 +53,7 @@ def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
 
 
 def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
-    """Clamp those that are there to [-clip_value, clip_value], in place."""
+    """Clamp tensors to [-clip_value, clip_value] in place. Skips None."""
     if grads := [grad for grad in gradients if grad is not None]:
         change_each(torch._foreach_clamp_min_, grads, -clip_value)
         change_each(torch._foreach_clamp_max_, grads, clip_value)
@@ -62,10 +62,10 @@ def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
 def change_each(
     change: Callable[[list[Tensor], Any], object], gradients: list[Tensor], argument: Tensor | float
 ) -> None:
-    """Call a multi-tensor kernel of torch, which takes no list with a lazy tensor."""
+    """Call a multi-tensor kernel of torch. Lazily conjugated or negated tensors, which it rejects, are resolved first."""
     try:
         change(gradients, argument)
-    except RuntimeError:  # before anything is changed; looked for only now, for most gradients never are
+    except RuntimeError:  # raised before anything is changed; the search for lazy tensors is left to this rare case
         if not any(map(is_lazy, gradients)):
             raise
         for gradient in gradients:
@@ -74,14 +74,14 @@ def change_each(
 
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
-    """Clamp the gradients that are there to [-clip_value, clip_value], in place."""
+    """Clamp the parameters' gradients to [-clip_value, clip_value] in place."""
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
         clamp_each([param.grad for param in params], clip_value)
 
 
 def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
-    """Forget the gradients, as torch's optimizers do."""
+    """Set gradients to None or zero, as `torch.optim.Optimizer.zero_grad` does."""
     for param in params:
         if set_to_none:
             param.grad = None
@@ -90,14 +90,14 @@ def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
 
 
 def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
-    """Remember that the gradient, as it is now, is no pending sum. Args: grad: It, where it is not at hand there."""
+    """Mark the current value of a gradient as reduced. ``grad``: the gradient; None: ``param.grad``."""
     grad = param.grad if grad is None else grad
     if grad is not None:
         setattr(param, _COMPLETE, (grad.data_ptr(), grad._version))
 
 
 def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
-    """Whether nothing has written to the gradient since `mark_complete`. Args: grad: As there."""
+    """Return True if the gradient is None or unchanged since `mark_complete`. ``grad`` as in `mark_complete`."""
     grad = param.grad if grad is None else grad
     return grad is None or getattr(param, _COMPLETE, None) == (grad.data_ptr(), grad._version)
 
@@ -107,7 +107,7 @@ def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterat
     """Keep the marks of `mark_complete` while the body changes gradients in place.
 
     Args:
-        pairs: A parameter and its gradient; None: ``param.grad``.
+        pairs: Pairs of a parameter and its gradient; the gradient None means ``param.grad``.
     """
     complete = [(param, grad) for param, grad in pairs if is_complete(param, grad)]
     yield
@@ -115,11 +115,11 @@ def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterat
         mark_complete(param, grad)
 
 
-# What can be wrong with gradients, found before anything is changed ---------------------------------------------------
+# Checks of gradients, before anything is changed ----------------------------------------------------------------------
 
 
 def check_kinds(table: ParamTable) -> None:
-    """Raise TypeError, with the name of the parameter, for a complex or sparse gradient."""
+    """Raise TypeError with the parameter's name if a gradient is complex or sparse."""
     for row in table:
         if row.grad_tensor.grad is not None:
             check_dense_real(row.grad_tensor.grad, f"the gradient of {row.entry.name}")
@@ -141,9 +141,10 @@ def poison_bad_kinds(table: ParamTable) -> TypeError | None:
 
 
 def nonfinite_names(table: ParamTable, registry: ProcessGroupRegistry) -> list[str]:
-    """Return the names of parameters whose gradients are not finite on any rank, for an error.
+    """Return the names of parameters whose gradients are non-finite on any rank, for an error.
 
-    Collectives: an object all-gather. Host synchronization: one per gradient.
+    Collectives: an object all-gather.
+    Host synchronization: one per gradient.
     """
     mine = [
         row.entry.name

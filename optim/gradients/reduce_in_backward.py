@@ -1,4 +1,4 @@
-"""Reduce gradients bucket by bucket while backward makes more of them."""
+"""Reduce gradient buckets while backward computes further gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .buckets import Finish, Reducible, keep_in_place, layout_kind, sync_axes
 
 
 class InFlight:
-    """Starts exchanges in the order given and finishes them in the same, at most so many at a time.
+    """Starts reductions in a given order, finishes them in the same order, and limits the number of running ones.
 
     Args:
-        most: Under way at a time; each holds a flat copy of its bucket. None: any number.
+        most: Maximum number of running reductions; each holds a flat copy of its bucket. None: no limit. Default: 2.
     """
 
     def __init__(self, most: int | None = 2) -> None:
@@ -29,7 +29,7 @@ class InFlight:
         self._started: deque[Finish] = deque()
 
     def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
-        """Start them, which may finish earlier ones; ``to_the_end``: then finish all."""
+        """Start reductions, and finish earlier ones at the limit. ``to_the_end``: finish all at the end."""
         for start in starts:
             self._started.append(start())
             if self.most is not None and len(self._started) >= self.most:
@@ -39,26 +39,26 @@ class InFlight:
 
 
 def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
-    """Start exchanges, and finish them; ``most`` as for `InFlight`."""
+    """Start and finish all reductions. ``most`` as for `InFlight`."""
     InFlight(most).run(starts, to_the_end=True)
 
 
 class BackwardReducer:
-    """Reduces each bucket once a micro-batch, as soon as all of its parameters have their gradients.
+    """Reduces each bucket once per micro-batch, as soon as all of its parameters have their gradients.
 
-    Which gradients come, and in what order, may differ between ranks; the order of collectives must not. So buckets are
-    reduced in the order given: one that is full waits for those before it, and what is left when backward ends, because
-    some parameter got no gradient here, is reduced then, zeros in the place of what is missing.
+    Ranks may compute different gradients, in different orders, but must issue collectives in the same order. So buckets are
+    reduced in the given order: a full bucket waits for earlier buckets. At the end of backward, the remaining buckets are
+    reduced with zeros for missing gradients.
 
     Args:
-        name_of: The name of a parameter, for errors.
-        eager: Buckets, in the order in which backward fills them.
+        name_of: Returns the name of a parameter, for errors.
+        eager: Buckets that are reduced during backward, in the order in which backward fills them.
         late: Buckets that are reduced after backward, in this order.
-        in_flight: As for `InFlight`.
+        in_flight: Maximum number of running reductions, as for `InFlight`. Default: 2.
 
     Attributes:
-        stray: A parameter that has got a gradient since the last reduction, if there is one.
-        came: Some parameter has got a gradient, ever.
+        stray: A parameter that got a gradient after the last reduction, outside of `micro_batch`. None: there is none.
+        came: True once any parameter has got a gradient.
     """
 
     def __init__(
@@ -72,18 +72,20 @@ class BackwardReducer:
         self._bucket_of = {param: index for index, bucket in enumerate(self._eager) for param in bucket.params}
         self._is_open = self.came = False
         self.stray: Tensor | None = None
-        # Weak, or the model would keep this optimizer alive after another has taken its place.
-        trained = [param for param in self._bucket_of if param.requires_grad]  # torch refuses hooks on frozen ones
+        # A weak reference, because the model's hooks must not keep a replaced optimizer alive.
+        trained = [
+            param for param in self._bucket_of if param.requires_grad
+        ]  # torch rejects hooks on frozen parameters
         self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in trained]
 
     @contextmanager
     def micro_batch(self, several: bool = False) -> Iterator[None]:
-        """Around one backward, or ``several`` that add up: all buckets have been reduced when it ends.
+        """Reduce all buckets during the body, which runs one backward, or ``several`` that accumulate.
 
-        Nobody knows which of several is the last that a gradient gets, so all of it is reduced after them then.
+        With ``several``, the last gradient of a parameter cannot be detected, so all buckets are reduced at the end.
 
-        Where it raises, the rest of them is started all the same and nobody waits for it: a rank has done its part then,
-        wherever its backward and those of other ranks have come to, and the next one begins at the first bucket everywhere.
+        If the body raises, the remaining reductions are started but not finished. So this rank has issued all collectives
+        of the micro-batch, and the next micro-batch begins with the first bucket on every rank.
         """
         self._waiting: list[set[Tensor | None]] = [
             {None} if several else {param for param in bucket.params if param.requires_grad} for bucket in self._eager
@@ -93,7 +95,7 @@ class BackwardReducer:
             yield
         except Exception:
             self._is_open, self._exchanges = False, InFlight(None)
-            with suppress(Exception):  # the first one says more
+            with suppress(Exception):  # the exception of the body is more useful
                 self._exchanges.run(self._rest())
             raise
         finally:
@@ -108,7 +110,7 @@ class BackwardReducer:
 
     def _arrived(self, param: Tensor) -> None:
         if not self._is_open:
-            self.stray = param  # a backward that the optimizer was not told of: it waits for the step, or the next one
+            self.stray = param  # from a backward outside of `micro_batch`; the next reduction must include it
             return
         self.came = True
         index = self._bucket_of[param]
@@ -124,23 +126,23 @@ class BackwardReducer:
             self._next += 1
 
     def reduce_now(self) -> None:
-        """Reduce all buckets, where backward has not. Collectives: those of the buckets."""
+        """Reduce all buckets, if they were not reduced during backward. Collectives: those of the buckets."""
         run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
     def check_no_stray(self) -> None:
-        """Raise RuntimeError if gradients have come since they were reduced, which would count on this rank alone."""
+        """Raise RuntimeError if a parameter got a gradient after the last reduction: this rank alone would apply it."""
         if self.stray is not None:
             raise RuntimeError(
-                f"{self._name_of(self.stray)} got a gradient outside of optimizer.backward after those of the window had "
-                "been reduced: with overlap=True call optimizer.backward for the last micro-batch of a window"
+                f"{self._name_of(self.stray)} got a gradient outside of optimizer.backward after the window's gradients "
+                "were reduced: with overlap=True call optimizer.backward for the last micro-batch of a window"
             )
 
     def keep_in_place(self) -> None:
-        """Of all of its buckets."""
+        """Make the gradients of all buckets keep their addresses; see `Reducible`."""
         keep_in_place((*self._eager, *self._late))
 
     def remove_hooks(self) -> None:
-        """Leave the parameters' gradients alone from now on."""
+        """Remove the hooks, so that backward reduces nothing any more."""
         for hook in self._hooks:
             hook.remove()
 
@@ -156,17 +158,21 @@ def _weak_hook(reducer: BackwardReducer) -> Callable[[Tensor], None]:
     return hook
 
 
-# Whether gradients can be reduced while backward runs, among collectives that the model itself issues there -----------
+# Deadlocks between reductions during backward and the model's collectives ---------------------------------------------
 
-# They are started when they have come, and wait for each other; where a rank lacks some, at the end of backward. So ranks
-# that meet in the model must come to the same reductions on the way, or they may wait for each other in a circle: one in
-# the model for another, which waits in a reduction for a third, which comes there only when it has met others in the
-# model. Then all of them wait for the end of backward; where only pieces are uneven, those of their kinds.
+# Reductions start when gradients are computed, and wait for each other. A rank that lacks a gradient reduces its bucket
+# only at the end of backward. Suppose that this rank first waits in a collective of the model for a second rank, and the
+# second rank waits in the reduction for the first. That is a deadlock. So if ranks that meet in the model's collectives may
+# lack different gradients, all reductions wait for the end of backward. If only shards are uneven, the reductions of their
+# kinds of layout wait.
 
 
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
-    """Whether the model may issue collectives over ``axes``, over which gradients are reduced, or over a data axis, whose
-    ranks see other samples, and so may lack other gradients."""
+    """Return True if the model may issue collectives over axes where ranks may lack different gradients.
+
+    These axes are the data-parallel axes, whose ranks see different samples, and ``axes``, over which gradients are
+    reduced.
+    """
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))
     return any(not topology.only_splits_the_batch(axis) or axis in named for axis in axes)
@@ -177,21 +183,23 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 def kind_of(entry: ParameterEntry, topology: Topology) -> str:
-    """In words, one for each kind of layout."""
+    """Return a text that identifies the entry's kind of layout."""
     return str(layout_kind(entry.spec, topology))
 
 
 def sizes_of(entries: Iterable[ParameterEntry], topology: Topology) -> Sizes:
-    """Of the parameters of these entries."""
+    """Return the layout and the number of elements of each entry."""
     return tuple((kind_of(entry, topology), entry.numel) for entry in entries)
 
 
 def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
-    """The kinds of layout whose parameters ranks of one pipeline stage cut into other buckets; all, where what is left does
-    not come in one order.
+    """Return the kinds of layout whose parameters the ranks of a pipeline stage split into different buckets.
+
+    If the remaining kinds do not have the same order on all of these ranks, return all kinds.
 
     Args:
-        sizes: By rank.
+        sizes: The `sizes_of` of each rank, by global rank.
+        topology: The mesh.
     """
     within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
     first = [sizes[topology.peers(rank, *within)[0]] for rank in range(len(sizes))]
@@ -210,13 +218,14 @@ def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Early:
-    """Which gradients the optimizer itself averages while backward runs: those of its own over data axes alone; not a
-    DTensor's, which has its in the step only, nor those of owned parameters, which other ranks lack.
+    """Selects the gradients that are averaged during backward: of unowned parameters, over data-parallel axes only.
 
-    Attributes:
-        plan: Of the parameters.
-        none: All wait for the end of backward.
-        uneven: The kinds of layout that do.
+    Gradients of DTensors are reduced in the step only. Owned parameters do not exist on all ranks.
+
+    Args:
+        plan: The plan of the parameters.
+        none: True: all reductions wait for the end of backward. Default: False.
+        uneven: Kinds of layout whose reductions wait for the end of backward. Default: none.
     """
 
     plan: ReductionPlan
@@ -225,7 +234,7 @@ class Early:
 
     @classmethod
     def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Early:
-        """Made by all ranks together. Collectives: an object all-gather."""
+        """Return the selection that all ranks agree on. Collectives: an object all-gather."""
         early, topology = cls(plan), plan.topology
         sizes = sizes_of((entry for entry in plan.entries if early(entry)), topology)
         reports = gather_objects((sizes, model_meets_over_data(plan.entries, topology)), registry)

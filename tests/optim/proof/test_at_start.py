@@ -172,7 +172,7 @@ def before_its_step() -> str:
 def test_between_a_backward_that_reduces_and_its_step_it_is_refused_by_the_step(world: World) -> None:
     """The proof's own backward can't be told from one of training there."""
     for told in world.run(4, before_its_step):
-        assert "got a gradient outside of optimizer.backward after those of the window had been reduced" in told
+        assert "got a gradient outside of optimizer.backward after the window's gradients were reduced" in told
 
 
 # A loss that raises ------------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def standalone(name: str) -> tuple[str, bool]:
         ),
         ("partial by value", "is partial: it must still be summed over tensor", True),
         ("undeclared on one rank", "no spec for parameter 0 of group 0", True),
-        ("summed twice", "has been summed already", False),
+        ("summed twice", "is already summed", False),
         ("max_norm", "max_norm=-1.0", True),
         ("clip_value", "clip_value=0.0", True),
         ("norm_type", "norm_type=0.0", True),

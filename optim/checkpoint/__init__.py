@@ -1,4 +1,4 @@
-"""A run on disk, complete or not at all, for any mesh."""
+"""Checkpoints: save a run atomically, and load it on any mesh."""
 
 from .directory import newest_checkpoint as newest_checkpoint
 from .load import load_checkpoint as load_checkpoint

@@ -1,15 +1,15 @@
-"""What a training run is, in parts that have a meaning on any mesh: from a model and its optimizer, and back into them.
+"""The contents of a checkpoint, independent of the mesh: full tensors by key, and one record per rank.
 
-Logical tensors, each by a key:
+Keys of full tensors:
 
     model/<parameter>               the model's parameters and declared buffers
-    state/<key>/<parameter>         the optimizer's state of the parameter's shape; first values where a piece has none
-    whole/<key>/<parameter>         state that belongs to the logical parameter, of any shape: `WholeOptimizer.whole_states`
-    piece/<key>/<where>/<parameter> state of any other shape: it belongs to this piece of the parameter
-    master/<parameter>              float32 masters
-    buffer/<digest>/<buffer>        buffers that nothing declared, one for each content
+    state/<key>/<parameter>         optimizer state of the parameter's shape; initial values for shards without a state
+    whole/<key>/<parameter>         state of the full tensor, of any shape: `WholeOptimizer.whole_states`
+    piece/<key>/<where>/<parameter> state of any other shape: it belongs to one shard of the parameter
+    master/<parameter>              float32 master weights
+    buffer/<digest>/<buffer>        undeclared buffers, one per different content
 
-And a `RankRecord` from every rank, for what is no tensor or depends on the rank.
+A `RankRecord` holds data of one rank that is not a tensor, or that depends on the rank.
 """
 
 from __future__ import annotations
@@ -54,26 +54,27 @@ from ..step.combined_optimizer import asks_other_ranks, parts_of
 if TYPE_CHECKING:
     from ..whole.optimizer import WholeOptimizer
 
-# The parameters of a model under names that mean the same on every rank and in every layout ---------------------------
+# The parameters of a model, under names that are equal on every rank and in every layout ------------------------------
 
 
 class LogicalParameters:
-    """This rank's parameters and declared buffers, each with its logical name and what the rank has of it.
+    """This rank's parameters and declared buffers, with their logical names and their parts of the full tensors.
 
-    Pipeline stages may use a name for different parameters: it is made unique by the stage then. Tied parameters have the
-    name that the first rank gives them.
+    If pipeline stages use one name for different parameters, the name gets a stage suffix. Tied parameters have the name
+    that the first rank uses.
 
     Args:
-        model: This rank's part of it.
+        model: This rank's part of the model.
+        registry: The process groups.
     Raises:
-        ValueError: On every rank, when one has an undeclared parameter, or ranks declare different things.
+        ValueError: On every rank, if a rank has an undeclared parameter, or if declarations differ between ranks.
     Collectives: object all-gathers.
 
     Attributes:
-        names: The names of all logical parameters of the model, the same on every rank.
-        regions: (name, local tensor, region) of those that this rank holds.
-        buffers: The persistent buffers that nothing declared, by their names in the model.
-        buffer_names: Of all ranks' such buffers.
+        names: The names of all logical parameters of the model, equal on every rank.
+        regions: (name, local tensor, part of the full tensor) of each tensor on this rank.
+        buffers: This rank's undeclared persistent buffers, by name in the model.
+        buffer_names: The names of all ranks' undeclared persistent buffers.
     """
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry) -> None:
@@ -104,23 +105,23 @@ class LogicalParameters:
         return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
 
     def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
-        """The region of ``local``; ValueError where it is not of the size that its spec makes."""
+        """Return the part of the full tensor that ``local`` is; raise ValueError if its size does not fit its spec."""
         full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
         return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
 
     def writes(self) -> Iterator[tuple[str, Tensor, Region]]:
-        """Those of `regions` that this rank contributes to a checkpoint: of tied copies only the first stage's."""
+        """Return the `regions` that this rank saves. Of tied parameters, only the first stage saves its replica."""
         return (held for held, first in zip(self.regions, self._first, strict=True) if first)
 
     def is_first(self, param: Tensor) -> bool:
-        """Whether this rank contributes what belongs to a parameter to a checkpoint."""
+        """Return True if this rank saves the data of a parameter."""
         return self._first[self._find(param)]
 
     def of(self, param: Tensor) -> tuple[str, Region]:
-        """Name and region of one of the model's parameters.
+        """Return the name of a model parameter and its part of the full tensor.
 
         Raises:
-            ValueError: It is none of the model's.
+            ValueError: ``param`` is not a parameter of the model.
         """
         name, _, region = self.regions[self._find(param)]
         return name, region
@@ -130,15 +131,17 @@ class LogicalParameters:
             annotation = annotation_of(param)
             label = (annotation.name if annotation else None) or "a parameter"
             raise ValueError(
-                f"the optimizer steps {label} of shape {tuple(param.shape)}, which is not in the model; give the whole "
+                f"the optimizer steps {label} of shape {tuple(param.shape)}, which is not in the model; give the full "
                 "model whose parameters the optimizer was made with"
             )
         return self._index[id(param)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of `DistributedDataParallel`, ``torch.compile`` and frameworks' wrappers, whose parameters have the
-    plain names."""
+    """Return the module inside `DistributedDataParallel`, ``torch.compile`` and similar wrappers.
+
+    Its parameters have names without a prefix.
+    """
     while True:
         within = (model._modules.get(name) for name in ("_orig_mod", "_forward_module"))
         if isinstance(model, DistributedDataParallel):
@@ -150,7 +153,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Undeclared persistent buffers; parameters and declared buffers."""
+    """Return (undeclared persistent buffers, parameters and declared buffers)."""
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     saved = model.state_dict(keep_vars=True)
@@ -158,7 +161,7 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
         own_kind = name.endswith("_extra_state") and name not in params and name not in buffers
         if own_kind and not _is_nothing(value):
             raise ValueError(
-                f"{name} is state of a kind of its own (get_extra_state), which can't be laid out anew; give it as extra="
+                f"{name} is extra state of a module (get_extra_state), which can't be resharded; pass it as extra= instead"
             )
     persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
     declared = {name: buffer for name, buffer in persistent.items() if annotation_of(buffer) is not None}
@@ -166,22 +169,25 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
 
 
 def _is_nothing(value: object) -> bool:
-    """What layers say that could have state of their own and have none (those of Megatron and Transformer Engine)."""
+    """Return True for empty extra state, as layers of Megatron and Transformer Engine return it."""
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
 def _is_first_holder(entry: ParameterEntry, plan: ReductionPlan) -> bool:
-    """Tied copies on several stages may be cut into other pieces there, which can't be mixed."""
+    """Return True on the rank that saves a tied parameter.
+
+    Stages may shard their replicas differently, and shards of different layouts must not be mixed.
+    """
     tied = ((axis, entry.spec.tied_coordinates(axis, plan.topology)) for axis, _ in entry.spec.tied)
     return all(plan.coordinate[axis] == where[0] for axis, where in tied)
 
 
-# Logical tensors: what a checkpoint holds, whatever the layout of those who wrote it ----------------------------------
+# Full tensors in a checkpoint, independent of the layout of the ranks that saved them ---------------------------------
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of which this rank has parts: ``{offsets: part}``, rectangles that don't overlap."""
+    """A tensor of which this rank has parts: ``{offsets: part}``, rectangles that do not overlap."""
 
     shape: Shape
     dtype: torch.dtype
@@ -190,7 +196,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """What a rank has of a logical tensor, without its elements: rectangles of it."""
+    """The rectangles of a full tensor that a rank has, without their elements."""
 
     shape: Shape
     dtype: torch.dtype
@@ -201,36 +207,36 @@ class HeldTensor:
 
 
 def held_of(tensor: SavedTensor) -> HeldTensor:
-    """What this rank has of ``tensor``."""
+    """Return the rectangles of ``tensor``."""
     boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
     return HeldTensor(tensor.shape, tensor.dtype, tuple(boxes))
 
 
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
-    """``tensor``, which has the region's elements in their order, as a part of the logical one."""
+    """Return ``tensor``, which has the region's elements in their order, as a part of the full tensor."""
     return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
 
 
-# What an optimizer keeps for a piece of a parameter, and whose it is where pieces are put together anew ---------------
+# The optimizer state of a shard, and its use when shards are combined on another mesh ---------------------------------
 
-# Step counts, and whatever else is one number, belong to the piece: experts on different ranks have made different
-# numbers of steps, and one without tokens has no state at all. In the layout of the checkpoint each piece has its own
-# again. In another one a piece may come from several; where these differ, its numbers are all those of the one with the
-# fewest steps, and elements that had no state yet have that of a new one.
+# Step counts, and other states that are one number, belong to a shard: experts on different ranks may have different step
+# counts, and an expert without tokens has no state. In the layout of the checkpoint, each shard gets its own numbers back.
+# In another layout, a new shard may combine several saved shards. If their numbers differ, the new shard gets all numbers
+# of the saved shard with the fewest steps. Elements without a saved state get the state of a new parameter.
 
 Place = tuple[tuple[tuple[Span, ...], ...], int, int]
-"""A region of a parameter whose full shape is known: spans, start, stop."""
+"""A part of a parameter whose full shape is known: spans, start, stop."""
 
 
 @dataclass(frozen=True)
 class PieceState:
-    """The state of one piece; of tensors only which there are.
+    """The optimizer state of one shard. Of tensors it has only dtypes or keys.
 
     Args:
-        tensors: The dtypes of those of the piece's shape, by key.
-        odd: The keys of those of other shapes.
-        scalars: dtype and value of those that are one number.
-        values: What is no tensor.
+        tensors: The dtype of each tensor of the shard's shape, by key.
+        odd: The keys of tensors of other shapes.
+        scalars: The (dtype, value) of each 0-dim tensor, by key.
+        values: All states that are not tensors, by key.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
@@ -240,7 +246,7 @@ class PieceState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], piece: Tensor, region: Region) -> PieceState:
-        """From an optimizer's state. Host reads: one for each 0-dim tensor."""
+        """Return the record of a shard's optimizer state. Host synchronization: one per 0-dim tensor."""
         found = cls()
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -254,7 +260,7 @@ class PieceState:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """``values``, and ``scalars`` as the tensors that they were, on the CPU."""
+        """Return ``values``, and ``scalars`` as 0-dim tensors on the CPU."""
         scalars = {
             key: torch.tensor(number, dtype=getattr(torch, name)) for key, (name, number) in self.scalars.items()
         }
@@ -262,12 +268,12 @@ class PieceState:
 
     @property
     def steps(self) -> Any:
-        """The count of steps; None where it has none."""
+        """Return the step count; None if the state has none."""
         return self.scalars["step"][1] if "step" in self.scalars else self.values.get("step")
 
     @property
     def is_begun(self) -> bool:
-        """Whether it has been stepped: fused optimizers make a state of zeros, after 0 steps, in one that is skipped."""
+        """Return True if the shard was stepped. Fused optimizers create zero states with 0 steps in a skipped step."""
         return not same(self, PieceState()) and self.steps != 0
 
 
@@ -284,7 +290,7 @@ def _check_scalar(value: object, field: str) -> None:
 
 
 def check_piece_state(value: object, field: str) -> None:
-    """Raise ValueError where ``value`` is not a `PieceState` in plain containers, or its numbers are out of range."""
+    """Raise ValueError unless ``value`` is a `PieceState` in plain containers with numbers in range."""
     checks = {
         "tensors": dict_of(_check_dtype),
         "odd": list_of(check_text),
@@ -294,35 +300,39 @@ def check_piece_state(value: object, field: str) -> None:
     fields(checks)(value, field)
     assert isinstance(value, Mapping)
     if unknown := value.keys() - checks.keys():
-        raise ValueError(f"{field} has {', '.join(map(repr, unknown))}, which is no part of a state")
+        raise ValueError(
+            f"{field} has unknown entries {', '.join(map(repr, unknown))}; a state has only {', '.join(checks)}"
+        )
     numbers = {**value["values"], **{key: number for key, (_, number) in value["scalars"].items()}}
     for key, number in numbers.items():
         check_state_value(key, number, field)
 
 
 def check_place(value: object, field: str) -> None:
-    """Raise ValueError where ``value`` is no `Place`."""
+    """Raise ValueError unless ``value`` is a `Place`."""
     items(list_of(list_of(items(check_count, check_count))), check_count, check_count)(value, field)
 
 
 def is_scalar(key: str, value: Tensor, region: Region) -> bool:
-    """Whether a state is one number for the piece, and not an element for each of the parameter's."""
+    """Return True if a state is one number for the shard, instead of one element per element of the parameter."""
     return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
 
 
 def place_of(region: Region) -> Place:
-    """Where in its parameter a region is."""
+    """Return the place of a region in its parameter."""
     return region.spans, region.start, region.stop
 
 
-# Of all ranks ---------------------------------------------------------------------------------------------------------
+# The states of all ranks ----------------------------------------------------------------------------------------------
 
 OfRank = Mapping[str, Mapping[Place, PieceState]]  # by parameter
 
 
 def merged(ranks: Sequence[OfRank]) -> dict[str, list[tuple[dict[str, Any], dict[Place, list[int]]]]]:
-    """The different states of each parameter's pieces, as plain containers, and which ranks had each where; no places
-    where all are the same."""
+    """Return the different states of each parameter's shards, as plain containers, with the ranks that have each by place.
+
+    The places are left out if all shards have the same state.
+    """
     found: dict[str, list[tuple[PieceState, dict[Place, list[int]]]]] = {}
     for rank, own in enumerate(ranks):
         for name, pieces in own.items():
@@ -339,13 +349,14 @@ def merged(ranks: Sequence[OfRank]) -> dict[str, list[tuple[dict[str, Any], dict
 
 
 class PieceStates:
-    """What `merged` returned, for the pieces of another layout.
+    """The states that `merged` returned, for the shards of another layout.
 
     Args:
-        ranks: The saved ranks that are like this one; of copies that differ theirs is taken.
+        content: The result of `merged`.
+        ranks: The saved ranks that correspond to this rank. If replicas differ, the state of these ranks is used.
 
     Attributes:
-        together: What `of` has put together of pieces that differed, in words.
+        together: For each parameter whose differing shards `of` combined, a text that describes it.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -357,21 +368,21 @@ class PieceStates:
 
     @property
     def keys(self) -> set[tuple[str, str]]:
-        """(key, parameter) of every state of a parameter's shape that a piece has."""
+        """Return (key, parameter) of every state of a parameter's shape."""
         return {(key, name) for name, states in self._states.items() for state, _ in states for key in state.tensors}
 
     def missing(self, name: str, region: Region) -> Iterator[tuple[str, torch.dtype]]:
-        """The tensors that other pieces of the parameter have and this one does not, on any rank: key and dtype."""
+        """Yield key and dtype of the states that other shards of the parameter have, but this shard has on no rank."""
         states = self._states.get(name, [])
         here = {key for state, places in states if place_of(region) in places for key in state.tensors}
         known = {key: dtype for state, places in states for key, dtype in state.tensors.items() if places}
         return ((key, getattr(torch, known[key])) for key in sorted(known.keys() - here))
 
     def of(self, name: str, region: Region) -> PieceState:
-        """The state of a piece.
+        """Return the state of a shard.
 
         Raises:
-            ValueError: It would come from pieces whose states differ and can't be put together.
+            ValueError: The shard combines saved shards whose states differ and cannot be combined.
         """
         states = self._states.get(name, [])
         if len(states) < 2:
@@ -389,8 +400,8 @@ class PieceStates:
         differing = _differing([{**state.scalars, **state.values} for state in begun])
         if differing and (None in counts or not all(_is_number(state, key) for state in begun for key in differing)):
             raise ValueError(
-                f"the optimizer's {', '.join(differing)} of {name} differed between pieces that are put together here, and "
-                "nothing says which to take; continue on the mesh of the checkpoint"
+                f"the optimizer's {', '.join(differing)} of {name} differed between shards that are combined on this mesh, "
+                "and the library can't choose one; continue on the mesh of the checkpoint"
             )
         fewest = begun[counts.index(min(counts))] if differing else begun[0]
         tensors = {key: dtype for state in begun for key, dtype in state.tensors.items()}
@@ -421,10 +432,10 @@ def _is_number(state: PieceState, key: str) -> bool:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two values are equal; tensors of several elements are not."""
+    """Return True if two values are equal. Values that contain tensors of several elements count as different."""
     try:
         return bool(one == other)
-    except RuntimeError:  # tensors within
+    except RuntimeError:  # a tensor of several elements has no truth value
         return False
 
 
@@ -435,18 +446,14 @@ def _name(tensor: Tensor) -> str:
 # Contents -------------------------------------------------------------------------------------------------------------
 
 _FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
-LAYOUT = (
-    "masters",
-    "shards",
-    "dtypes",
-)  # what of the state of the weights is made anew for the layout that it comes to
+LAYOUT = ("masters", "shards", "dtypes")  # entries of the weights' state that are rebuilt for the new layout
 
 
 def parse_key(key: str) -> tuple[str, ...]:
-    """The parts of a key, the kind first and the name last.
+    """Return the parts of a key: the kind first, the name last.
 
     Raises:
-        ValueError: It is no key of this format.
+        ValueError: ``key`` is not a key of this format.
     """
     kind, _, rest = key.partition("/")
     parts = (kind, *rest.split("/", _FIELDS.get(kind, 1) - 1))
@@ -459,12 +466,12 @@ def parse_key(key: str) -> tuple[str, ...]:
 
 @dataclass
 class RankRecord:
-    """What one rank says besides tensors.
+    """The data of one rank that is not a tensor.
 
     Args:
-        groups: For each param group the names of its parameters on this rank and its hyper-parameters.
-        buffers: Digests of the undeclared buffers, by name.
-        pieces: What the optimizer has for each piece of a parameter, by parameter and place.
+        groups: For each param group the names of its parameters on this rank, and its hyper-parameters.
+        buffers: The digest of each undeclared buffer, by name.
+        pieces: The optimizer state of each shard, by parameter and place.
     """
 
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
@@ -491,19 +498,24 @@ class Stepped(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """An optimizer's state dict, taken apart."""
+    """An optimizer's state dict, separated into its contents."""
 
     stepped: list[Stepped]  # by position in the param groups
     tensors: dict[int, dict[str, Any]]  # by position and key
     masters: dict[int, Tensor]  # by position
     groups: list[dict[str, Any]]
-    rest: dict[str, Any]  # precision, loss scale, ...: ``state_dict()["meshstep"]``
+    rest: dict[str, Any]  # ``state_dict()["meshstep"]``: precision, loss scale and more
 
 
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
-    """Raises ValueError where the optimizer steps what is not in the model. Collectives: none. Host reads: a few."""
+    """Return the optimizer's state. Raise ValueError if the optimizer steps a tensor that is not in the model.
+
+    Collectives: none.
+    Host synchronization: a few.
+    """
     state = optimizer.state_dict()
-    rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}  # any rank reads it
+    # Coordinates are left out, because any rank may load the checkpoint.
+    rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
     whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
     stepped = []
@@ -515,7 +527,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
 
 
 def masters_in(weights: Mapping[str, Any]) -> dict[int, Tensor]:
-    """The masters, by position, in the state of an optimizer's weights, at whatever depth."""
+    """Return the master weights by position, from the nested state of an optimizer's weights."""
     found: dict[int, Tensor] = dict(weights.get("masters") or {})
     for key, value in weights.items():
         if key != "masters" and isinstance(value, Mapping):
@@ -524,7 +536,7 @@ def masters_in(weights: Mapping[str, Any]) -> dict[int, Tensor]:
 
 
 def portable_in(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the state of an optimizer's weights is neither masters nor layout."""
+    """Return the entries of the weights' state that are independent of the layout, without master weights."""
     return {key: value for key, value in weights.items() if key not in LAYOUT}
 
 
@@ -532,9 +544,10 @@ def portable_in(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
-    """This rank's parts of all tensors (views, nothing is copied), and its record.
+    """Return this rank's parts of all tensors, as views, and its record.
 
-    Collectives: none. Host reads: the undeclared buffers.
+    Collectives: none.
+    Host synchronization: one per undeclared buffer.
     """
     tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}
     record = RankRecord()
@@ -551,8 +564,9 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         for key, value in shared.items():
             if not isinstance(value, Tensor):
                 raise ValueError(
-                    f"the optimizer's {key} of {stepped.name} is a {type(value).__name__}, of which nothing says what is "
-                    "in it: save state_dict() on each rank, for the same mesh, or take one whose state is tensors"
+                    f"the optimizer's {key} of {stepped.name} is a {type(value).__name__}, which can't be saved for "
+                    "another mesh: save state_dict() on each rank, for the same mesh, or use an optimizer whose state is "
+                    "tensors"
                 )
             tensors[f"whole/{key}/{stepped.name}"] = whole(value)
         if parameters.is_first(stepped.param):
@@ -575,12 +589,13 @@ def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) 
 def first_states_for_others(
     parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, SavedTensor]]:
-    """State of the parameters' shapes that this rank's pieces lack and other pieces of the same parameters have: as torch
-    begins it.
+    """Yield initial states, as torch creates them, for this rank's shards without a state that other shards have.
 
     Args:
-        pieces: Of all ranks.
-        optimizer: The wrapped one.
+        parameters: The model's parameters.
+        state: This rank's optimizer state.
+        pieces: The shard states of all ranks.
+        optimizer: The wrapped optimizer, whose param groups determine initial values.
     """
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}
@@ -592,28 +607,29 @@ def first_states_for_others(
 
 
 def whole(tensor: Tensor) -> SavedTensor:
-    """A tensor that every rank which has it has whole."""
+    """Return a full tensor of a rank as one part."""
     return SavedTensor(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor.detach()})
 
 
 def digest(tensor: Tensor) -> str:
-    """Of dtype, shape and bits. Host reads: all of it."""
+    """Return a hash of dtype, shape and bits. Host synchronization: reads all elements."""
     local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
     return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()
 
 
-# What all ranks said besides tensors, as one record, and what of it is a rank's on another mesh -----------------------
+# The records of all ranks, and their use on another mesh --------------------------------------------------------------
 
 T = TypeVar("T")
 Variants = list[tuple[T, list[int]]]
-"""Different values, and the ranks that had each."""
+"""Different values, and the ranks that have each value."""
 
 
 def check_content(content: object, world_size: int) -> None:
-    """Raise ValueError, and name the field, where what `SHARED_FILE` holds is not what `save_checkpoint` writes.
+    """Raise ValueError that names the field, unless ``content`` is content of `SHARED_FILE` as `save_checkpoint` writes it.
 
     Args:
+        content: The content of the file.
         world_size: The number of ranks that saved.
     """
     ranks = list_of(partial(_check_rank, world_size=world_size))
@@ -641,16 +657,23 @@ def _check_rank(value: object, field: str, world_size: int) -> None:
 
 
 class SharedRecord:
-    """All ranks' records as one, and what of it is this rank's on a mesh that may be another one.
+    """The records of all ranks, and the values of this rank on a possibly different mesh.
 
-    What ranks said differently (batch norm's running statistics on data ranks, a learning rate on pipeline stages) goes to
-    the rank at the same coordinates. On another mesh it comes from the saved ranks whose coordinates are the same along
-    every axis that has the same size in both, and 0 along other data axes; if these differ among themselves it is an error.
+    Some values differ between ranks, such as batch norm's running statistics over data-parallel ranks, or a learning rate
+    over pipeline stages. On the same mesh, a rank gets the values of its coordinates. On another mesh, it gets the values
+    of the saved ranks with the same coordinates along every axis of equal size, and coordinate 0 along other data-parallel
+    axes. If these values differ, it is an error.
+
+    Args:
+        content: The result of `merge`.
+        saved: The mesh of the checkpoint.
+        now: The mesh of this run.
+        rank: This rank's global rank.
 
     Attributes:
-        groups: The names of each param group's parameters, and the variants of its hyper-parameters.
-        buffers: The variants of the undeclared buffers' digests.
-        pieces: What the optimizer had for the pieces of parameters.
+        groups: For each param group the names of its parameters, and the variants of its hyper-parameters.
+        buffers: The variants of each undeclared buffer's digest.
+        pieces: The optimizer states of the shards.
     """
 
     def __init__(self, content: Mapping[str, Any], saved: Topology, now: Topology, rank: int) -> None:
@@ -661,12 +684,12 @@ class SharedRecord:
 
     @staticmethod
     def merge(records: Sequence[RankRecord]) -> dict[str, Any]:
-        """The content of a shared record, in plain containers, from all ranks' records."""
+        """Return the content of a shared record, in plain containers, from the records of all ranks."""
         groups = []
         for index in range(max(len(record.groups) for record in records)):
             found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
             names = sorted({name for own, _ in found.values() for name in own})
-            # A rank without parameters has a group only because torch wants one.
+            # A rank without parameters has a param group only because torch requires one.
             groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
         return {
             "groups": groups,
@@ -675,11 +698,11 @@ class SharedRecord:
         }
 
     def hyper(self, index: int) -> dict[str, Any]:
-        """The hyper-parameters of a param group for this rank."""
+        """Return the hyper-parameters of a param group for this rank."""
         return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
 
     def buffer(self, name: str) -> str:
-        """The digest of an undeclared buffer for this rank."""
+        """Return the digest of an undeclared buffer for this rank."""
         return self._choose(self.buffers[name], f"the buffer {name}")
 
     def _choose(self, variants: Variants[T], what: str) -> T:
@@ -687,8 +710,8 @@ class SharedRecord:
         chosen = alike or [value for value, _ in variants]
         if len(chosen) > 1:
             raise ValueError(
-                f"{what} differed between ranks of {self._saved!r}, and nothing says which belongs to a rank of "
-                f"{self._now!r}; continue on the mesh of the checkpoint, or say how a buffer is laid out with "
+                f"{what} differed between ranks of {self._saved!r}, so the value for this rank of {self._now!r} "
+                "is ambiguous; continue on the mesh of the checkpoint, or declare the layout of a buffer with "
                 "annotate(buffer, P(...)) before saving"
             )
         return chosen[0]
@@ -702,7 +725,7 @@ def _similar_ranks(saved: Topology, now: Topology, rank: int) -> set[int]:
 
 
 def _by_name(by_rank: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
-    """The variants of each name, from what each rank says of those it knows."""
+    """Return the variants of each name, from the values of the ranks that have it."""
     names = sorted({name for own in by_rank for name in own})
     return {name: _variants({rank: own[name] for rank, own in enumerate(by_rank) if name in own}) for name in names}
 

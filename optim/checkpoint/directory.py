@@ -1,12 +1,12 @@
-"""Directories that appear complete or not at all, and that are found out when they are damaged.
+"""Checkpoint directories: published atomically, and checked for damage.
 
     path/meshstep-00000007              complete
-    path/meshstep-00000008.5f0c.writing being written, or left behind by a crash
-    path/meshstep-00000006.removing     being removed, or left behind by a crash
+    path/meshstep-00000008.5f0c.writing being written, or left by a crash
+    path/meshstep-00000006.removing     being removed, or left by a crash
 
-A checkpoint is written beside the previous one and gets its name by one rename, after everything in it has reached the
-disk; only then are previous ones removed. Each has a manifest, ``meshstep.json``, with the size and the checksums of
-every file in it, and of itself.
+A checkpoint is written into a separate directory. When all of its files are on disk, one rename makes it complete. Only
+then are older checkpoints removed. Each checkpoint has a manifest, ``meshstep.json``, with the size and the checksums of
+every file, and a checksum of itself.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from ...parallel.mesh.text import printable
 from ...parallel.mesh.value_checks import check_count, check_text, dict_of, fields, items, list_of, wrong
 from ..parallel_optimizer import ParallelOptimizer
 
-# Checksums of files, block by block: taken while a file is written, compared while it is read -------------------------
+# Block checksums of files, computed while a file is written, compared while it is read --------------------------------
 
-# So nothing is read twice, and who reads a part of a file checks that part.
+# So no file is read twice, and reading a part of a file checks this part.
 
 BLOCK = 2**20
 EARLIER = "load an earlier checkpoint, of which save_checkpoint(..., keep=2) leaves one"
-_KEPT = 4  # blocks: who reads a zip file jumps between its end and its beginning
+_KEPT = 4  # cached blocks: reading a zip file jumps between its end and its beginning
 
 
 class FileRecord(NamedTuple):
-    """Size in bytes of a file, and the CRC-32 of each of its blocks of `BLOCK` bytes, the last of which may be shorter."""
+    """The size of a file in bytes, and the CRC-32 of each of its blocks of `BLOCK` bytes; the last block may be shorter."""
 
     size: int
     crc32: tuple[int, ...]
 
     @classmethod
     def of_json(cls, value: Sequence[object]) -> FileRecord:
-        """From what JSON makes of one. Raises ValueError, TypeError where it can't be one."""
+        """Return the record of its JSON form. Raise ValueError or TypeError if ``value`` is not one."""
         size, checksums = value
         if (
             not isinstance(size, int)
@@ -59,12 +59,12 @@ class FileRecord(NamedTuple):
             or not isinstance(checksums, list)
             or len(checksums) != -(-size // BLOCK)
         ):
-            raise ValueError(f"{value!r:.80} is no size with the checksums of its blocks")
+            raise ValueError(f"{value!r:.80} is no file record; it must be a size with one checksum per block")
         return cls(size, tuple(checksums))
 
 
 class SummingStream(io.RawIOBase):
-    """Writes to another stream and sums up; nothing can be written twice."""
+    """Writes to another stream, and computes checksums. It can't seek."""
 
     def __init__(self, stream: io.BufferedWriter) -> None:
         self._stream, self._size, self._sums = stream, 0, list[int]()
@@ -86,7 +86,7 @@ class SummingStream(io.RawIOBase):
         return self._size
 
     def flush(self) -> None:
-        if not self._stream.closed:  # when this is forgotten, after it
+        if not self._stream.closed:  # garbage collection flushes this stream after the other one is closed
             self._stream.flush()
 
     def fileno(self) -> int:
@@ -94,12 +94,12 @@ class SummingStream(io.RawIOBase):
 
     @property
     def record(self) -> FileRecord:
-        """Of what has been written so far."""
+        """Return the record of the bytes written so far."""
         return FileRecord(self._size, tuple(self._sums))
 
 
 class CheckedStream(io.RawIOBase):
-    """Reads a file; ValueError where a block that is read is not what was written."""
+    """Reads a file, and raises ValueError for a block that differs from its checksum."""
 
     def __init__(self, stream: io.BufferedReader, file: Path, record: FileRecord) -> None:
         self._stream, self._file, self._record, self._at = stream, file, record, 0
@@ -120,7 +120,7 @@ class CheckedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, as far as the file goes."""
+        """Fill the buffer up to the end of the file, and return the number of bytes."""
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._record.size - self._at)]
         for part in _cut(view, self._at):
@@ -146,11 +146,11 @@ class CheckedStream(io.RawIOBase):
         self._stream.seek(index * BLOCK)
         count = self._stream.readinto(block)
         if count != len(block) or zlib.crc32(block) != self._record.crc32[index]:
-            raise ValueError(f"{self._file} is damaged: bytes were changed; {EARLIER}")
+            raise ValueError(f"{self._file} is damaged: its content does not match its checksum; {EARLIER}")
 
 
 def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
-    """Make a file of what ``write`` writes, and bring it to the disk. Raises OSError."""
+    """Write a file with ``write``, synchronize it to disk, and return its record. Raises OSError."""
     with open(file, "wb") as stream:
         summing = SummingStream(stream)
         write(summing)
@@ -160,7 +160,7 @@ def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRe
 
 
 def record_of(file: Path) -> FileRecord:
-    """Size and checksums of a file. Raises OSError."""
+    """Return the size and checksums of a file. Raises OSError."""
     with open(file, "rb") as stream:
         sums = [(len(block), zlib.crc32(block)) for block in iter(lambda: stream.read(BLOCK), b"")]
     return FileRecord(sum(size for size, _ in sums), tuple(checksum for _, checksum in sums))
@@ -170,9 +170,11 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
     """Compare files with their records.
 
     Args:
-        contents: Read them too; else only their sizes are looked at.
+        directory: The directory of the files.
+        files: The record of each file, by name.
+        contents: True: read the files and compare checksums. False: compare sizes only.
     Raises:
-        ValueError: One is missing or is not what was written.
+        ValueError: A file is missing, or differs from its record.
     """
     for name, expected in files.items():
         file = directory / name
@@ -184,11 +186,11 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
         if size != expected.size:
             raise ValueError(f"{file} is damaged: it has {size} bytes of {expected.size}; {EARLIER}")
         if changed:
-            raise ValueError(f"{file} is damaged: bytes were changed; {EARLIER}")
+            raise ValueError(f"{file} is damaged: its content does not match its checksum; {EARLIER}")
 
 
 def _cut(view: memoryview, start: int) -> list[memoryview]:
-    """``view``, which begins at ``start`` in a file, in parts that lie within one block each."""
+    """Split ``view``, which begins at ``start`` in a file, at block boundaries."""
     first = min(len(view), -start % BLOCK)
     parts = [view[:first]] if first else []
     return parts + [view[at : at + BLOCK] for at in range(first, len(view), BLOCK)]
@@ -199,17 +201,23 @@ def _cut(view: memoryview, start: int) -> list[memoryview]:
 FORMAT = 3
 MANIFEST = "meshstep.json"
 MAX_MANIFEST = 2**28
-"""Bytes of a manifest that are read at most: it has some 12 for each MiB of a checkpoint, so 20 TiB have room."""
+"""Maximum size of a manifest in bytes. A manifest has about 12 bytes per MiB of the checkpoint: enough for 20 TiB."""
 _COMPLETE = re.compile(r"meshstep-(\d+)")
-# A writer may rename between two entries of one listing, or after it: then a listing has none, though there always is one.
+# A listing may miss a checkpoint that is renamed during the listing, so an empty listing is repeated.
 _LISTINGS = 10
 _LEFT_BEHIND = re.compile(r"meshstep-\d+(\.\w+)?\.(writing|removing)")
 
 
 def newest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
-    """The directory of the newest complete checkpoint under ``path``; None where there is none.
+    """Return the directory of the newest complete checkpoint under ``path``; None if there is none.
 
-    It looks at names only, so it says nothing about damage; and a run that goes on saving may remove it at any moment.
+        if newest_checkpoint("checkpoints") is not None:
+            extra = load_checkpoint("checkpoints", model, optimizer)
+
+    It reads directory names only, so it does not detect damage. A running job may remove the checkpoint at any moment.
+
+    Args:
+        path: The directory that `save_checkpoint` got.
     Collectives: none.
     """
     complete = _complete(Path(path))
@@ -217,30 +225,31 @@ def newest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is the directory of one complete checkpoint, not of a run's."""
+    """Return True if ``path`` is the directory of one complete checkpoint."""
     return _COMPLETE.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
 
 
 def begin(path: Path, known: str | None) -> Path:
-    """A new, empty directory to write the next checkpoint under ``path`` in. What crashes left there is removed.
+    """Create an empty directory for the next checkpoint under ``path``. Also remove directories that crashes left.
 
     Args:
-        known: The name of the last checkpoint under ``path`` that this run saved or loaded; None where there is none.
+        path: The directory of the run's checkpoints.
+        known: The name of the last checkpoint under ``path`` that this run saved or loaded. None: there is none.
     Raises:
-        ValueError: The newest one there is another.
-        OSError: It can't be made.
+        ValueError: The newest checkpoint under ``path`` is not ``known``.
+        OSError: The directory can't be created.
     """
     newest = newest_checkpoint(path)
     if newest is not None and newest.name != known:
         raise ValueError(
-            f"{newest} is another run's: this one has neither saved nor loaded it, and would remove it. Continue from it "
-            "with load_checkpoint, give a path of this run's own, or remove it"
+            f"{newest} is another run's checkpoint: this run has neither saved nor loaded it, and would remove it. "
+            "Continue from it with load_checkpoint, give a path that only this run uses, or remove it"
         )
     path.mkdir(parents=True, exist_ok=True)
     for entry in path.iterdir():
         if _LEFT_BEHIND.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-    # A name of its own: two runs that write here at once must not mix their files.
+    # A unique name, so that two runs that write here at the same time do not mix their files.
     directory = path / f"meshstep-{max(_complete(path), default=0) + 1:08}.{secrets.token_hex(4)}.writing"
     directory.mkdir()
     _synchronise_directory(path.parent)
@@ -248,23 +257,24 @@ def begin(path: Path, known: str | None) -> Path:
 
 
 def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any], keep: int) -> Path:
-    """Give what `begin` returned, now filled, the name of a complete checkpoint, and remove the oldest ones.
+    """Give the directory from `begin` the name of a complete checkpoint, and remove the oldest checkpoints.
 
     Args:
-        files: All files in it, synchronised, by name.
-        about: What the manifest says besides; JSON.
-        keep: How many complete ones stay.
+        directory: The directory, with all files of the checkpoint.
+        files: The record of each file, by name. The files are on disk.
+        about: Further entries of the manifest, as JSON values.
+        keep: Number of complete checkpoints to keep.
     Returns:
-        The complete checkpoint's directory.
+        The directory of the complete checkpoint.
     Raises:
-        ValueError: A file is not to be seen, or not whole.
-        OSError: It can't be written.
+        ValueError: A file is missing or incomplete.
+        OSError: Writing failed.
     """
     for name, record in files.items():
         file = directory / name
         if not file.is_file() or file.stat().st_size != record.size:
             raise ValueError(
-                f"{file} was written by one rank and is not, or not whole, where another looks: give a path in a file "
+                f"{file} was written by one rank, but is missing or incomplete on another rank: give a path in a file "
                 "system that all ranks share"
             )
     manifest = {"format": FORMAT, **about, "files": {name: list(record) for name, record in files.items()}}
@@ -276,25 +286,27 @@ def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str
     complete = directory.parent / directory.name.partition(".")[0]
     os.rename(directory, complete)
     _synchronise_directory(complete.parent)
-    with suppress(OSError):  # the new one is in place; the next save tries again
+    with suppress(OSError):  # the new checkpoint is complete; the next save removes older ones
         for _, older in sorted(_complete(complete.parent).items())[:-keep]:
             removing = older.with_suffix(".removing")
-            os.rename(older, removing)  # so that a crash now leaves nothing half removed under a complete one's name
+            os.rename(older, removing)  # a crash while removing must not leave a partial directory with a complete name
             shutil.rmtree(removing)
     return complete
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        ValueError: There is none, it is damaged, or of a format that is not this version's.
+        ValueError: The manifest is missing or damaged, or has another format than this version reads.
     """
     file = directory / MANIFEST
     try:
         written = _limited_content(file)
     except FileNotFoundError:
-        raise ValueError(f"{directory} has no {MANIFEST}: meshstep did not write it, or it is damaged") from None
+        raise ValueError(
+            f"{directory} has no {MANIFEST}: it is damaged, or not a checkpoint; give a directory of save_checkpoint"
+        ) from None
     try:
         content = json.loads(written)
         manifest: dict[str, Any] = content["manifest"]
@@ -302,30 +314,30 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
-        raise ValueError(f"{file} is damaged: it is not what was written; {EARLIER}")
+        raise ValueError(f"{file} is damaged: its content does not match its checksum; {EARLIER}")
     try:
         fields({"format": check_count})(manifest, "manifest")
         if manifest["format"] == FORMAT:
             _check_manifest(manifest, "manifest")
     except ValueError as problem:
-        raise ValueError(f"{file} is damaged, or was planted: {problem}; {EARLIER}") from None
+        raise ValueError(f"{file} is damaged, or was tampered with: {problem}; {EARLIER}") from None
     if manifest["format"] != FORMAT:
         raise ValueError(
-            f"{directory} has format {manifest['format']}, this version reads {FORMAT}: use the version that wrote it"
+            f"{directory} has format {manifest['format']}, but this version reads {FORMAT}: use the version that wrote it"
         )
     return manifest
 
 
 def _limited_content(file: Path) -> bytes:
-    """What a manifest holds. Raises ValueError where it is no regular file, or has more than `MAX_MANIFEST` bytes."""
+    """Return the bytes of a manifest. Raise ValueError if it is not a regular file, or larger than `MAX_MANIFEST`."""
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise ValueError(f"{file} is damaged, or was planted: it is no regular file; {EARLIER}")
+        raise ValueError(f"{file} is damaged, or was tampered with: it is not a regular file; {EARLIER}")
     with open(file, "rb") as stream:
         content = stream.read(MAX_MANIFEST + 1) if about.st_size <= MAX_MANIFEST else None
     if content is None or len(content) > MAX_MANIFEST:
         raise ValueError(
-            f"{file} is damaged, or was planted: it has {about.st_size} bytes, of at most {MAX_MANIFEST}; {EARLIER}"
+            f"{file} is damaged, or was tampered with: it has {about.st_size} bytes, the limit is {MAX_MANIFEST}; {EARLIER}"
         )
     return content
 
@@ -368,23 +380,23 @@ def _synchronise_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# The files of a checkpoint that hold no tensors, and their use on all ranks at once -----------------------------------
+# Files without tensors, and file access on all ranks ------------------------------------------------------------------
 
 T = TypeVar("T")
-SHARED_FILE = "shared.pt"  # what belongs to all ranks; written by rank 0
+SHARED_FILE = "shared.pt"  # the data of all ranks; written by rank 0
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file with what belongs to one rank: the states of its random number generators."""
+    """Return the name of the file with the states of one rank's random number generators."""
     return f"rank-{rank}.pt"
 
 
 def plain_content(file: Path) -> Any:
-    """What a file holds that `torch.save` wrote: tensors on the CPU, numbers and strings, in lists, tuples and dicts.
+    """Return the content of a file of `torch.save`: CPU tensors, numbers and strings, in lists, tuples and dicts.
 
     Raises:
-        ValueError: It is something else. Nothing has been executed.
-        OSError: It can't be read.
+        ValueError: The file contains other types. No code of the file was executed.
+        OSError: The file can't be read.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -392,15 +404,17 @@ def plain_content(file: Path) -> Any:
         raise
     except Exception as problem:
         reason = printable((str(problem).splitlines() or [type(problem).__name__])[0])
-        # Not from it: a traceback would print torch's text, which quotes the file, as it is.
-        raise ValueError(f"{file} is damaged, or was planted: {reason}; {EARLIER}") from None
+        # "from None", because the traceback of torch's error would print text of the file unescaped.
+        raise ValueError(f"{file} is damaged, or was tampered with: {reason}; {EARLIER}") from None
 
 
 def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """As `on_all_ranks`, for what uses files: an OSError on any rank is a RuntimeError on every rank, and errors that quote
-    a file have `printable` text.
+    """Call `on_all_ranks` for a function that uses files.
 
-    Collectives, host reads: as there.
+    An OSError on any rank becomes a RuntimeError on every rank. The text of errors that quote a file is made `printable`.
+
+    Collectives: as `on_all_ranks`.
+    Host synchronization: as `on_all_ranks`.
     """
 
     def run() -> T:
@@ -417,36 +431,36 @@ def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry
 
 
 def files_on_first_rank(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """What ``function`` returns on rank 0, which alone calls it; its error is raised on every rank.
+    """Call ``function`` on rank 0, and return its result on every rank.
 
-    Raises:
-        As `files_on_all_ranks`.
-    Collectives: those of `on_all_ranks`, and of `gather_objects`. Host reads: yes.
+    Raises: As `files_on_all_ranks`; an error of rank 0 is raised on every rank.
+    Collectives: those of `on_all_ranks` and `gather_objects`.
+    Host synchronization: yes.
     """
     first = registry.global_rank == 0
     found = files_on_all_ranks(lambda: function() if first else None, registry)
     return gather_objects(found, registry)[0]  # type: ignore[return-value]
 
 
-# Which checkpoint of a path a run has saved or loaded last, so that no run removes those of another -------------------
+# The last checkpoint that a run saved or loaded per path, so that no run removes checkpoints of another run -----------
 
 _last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary()
 
 
 def last_known(optimizer: ParallelOptimizer, path: Path) -> str | None:
-    """The name of the checkpoint under ``path`` that this optimizer was saved in or loaded from last."""
+    """Return the name of the last checkpoint under ``path`` that this optimizer was saved in or loaded from."""
     return _last.get(optimizer, {}).get(path.resolve())
 
 
 def remember(optimizer: ParallelOptimizer, checkpoint: Path) -> None:
-    """The optimizer was saved in, or loaded from, this directory."""
+    """Record that the optimizer was saved in, or loaded from, this directory."""
     _last.setdefault(optimizer, {})[checkpoint.parent.resolve()] = checkpoint.name
 
 
 def check_is_parallel(optimizer: object) -> None:
-    """Raise TypeError for an optimizer of torch in place of the `ParallelOptimizer` that wraps it."""
+    """Raise TypeError if ``optimizer`` is not a `ParallelOptimizer`."""
     if not hasattr(optimizer, "registry"):
         raise TypeError(
-            f"the optimizer is a {type(optimizer).__name__}; give the ParallelOptimizer that was made of it, which has the "
-            "masters, the pieces and the counts of steps"
+            f"the optimizer is a {type(optimizer).__name__}; give the ParallelOptimizer that wraps it, which has the "
+            "master weights, the shards and the step counts"
         )

@@ -1,6 +1,6 @@
-"""Continue a training run from a checkpoint, on the mesh it was saved on or on another one.
+"""Continue a training run from a checkpoint, on the same mesh or on another one.
 
-Everything is read and compared beside the run first; only when all of it fits, on every rank, is the run changed.
+First everything is read and compared without changing the run. The run is changed only if everything fits on every rank.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ from .directory import (
 )
 from .tensors import Reader, Stored, is_tensor_file
 
-# A training run put back from a checkpoint, on whatever mesh: first all of it beside the run, then into it ------------
+# A checkpoint is first loaded into separate memory, then copied into the run ------------------------------------------
 
 
 class Restoration:
-    """What this rank needs of a checkpoint, and room for it.
+    """The data that this rank needs of a checkpoint, and memory for it.
 
-    Made without touching the run, it compares what is stored with what the run needs. When `tensors` have been filled,
-    `state_dict` is the optimizer's and `write_model` changes the model.
+    The constructor compares the checkpoint with the run, and changes nothing. When `tensors` are filled, `state_dict`
+    returns the optimizer's state, and `write_model` changes the model.
 
     Args:
-        parameters: The model's.
-        own: The optimizer's state, as it is now; None where the model is loaded alone.
-        groups: The names of the parameters in each param group, those of all ranks together.
-        stored: What tensors the checkpoint has, by key.
-        shared: What else is in it.
+        parameters: The model's parameters and buffers.
+        own: The current state of the optimizer. None: only the model is loaded.
+        groups: The names of the parameters in each param group, over all ranks.
+        stored: Shape and dtype of the checkpoint's tensors, by key.
+        shared: The other contents of the checkpoint.
     Raises:
         ValueError: The checkpoint does not fit.
     Collectives: none.
 
     Attributes:
-        tensors: To be filled, on the CPU; by key.
+        tensors: Empty CPU tensors to fill, by key.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Restoration:
 
     @property
     def together(self) -> list[str]:
-        """The parameters, each with a few words, whose pieces come from pieces that had made different numbers of steps."""
+        """Return texts about parameters whose new shards combine saved shards with different step counts."""
         return self._shared.pieces.together
 
-    # What fits --------------------------------------------------------------------------------------------------------
+    # Comparison with the run ------------------------------------------------------------------------------------------
 
     def _check_names(self, parameters: LogicalParameters) -> None:
         saved = {parse_key(key)[-1] for key in self._stored if key.startswith("model/")}
@@ -123,43 +123,46 @@ class Restoration:
     def _check_groups(self, groups: Sequence[Iterable[str]]) -> None:
         if len(groups) != len(self._shared.groups):
             raise ValueError(
-                f"the checkpoint has {len(self._shared.groups)} param groups, the optimizer {len(groups)}; build the "
+                f"the checkpoint has {len(self._shared.groups)} param groups, the optimizer has {len(groups)}; build the "
                 "param groups that were saved"
             )
         for index, ((names, _), now) in enumerate(zip(self._shared.groups, groups, strict=True)):
             _check_same("parameters", set(names), set(now), f"in param group {index}")
 
     def _check_states(self, own: OptimizerState) -> None:
-        """What the index and the record say of states is the same, and each parameter has all states that its optimizer
-        has of it now."""
+        """Check that index and record have the same states, and that no state of this optimizer is missing."""
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
-            raise ValueError(f"index and record differ in the states of parameters: {shown}; {EARLIER}")
+            raise ValueError(
+                f"index and record of the checkpoint differ in the states of parameters: {shown}; {EARLIER}"
+            )
         for position, stepped in enumerate(own.stepped):
             now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)
             numbers = {*kept.scalars, *kept.values}
             missing = {key for key in now if key in SCALAR_STATE} - numbers
             if kept.tensors and missing:
-                raise ValueError(f"the state of {stepped.name} has no {', '.join(sorted(missing))}")
+                raise ValueError(
+                    f"the checkpoint's state of {stepped.name} has no {', '.join(sorted(missing))}; {EARLIER}"
+                )
 
     def _parts(self, kind: str) -> list[tuple[str, ...]]:
         return [parse_key(key)[1:] for key in self._stored if key.startswith(f"{kind}/")]
 
     def _find(self, key: str) -> Stored:
         if key not in self._stored:
-            raise ValueError(f"the checkpoint has no {key}: it was saved in another mode; continue in that one")
+            raise ValueError(f"the checkpoint has no {key}: it was saved in another mode; continue in that mode")
         return self._stored[key]
 
     def _room(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """An empty tensor of ``shape`` for a region of a logical tensor."""
+        """Return an empty tensor of ``shape`` for a region of a full tensor."""
         room = torch.empty(shape, dtype=dtype)
         found = self._find(key)
         if found != Stored(region.full_shape, dtype):
             raise ValueError(
                 f"{key} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but shape "
-                f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same mode; where two "
-                "dims differ by a factor, one of the runs declares another dim as split than the one that is"
+                f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same mode. If two "
+                "dims differ by a factor, one of the runs declares a wrong dim as sharded"
             )
         self.tensors[key] = part_of(region, room)
         return room
@@ -181,7 +184,7 @@ class Restoration:
         return self._room_for_all(key)
 
     def _room_for_state(self, stepped: Stepped) -> dict[str, Any]:
-        """The optimizer's state at one position."""
+        """Return the optimizer's state of one stepped tensor."""
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
         state = kept.plain()
@@ -191,8 +194,8 @@ class Restoration:
         places = {key: f"piece/{key}/{region}/{name}" for key in kept.odd}
         if lost := sorted(key for key, place in places.items() if place not in self._stored):
             raise ValueError(
-                f"the optimizer's {', '.join(lost)} of {name} belongs to pieces of the parameter that no rank has now (it "
-                "is not of the parameter's shape, so it can't be cut anew); continue on the mesh of the checkpoint"
+                f"the optimizer's {', '.join(lost)} of {name} belongs to shards that do not exist on this mesh (it does "
+                "not have the parameter's shape, so it can't be resharded); continue on the mesh of the checkpoint"
             )
         return state | {key: self._room_for_all(place) for key, place in places.items()}
 
@@ -213,20 +216,20 @@ class Restoration:
                 masters[position] = self._room(f"master/{name}", stepped.region, stepped.tensor.shape, torch.float32)
             elif stepped.tensor.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
-                    f"the checkpoint has a float32 master of {name}, the optimizer has none: it was saved in another mode; "
-                    "continue in that one"
+                    f"the checkpoint has a float32 master weight of {name}, but the optimizer has none: it was saved in "
+                    "another mode; continue in that mode"
                 )
         return masters
 
-    # Putting it back ----------------------------------------------------------------------------------------------------
+    # Restoring the run ------------------------------------------------------------------------------------------------
 
     def state_dict(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """For the ``load_state_dict`` of the optimizer, if there is one.
+        """Return the state for the optimizer's ``load_state_dict``.
 
         Args:
-            rest: What `OptimizerState.rest` was when it was saved, its ``"weights"`` reduced to what is portable.
+            rest: `OptimizerState.rest` of the saved run, with only the portable entries of ``"weights"``.
         """
-        assert self._own is not None, "asked for with an optimizer only"
+        assert self._own is not None, "needs an optimizer"
         groups = [
             {**now, **self._shared.hyper(index), **{k: now[k] for k in ("params", "param_names") if k in now}}
             for index, now in enumerate(self._own.groups)
@@ -237,13 +240,13 @@ class Restoration:
 
     @torch.no_grad()
     def write_model(self) -> None:
-        """Put the stored values into the model's parameters and buffers."""
+        """Copy the stored values into the model's parameters and buffers."""
         for tensor, value in self._model:
             tensor.copy_(value)
 
 
 def _rebuilt(weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of the weights as it is now, with other contents; a link whose part is missing says so when it loads."""
+    """Return the current state of the weights with other contents. A missing entry is an error when it is loaded."""
     own = {key: dict(masters) if key == "masters" else weights[key] for key in LAYOUT if key in weights}
     return own | {key: portable[key] for key in weights if key in portable}
 
@@ -253,7 +256,7 @@ def _check_same(kind: str, saved: set[str], now: set[str], where: str) -> None:
         parts = [f"{names} in the checkpoint only" for names in (some(sorted(saved - now)),) if names]
         parts += [f"{names} here only" for names in (some(sorted(now - saved)),) if names]
         raise ValueError(
-            f"the {kind} {where} are not those of the checkpoint: {'; '.join(parts)}; build what was saved"
+            f"the {kind} {where} differ from those of the checkpoint: {'; '.join(parts)}; build the model that was saved"
         )
 
 
@@ -272,55 +275,61 @@ def load_checkpoint(
 ) -> Any:
     """Continue from the newest complete checkpoint under ``path``.
 
-    On the mesh it was saved on training goes on bit for bit. On another mesh, or with states sharded otherwise, the same
-    numbers are laid out anew; random number generators are left as they are then, and batch norm's statistics, where
-    ranks had different ones, are those of data coordinate 0 (as `DistributedDataParallel` does it). Where pieces of a
-    parameter come together that had made different numbers of steps (experts), all of it goes on with the fewest, and
-    elements that had no optimizer state yet have new ones; a warning names them.
+        extra = load_checkpoint("checkpoints", model, optimizer, lr_scheduler=scheduler)
 
-    Nothing in a checkpoint is executed, whoever wrote it. Another run may save there meanwhile: if it removes what is being
-    read, the newer one is read.
+    On the mesh of the checkpoint, training continues bitwise identically. On another mesh, or with other sharding of
+    states,
+    the same full tensors are resharded, with these exceptions:
+
+    * Random number generators keep their current states.
+    * Batch norm statistics that differed between ranks come from data coordinate 0, as in `DistributedDataParallel`.
+    * A new shard may combine saved shards with different step counts (experts). It continues with the fewest steps.
+      Elements without optimizer state get a new state. A warning names such parameters.
+
+    Loading executes no code from the checkpoint. If another run saves under ``path`` and removes the checkpoint while it is
+    read, the newer one is loaded.
 
     Args:
         path: As for `save_checkpoint`; or the directory of one checkpoint, ``path/meshstep-<number>``.
-        model, optimizer, lr_scheduler: As they were for `save_checkpoint`, on the same or another mesh: the same
-            logical parameters, param groups, kind of optimizer and schedule, and precision mode. Gradients are forgotten.
-        optimizer: None loads the model alone, parameters and buffers, in the dtypes that it has been saved in; random
-            number generators are left as they are.
-        registry: The groups, where there is no optimizer that has them.
+        model: The model, with the same logical parameters as the saved model.
+        optimizer: The optimizer, with the same param groups, kind and precision mode as the saved optimizer. Its gradients
+            are cleared. None: load only parameters and buffers, in the dtypes that were saved, without random states.
+        lr_scheduler: A schedule of the same kind as the saved one. None (default): the run was saved without a schedule.
+        registry: The process groups, only needed without an optimizer. None (default): the optimizer's.
     Returns:
-        What was given as ``extra``, on every rank; tensors on the CPU.
+        The ``extra`` of `save_checkpoint`, on every rank; its tensors are on the CPU.
     Raises:
-        ValueError: On every rank: there is no checkpoint; a file in it is missing, truncated, changed or planted; it does
-            not fit. Nothing has been changed then, on any rank.
-        RuntimeError: On every rank, when one could not read. Nothing has been changed.
-        TypeError: There is neither an optimizer nor a registry; a schedule, but no optimizer; the optimizer is torch's.
-    Collectives: gathers of Python objects over the world, at all ranks' pace. Memory: once more this rank's parameters
-    and states, on the CPU.
+        ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; or the checkpoint does
+            not fit. The run is unchanged on all ranks.
+        RuntimeError: On every rank, if a rank could not read. The run is unchanged.
+        TypeError: Neither an optimizer nor a registry is given, or a schedule without an optimizer, or the optimizer is not
+            a `ParallelOptimizer`.
+    Collectives: gathers of Python objects over all ranks.
+    Host synchronization: yes. Memory: a CPU copy of this rank's parameters and states.
     """
     if optimizer is not None:
         check_is_parallel(optimizer)
         registry = optimizer.registry
     elif lr_scheduler is not None:
-        raise TypeError("a schedule goes on with its optimizer: give optimizer= too, or leave lr_scheduler= out")
+        raise TypeError("lr_scheduler= is given without its optimizer: give optimizer= too, or leave lr_scheduler= out")
     elif registry is None:
-        raise TypeError("to load the model alone give registry=, whose ranks hold it")
+        raise TypeError("without an optimizer, load_checkpoint needs the process groups of the model: give registry=")
     with in_call(registry, "load_checkpoint"):
         directory, found = _taken(Path(path), _Run(model, optimizer, lr_scheduler, registry))
     if optimizer is not None:
         remember(optimizer, directory)
     if found.restoration.together:
         warnings.warn(
-            "pieces that are put together here had made different numbers of optimizer steps: "
-            f"{'; '.join(found.restoration.together)}. Each goes on with the fewest, and with a new state where there was "
-            "none yet, so that its next updates are others than on the mesh of the checkpoint",
+            "some parameters combine shards with different numbers of optimizer steps: "
+            f"{'; '.join(found.restoration.together)}. Each continues with the fewest steps, and with a new state for "
+            "elements without a state, so its next updates differ from the updates on the mesh of the checkpoint",
             stacklevel=2,
         )
     return found.content["extra"]
 
 
 def _taken(path: Path, run: _Run) -> tuple[Path, _Found]:
-    """The checkpoint that has been read, and taken into the run. Raises, collectives: as `load_checkpoint`."""
+    """Read a checkpoint, load it into the run, and return it. Raises, collectives: as `load_checkpoint`."""
     for attempt in range(1, _ATTEMPTS + 1):
         directory, manifest = files_on_first_rank(lambda: _open(path, run.optimizer), run.registry)
         try:
@@ -331,15 +340,15 @@ def _taken(path: Path, run: _Run) -> tuple[Path, _Found]:
                 raise
             if attempt == _ATTEMPTS:
                 raise RuntimeError(
-                    f"the checkpoint under {path} was replaced {attempt} times while it was read: another run saves faster "
-                    "than this one reads; let it keep more, save_checkpoint(..., keep=2)"
+                    f"the checkpoint under {path} was replaced {attempt} times while it was read, because another run "
+                    "saves faster than this run reads; keep more checkpoints: save_checkpoint(..., keep=2)"
                 ) from problem
     run.take(found)
     return directory, found
 
 
 class _Found(NamedTuple):
-    """A checkpoint that fits, read beside the run."""
+    """A checkpoint that fits, in separate memory."""
 
     content: dict[str, Any]
     restoration: Restoration
@@ -348,7 +357,7 @@ class _Found(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What is to be loaded."""
+    """The run to load into."""
 
     model: nn.Module
     optimizer: ParallelOptimizer | None
@@ -356,7 +365,7 @@ class _Run(NamedTuple):
     registry: ProcessGroupRegistry
 
     def read(self, directory: Path, manifest: Mapping[str, Any]) -> _Found:
-        """Read a checkpoint and compare it with the run, which is not changed.
+        """Read a checkpoint and compare it with the run, without changing the run.
 
         Raises, collectives: as `load_checkpoint`.
         """
@@ -376,7 +385,7 @@ class _Run(NamedTuple):
                 return restoration, None
             with _naming(directory / SHARED_FILE):
                 state = restoration.state_dict(content["rest"])
-                assert self.optimizer is not None, "it has the state"
+                assert self.optimizer is not None, "own is not None"
                 self.optimizer.check_state_dict(state)
                 SkipMonitor.check_state(content["rest"])
             return restoration, state
@@ -389,7 +398,7 @@ class _Run(NamedTuple):
     def _content(
         self, directory: Path, parameters: LogicalParameters, saved: Topology
     ) -> tuple[dict[str, Any], OptimizerState | None]:
-        """What is there for all ranks, and the optimizer's state as it is now. ValueError if they are not of a kind."""
+        """Return the shared content, and the optimizer's current state. Raise ValueError if their kinds differ."""
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
         with _naming(directory / SHARED_FILE):
             check_content(content, saved.world_size)
@@ -412,13 +421,13 @@ class _Run(NamedTuple):
         return state
 
     def take(self, found: _Found) -> None:
-        """Change the run, on all ranks or on none."""
+        """Change the run, on all ranks or on no rank."""
         if self.optimizer is not None and found.state is not None:
             self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
             on_all_ranks(self.optimizer.zero_grad, self.registry)
         found.restoration.write_model()
         if self.optimizer is not None and found.state is not None:
-            # The stored weights of whole masters are rounded to even; those of split ones, ties away from zero.
+            # Stored weights are master weights rounded to even. Split master weights round ties away from zero.
             self.optimizer.transforms.load_state_dict(found.state["meshstep"]["weights"])
             self.optimizer.transforms.publish()
 
@@ -434,8 +443,8 @@ class _Run(NamedTuple):
                     self.schedule.load_state_dict(schedule)
                 except Exception as problem:
                     raise ValueError(
-                        f"the schedule can't continue from the state in the checkpoint: {problem!r}; "
-                        "make it as the one that was saved"
+                        f"lr_scheduler= can't load the schedule's state in the checkpoint: {problem!r}; construct it as "
+                        "the schedule that was saved"
                     ) from problem
             if random is not None:
                 set_random_state(random)
@@ -454,7 +463,9 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
     while True:
         directory = path if is_checkpoint(path) else newest_checkpoint(path)
         if directory is None:
-            raise ValueError(f"there is no complete checkpoint under {path}; ask newest_checkpoint(path) beforehand")
+            raise ValueError(
+                f"there is no complete checkpoint under {path}; check newest_checkpoint(path) before loading"
+            )
         try:
             manifest = read_manifest(directory)
             break
@@ -463,45 +474,45 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
                 raise
     if optimizer is not None and manifest["precision"] != optimizer.precision.name:
         raise ValueError(
-            f"{directory} was saved with precision={manifest['precision']!r}, but this optimizer runs with "
-            f"{optimizer.precision.name!r}; continue in the mode it was saved in"
+            f"{directory} was saved with precision={manifest['precision']!r}, but this optimizer has "
+            f"{optimizer.precision.name!r}; continue with the precision of the checkpoint"
         )
     return directory, manifest
 
 
 def _said_in(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
-    """The records of all files, and the mesh that the checkpoint was saved on."""
+    """Return the records of all files, and the mesh of the checkpoint."""
     with _naming(directory / MANIFEST):
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
         if prod(manifest["axes"].values()) != ranks or SHARED_FILE not in files:
             raise ValueError(
-                f"axes are {manifest['axes']}, and there are files of {ranks} ranks; it must be one for each"
+                f"axes {manifest['axes']} do not fit the files of {ranks} ranks; there must be one file per rank"
             )
         return files, Topology(roles=manifest["roles"], **manifest["axes"])
 
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Name the file in an error of what it holds, which is a ValueError whatever it was."""
+    """Turn errors about the content of ``file`` into a ValueError that names the file."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
         said = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
-        raise ValueError(f"{file} is damaged, or was planted: {printable(said)}; {EARLIER}") from None
+        raise ValueError(f"{file} is damaged, or was tampered with: {printable(said)}; {EARLIER}") from None
 
 
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
-    """Raise ValueError where a saved schedule's state is not like the one that it is to replace."""
+    """Raise ValueError if a saved schedule's state does not have the structure of ``schedule``'s state."""
     now = schedule.state_dict()
     check_like(saved, now, "schedule")
     for name in saved or ():
         if name not in now and hasattr(type(schedule), name):
-            raise ValueError(f"schedule has {name!r}, which is a method of {type(schedule).__name__}")
+            raise ValueError(f"schedule has a value for {name!r}, which is a method of {type(schedule).__name__}")
 
 
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:
-    """Check this rank's share of the files; the contents of tensors' files are checked by who reads them."""
+    """Check this rank's share of the files. The contents of tensor files are checked when they are read."""
     share = dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size))
     tensors = {name: record for name, record in share.items() if is_tensor_file(name)}
     verify(directory, tensors, contents=False)
@@ -512,23 +523,23 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
     kind = kind_of(optimizer.optimizer)
     if content["optimizer"] != kind:
         raise ValueError(
-            f"the checkpoint was saved with {content['optimizer']}, this optimizer is {kind}; make that one, or "
-            "load the model alone: load_checkpoint(path, model, None, registry=registry)"
+            f"the checkpoint was saved with {content['optimizer']}, but this optimizer is {kind}; construct a "
+            f"{content['optimizer']}, or load only the model: load_checkpoint(path, model, None, registry=registry)"
         )
     if (content["schedule"] is None) != (schedule is None):
         raise ValueError(
             "the checkpoint was saved without a schedule; load it without lr_scheduler="
             if schedule
-            else f"the checkpoint was saved with a {content['schedule_kind']}; give lr_scheduler= one, or it starts over"
+            else f"the checkpoint was saved with a {content['schedule_kind']}; give lr_scheduler= of this kind"
         )
     if content["schedule_kind"] != type(schedule).__name__:
         raise ValueError(
-            f"the checkpoint was saved with a {content['schedule_kind']}, lr_scheduler= is a {type(schedule).__name__}; "
-            "give the kind that was saved"
+            f"the checkpoint was saved with a {content['schedule_kind']}, but lr_scheduler= is a "
+            f"{type(schedule).__name__}; give the kind that was saved"
         )
 
 
 def _names_by_group(named: list[list[list[str]]]) -> list[set[str]]:
-    """The names in each param group, those of all ranks."""
+    """Return the names in each param group, over all ranks."""
     count = max(len(groups) for groups in named)
     return [{name for groups in named if index < len(groups) for name in groups[index]} for index in range(count)]

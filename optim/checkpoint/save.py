@@ -9,13 +9,13 @@
         if step % 100 == 99:
             save_checkpoint(path, model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
-What is stored has no layout: parameters, masters and optimizer states are full logical tensors, of which each rank writes
-what it holds and reads what it needs. So a run that was saved on tensor=2 continues on row=2,col=2, with states sharded
-over another number of ranks, or in one process, wherever the model has the same logical parameters: the same names and
-full shapes, on all ranks together.
+Checkpoints are independent of the layout. Parameters, master weights and optimizer states are stored as full tensors. Each
+rank writes its parts, and reads the parts that it needs. So a run saved on tensor=2 continues on row=2,col=2, on another
+number of shards, or in one process. The model must have the same logical parameters: equal names and full shapes, over all
+ranks.
 
-`torch.distributed.checkpoint` decides who writes what. Files hold the tensors' bytes, with an index, a manifest and
-checksums beside them.
+`torch.distributed.checkpoint` plans which rank writes which part. Files contain the bytes of tensors, with an index, a
+manifest and checksums.
 """
 
 from __future__ import annotations
@@ -78,35 +78,40 @@ def save_checkpoint(
     extra: Any = None,
     keep: int = 1,
 ) -> Path:
-    """Write a checkpoint under ``path``, and then remove the oldest ones there.
+    """Write a checkpoint under ``path``, and then remove the oldest checkpoints there.
 
-    It is written beside the previous one, brought to the disk and then renamed. Whenever the ranks or the machine
-    crash, the newest complete checkpoint is either the previous one or this one.
+        save_checkpoint("checkpoints", model, optimizer, lr_scheduler=scheduler, extra={"step": step})
 
-    Stored are the model's parameters and persistent buffers, the optimizer's state and hyper-parameters, float32
-    masters, loss scale, count of skipped steps, the schedule, and every rank's random number generators. Gradients
-    are not, so the position in an accumulation window is always its beginning: call it after `step`.
+    The checkpoint is written to a separate directory, synchronized to disk, and then renamed. If ranks or the machine crash
+    at any moment, the newest complete checkpoint is the previous one or this one.
+
+    It contains the model's parameters and persistent buffers, the optimizer's state and hyper-parameters, float32 master
+    weights, the loss scale, the number of skipped steps, the schedule, and the random states of every rank. It does not
+    contain gradients, so call it after `step`, at the beginning of an accumulation window.
 
     Args:
-        path: A directory for this run alone, in a file system that all ranks share; it is made if it isn't there.
-        model: This rank's part of the model (``nn.Module()`` where there is none), all of the optimizer's parameters in it;
-            may be wrapped in `DistributedDataParallel`. Buffers have no spec: they are stored for each rank, but only once
-            where they are equal. ``annotate(buffer, P(...))`` declares one that is sharded.
+        path: A directory that only this run uses, in a file system that all ranks share. It is created if it does not
+            exist.
+        model: This rank's part of the model (``nn.Module()`` if it has none), with all of the optimizer's parameters. It
+            may be wrapped in `DistributedDataParallel`. Undeclared buffers are stored per rank, and once if they are equal.
+            ``annotate(buffer, P(...))`` declares a sharded buffer.
         optimizer: The optimizer.
-        lr_scheduler: Any torch schedule.
-        extra: What else you want back: numbers, strings, tensors, in lists, tuples and dicts. Rank 0's is stored.
-        keep: How many of the newest checkpoints stay, this one among them; `load_checkpoint` takes the directory of an
-            older one too.
+        lr_scheduler: Any torch schedule. None (default): no schedule.
+        extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0 is
+            stored. Default: None.
+        keep: Number of newest checkpoints to keep, including this one. `load_checkpoint` also accepts the directory of an
+            older checkpoint. Default: 1.
     Returns:
-        The checkpoint's own directory, ``path/meshstep-<number>``.
+        The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
-        ValueError: On every rank: gradients have been accumulated that no `step` has used yet; the schedule's state or
-            ``extra`` holds something that could not be read back; ranks disagree on the parameters, don't hold equal
-            pieces of them, or don't share ``path``; the newest checkpoint there is another run's, which this one has
-            neither saved nor loaded. The previous checkpoint stays.
-        RuntimeError: On every rank, when one could not write. The previous checkpoint stays.
-        TypeError: The optimizer is a torch optimizer.
-    Collectives: gathers of Python objects over the world, at all ranks' pace. Host reads: everything.
+        ValueError: On every rank: gradients were accumulated since the last `step`; the schedule's state or ``extra``
+            contains an object that could not be read back; ranks disagree on the parameters, have shards of unequal sizes,
+            or don't share ``path``; or the newest checkpoint there is another run's, which this run has neither saved nor
+            loaded. The previous checkpoint stays.
+        RuntimeError: On every rank, if a rank could not write. The previous checkpoint stays.
+        TypeError: The optimizer is not a `ParallelOptimizer`.
+    Collectives: gathers of Python objects over all ranks.
+    Host synchronization: yes, everything is copied to the host.
     """
     check_is_parallel(optimizer)
     with in_call(optimizer.registry, "save_checkpoint"):
@@ -117,11 +122,19 @@ def save_checkpoint(
 
 
 class Snapshot(NamedTuple):
-    """What this rank has to write: its parts of the tensors, its record, its random state, and what is the same for all
-    ranks."""
+    """The data that this rank writes.
+
+    Args:
+        tensors: This rank's parts of the tensors, by key.
+        record: The merged records of all ranks.
+        random: This rank's random states.
+        common: The data that is equal on all ranks.
+        facts: Entries of the manifest.
+        keep: Number of checkpoints to keep.
+    """
 
     tensors: dict[str, SavedTensor]
-    record: dict[str, Any]  # of all ranks
+    record: dict[str, Any]
     random: dict[str, Any]
     common: dict[str, Any]
     facts: dict[str, Any]
@@ -131,14 +144,14 @@ class Snapshot(NamedTuple):
 def snapshot_of(
     model: nn.Module, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any, keep: int
 ) -> Snapshot:
-    """What `write` writes; tensors are views of the run's. Raises, collectives: as `save_checkpoint`."""
+    """Return the data that `write` writes. Its tensors are views of the run. Raises, collectives: as `save_checkpoint`."""
     registry = optimizer.registry
     parameters = LogicalParameters(model, registry)
 
     def collected() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
         _check_window(optimizer)
-        # First: a schedule that has not seen yet whether the last step was skipped may correct the rates now.
+        # Before the optimizer's state: a schedule may still correct learning rates if the last step was skipped.
         schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         state = optimizer_state(optimizer, parameters)
         common = {
@@ -157,10 +170,13 @@ def snapshot_of(
 
 
 def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
-    """The complete checkpoint's directory; nothing is left of it after an error.
+    """Write a checkpoint and return its directory. After an error, it removes what it has written.
 
     Args:
+        path: The directory of the run's checkpoints.
+        snapshot: This rank's data.
         known: As for `begin`.
+        registry: The process groups.
     Raises, collectives: as `save_checkpoint`.
     """
     directory = files_on_first_rank(lambda: begin(path, known), registry)
@@ -172,27 +188,27 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
     except Exception:
         if registry.global_rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
-        gather_objects(None, registry)  # nobody goes on before it is gone
+        gather_objects(None, registry)  # all ranks wait until the directory is removed
         raise
 
 
 def check_keep(keep: int) -> None:
-    """Raise ValueError where it is no number of checkpoints."""
+    """Raise ValueError unless ``keep`` is a number of checkpoints."""
     if not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep={keep!r}: give how many checkpoints stay, the new one among them: 1, 2, ...")
+        raise ValueError(f"keep={keep!r}: give the number of checkpoints to keep, including the new one: 1, 2, ...")
 
 
 def _check_window(optimizer: ParallelOptimizer) -> None:
     pending = optimizer.micro_batches
     if pending:
         raise ValueError(
-            f"{pending} micro-batches have been accumulated since the last step, and their gradients would be lost: call "
-            "save_checkpoint after step()"
+            f"{pending} micro-batches have been accumulated since the last step, and a checkpoint would lose their "
+            "gradients: call save_checkpoint after step()"
         )
 
 
 def _readable(value: Any, what: str) -> Any:
-    """``value``, if it can be read back without executing anything."""
+    """Return ``value`` if ``torch.load(weights_only=True)`` can read it back, else raise ValueError."""
     stream = BytesIO()
     try:
         torch.save(value, stream)
@@ -207,7 +223,7 @@ def _readable(value: Any, what: str) -> Any:
 
 
 def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, FileRecord]:
-    """Write what is no tensor, and bring it to the disk. Raises OSError."""
+    """Write the files without tensors, and synchronize them to disk. Raises OSError."""
     contents = {rank_file(rank): snapshot.random}
     if rank == 0:
         contents[SHARED_FILE] = {"record": snapshot.record, **snapshot.common}
@@ -215,7 +231,7 @@ def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, File
 
 
 def _facts(optimizer: ParallelOptimizer) -> dict[str, Any]:
-    """What the manifest says of a run."""
+    """Return the entries of the manifest about the run."""
     topology = optimizer.registry.topology
     return {
         "precision": optimizer.precision.name,
@@ -225,7 +241,7 @@ def _facts(optimizer: ParallelOptimizer) -> dict[str, Any]:
     }
 
 
-# Save a training run while it goes on ---------------------------------------------------------------------------------
+# Save in the background -----------------------------------------------------------------------------------------------
 
 
 class AsyncSaver:
@@ -237,27 +253,28 @@ class AsyncSaver:
                 if step % 100 == 99:
                     saver.save(model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
-    What it writes is what `save_checkpoint` writes, as atomic, and `load_checkpoint` reads it. One checkpoint is written at
-    a time. An error in writing is raised on every rank by the next `save` or `wait`; the end of the ``with`` waits too. The
-    ranks' threads agree over a process group of their own, so training's collectives are not in their way.
+    Checkpoints are as atomic as those of `save_checkpoint`, and `load_checkpoint` reads them. Only one checkpoint is
+    written at a time. The next `save` or `wait` raises an error of the thread on every rank. The end of the ``with`` block
+    waits too. The threads use a separate process group, so they do not interfere with the collectives of training.
 
-    Every rank makes it, at the same point, and calls the same methods in the same order. Wait before the process group is
-    destroyed.
+    Every rank must construct it at the same point, and call the same methods in the same order. Call `wait` before you
+    destroy the process group.
 
     Args:
-        path, keep: As for `save_checkpoint`.
-        registry: The optimizer's.
+        path: As for `save_checkpoint`.
+        registry: The optimizer's registry.
+        keep: As for `save_checkpoint`. Default: 1.
     Raises:
         ValueError: On every rank: ``keep`` is out of range.
-    Collectives: here two object all-gathers. Memory: while a checkpoint is written, once more what this rank
-    holds of parameters, masters and states, on the CPU.
+    Collectives: two object all-gathers in the constructor.
+    Memory: while a checkpoint is written, a CPU copy of this rank's parameters, master weights and states.
     """
 
     def __init__(self, path: str | os.PathLike[str], registry: ProcessGroupRegistry, *, keep: int = 1) -> None:
         on_all_ranks(lambda: check_keep(keep), registry)
         self.path, self.registry, self.keep = Path(path), registry, keep
         self._apart = ProcessGroupRegistry(registry.topology, backend="gloo", apart=True)
-        gather_objects(None, self._apart)  # connects the ranks, which a thread must not do: the store is shared
+        gather_objects(None, self._apart)  # connects the ranks here: the thread must not use the shared store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshstep-checkpoint")
         self._pending: tuple[Future[Path], ParallelOptimizer] | None = None
 
@@ -270,13 +287,19 @@ class AsyncSaver:
         lr_scheduler: LRScheduler | None = None,
         extra: Any = None,
     ) -> None:
-        """Begin a checkpoint of the run as it is now; first wait for the one before.
+        """Start a checkpoint of the current state of the run, after the previous checkpoint is complete.
 
-        Args: as for `save_checkpoint`.
+        Args:
+            model: As for `save_checkpoint`.
+            optimizer: As for `save_checkpoint`.
+            lr_scheduler: As for `save_checkpoint`.
+            extra: As for `save_checkpoint`.
         Raises:
-            ValueError, RuntimeError: On every rank: as `save_checkpoint`; or the one before could not be written, and then
-                this one has not been begun.
-        Collectives: gathers of Python objects over the world. Host reads: everything.
+            ValueError: On every rank: as `save_checkpoint`, or an error of the previous checkpoint. In the second case this
+                checkpoint is not started.
+            RuntimeError: On every rank: the previous checkpoint could not be written. This checkpoint is not started.
+        Collectives: gathers of Python objects over all ranks.
+        Host synchronization: yes, everything is copied to the host.
         """
         check_is_parallel(optimizer)
         self.wait()
@@ -291,13 +314,14 @@ class AsyncSaver:
 
     @public_call
     def wait(self) -> Path | None:
-        """Wait until the checkpoint that was begun last is complete.
+        """Wait until the last started checkpoint is complete.
 
         Returns:
-            Its directory; None where there is none to wait for.
+            The directory of the checkpoint. None: no checkpoint was started since the last `wait`.
         Raises:
-            ValueError, RuntimeError: On every rank, when it could not be written. The previous checkpoint stays.
-        Collectives: one object all-gather, if there is one to wait for.
+            ValueError: On every rank: as `save_checkpoint`. The previous checkpoint stays.
+            RuntimeError: On every rank: the checkpoint could not be written. The previous checkpoint stays.
+        Collectives: one object all-gather, if a checkpoint was started.
         """
         if self._pending is None:
             return None
@@ -307,7 +331,7 @@ class AsyncSaver:
         return checkpoint
 
     def close(self) -> None:
-        """`wait`, and end the thread and its process group. Raises, collectives: as there."""
+        """Call `wait`, and end the thread and its process group. Raises, collectives: as `wait`."""
         try:
             self.wait()
         finally:
@@ -326,13 +350,13 @@ class AsyncSaver:
         if error is None:
             self.close()
             return
-        if self._pending is not None:  # other ranks may not come here: nothing that waits for them
+        if self._pending is not None:  # no collective here: other ranks may have no error
             finished([self._pending[0]])
         self._end()
 
 
 def _on_the_host(snapshot: Snapshot) -> Snapshot:
-    """A copy that shares nothing with the run."""
+    """Return a copy on the CPU that shares no memory with the run."""
     tensors = {
         key: SavedTensor(
             tensor.shape,

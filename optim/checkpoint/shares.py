@@ -1,6 +1,6 @@
-"""Which rank writes which part of what ranks hold: each part once, ranks about equally much.
+"""Plan which rank writes which part of the tensors: each part once, with about equal bytes per rank.
 
-Import it where it is used: it takes a second.
+Import this module only where it is used, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .contents import HeldTensor
 
 
 def shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
-    """What each rank writes, by key; `torch.distributed.checkpoint` decides it.
+    """Return the parts that each rank writes, by key, as `torch.distributed.checkpoint` plans them.
 
     Args:
-        held: What each rank has, by key.
+        held: The rectangles that each rank has, by key.
     Raises:
-        ValueError: Ranks have different ideas of a tensor's shape or dtype, or its parts leave gaps or overlap.
+        ValueError: Ranks disagree on a tensor's shape or dtype, or its parts leave gaps or overlap.
     """
     first: dict[str, tuple[int, HeldTensor]] = {}
     for rank, tensors in enumerate(held):
@@ -45,8 +45,8 @@ def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, Held
     (known, one), (rank, another) = first, other
     if (one.shape, one.dtype) != (another.shape, another.dtype):
         raise ValueError(
-            f"{key}: rank {rank} holds a piece of {another}, rank {known} of {one}; pieces must be of equal sizes, so make "
-            "the dims multiples of their axes"
+            f"{key}: rank {rank} has a part of {another}, but rank {known} has a part of {one}; all shards must have equal "
+            "sizes, so make each sharded dim divisible by the size of its mesh axes"
         )
 
 

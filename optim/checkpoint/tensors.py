@@ -1,9 +1,9 @@
-"""Write and read logical tensors: each rank its own parts, nothing is gathered.
+"""Write and read full tensors: each rank writes and reads its own parts, and nothing is gathered.
 
-Of parts that several ranks hold one rank writes each, so that what they write is about equal. Readers take what they
-need from the files of whoever wrote it, so the layouts need have nothing in common. A file is the elements of its parts,
-one after the other, in the machine's byte order, which the index
-tells; checksums are taken and compared on the way.
+If several ranks have the same part, one of them writes it, such that ranks write about equal bytes. A reader takes the
+parts that it needs from all files, so the layouts of writer and reader are independent. A file is the concatenation of its
+parts in the machine's byte order, which the index contains. Checksums are computed while writing, and compared while
+reading.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_
 
 # Index ----------------------------------------------------------------------------------------------------------------
 
-# Where the tensors of a checkpoint are: in which file each part begins. JSON, so that to read it executes nothing.
+# The index gives file and offset of each part of each tensor. It is JSON, so that reading it executes no code.
 
 INDEX_FILE = "index.json"
 
 
 class FilePlace(NamedTuple):
-    """A part of a tensor: its elements in row-major order, from byte ``start`` of a file on."""
+    """The location of a part of a tensor: its elements in row-major order, from byte ``start`` of ``file`` on."""
 
     box: Box
     file: str
@@ -46,7 +46,7 @@ class FilePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """What is known of a stored tensor without reading it."""
+    """The index entry of a stored tensor."""
 
     shape: Shape
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Stored:
 
 
 def index_to_json(index: Mapping[str, Stored]) -> str:
-    """What `index_of_json` reads."""
+    """Return the index as JSON, which `index_of_json` reads."""
     tensors = {
         key: [
             stored.shape,
@@ -67,33 +67,34 @@ def index_to_json(index: Mapping[str, Stored]) -> str:
 
 
 def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) -> dict[str, Stored]:
-    """The index that ``content`` is.
+    """Parse and check an index.
 
     Args:
-        files: The records of all files of the checkpoint.
-        where: Where it comes from, for the error.
+        content: The content of the index file.
+        files: The record of each file of the checkpoint.
+        where: Path of the index file, for the error.
     Raises:
-        ValueError: It is something else, or names a place that is not in these files.
+        ValueError: ``content`` is not an index, or refers to bytes that are not in ``files``.
     """
     try:
         index = json.loads(content)
         if index["byteorder"] != sys.byteorder:
             raise ValueError(
-                f"its tensors are {index['byteorder']}-endian, this machine is {sys.byteorder}-endian; load it on one like "
-                "that"
+                f"its tensors are {index['byteorder']}-endian, but this machine is {sys.byteorder}-endian; load it on a "
+                f"{index['byteorder']}-endian machine"
             )
         found = {key: _stored(value, files) for key, value in index["tensors"].items()}
         _check_filled(found, files)
         return found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
-        raise ValueError(f"{where} is damaged, or was planted: {printable(str(problem))}; {EARLIER}") from None
+        raise ValueError(f"{where} is damaged, or was tampered with: {printable(str(problem))}; {EARLIER}") from None
 
 
 def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:
     shape, name, places = value
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     stored = Stored(_sizes(shape), dtype)
     for offsets, sizes, file, start in places:
         box = Box(_sizes(offsets), _sizes(sizes))
@@ -101,12 +102,12 @@ def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:
             offset + size <= length for offset, size, length in zip(box.offsets, box.sizes, stored.shape, strict=True)
         )
         if not inside:
-            raise ValueError(f"{offsets}, {sizes} is no part of a tensor of shape {shape}")
+            raise ValueError(f"offsets {offsets} with sizes {sizes} are not a part of a tensor of shape {shape}")
         if file not in files:
-            raise ValueError(f"it names {file}, which is none of its files")
+            raise ValueError(f"the index refers to {file}, which is not in the checkpoint")
         (begin,) = _sizes([start])
         if begin + prod(box.sizes) * dtype.itemsize > files[file].size:
-            raise ValueError(f"{file} ends before what it says begins at {start}")
+            raise ValueError(f"{file} is too short for the tensor that begins at byte {start}")
         stored.places.append(FilePlace(box, file, begin))
     return stored
 
@@ -118,7 +119,9 @@ def _check_filled(index: Mapping[str, Stored], files: Mapping[str, FileRecord]) 
             taken[place.file] = taken.get(place.file, 0) + prod(place.box.sizes) * stored.dtype.itemsize
     for file, size in taken.items():
         if size != files[file].size:
-            raise ValueError(f"it says that {file} holds {size} bytes of tensors, but it has {files[file].size}")
+            raise ValueError(
+                f"the index has {size} bytes of tensors in {file}, but the file has {files[file].size} bytes"
+            )
     for key, stored in index.items():
         boxes = [place.box for place in stored.places if prod(place.box.sizes)]
         if sum(prod(box.sizes) for box in boxes) != prod(stored.shape) or _overlap(boxes):
@@ -126,12 +129,12 @@ def _check_filled(index: Mapping[str, Stored], files: Mapping[str, FileRecord]) 
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two of the boxes, which have the same number of dims, have elements in common."""
+    """Return True if two of the boxes, which have the same number of dims, overlap."""
     if len(boxes) < 2:
         return False
     if not boxes[0].offsets:
         return True
-    # Along the dim in which most of them begin at different places, few have to be compared with each other.
+    # Sort along the dim with the most different offsets: there each box is compared with few others.
     dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     reached: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
@@ -144,7 +147,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
 
 def _sizes(value: Sequence[Any]) -> Shape:
     if not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value} are no sizes")
+        raise ValueError(f"{value} are not sizes")
     return tuple(value)
 
 
@@ -152,33 +155,37 @@ def _sizes(value: Sequence[Any]) -> Shape:
 
 
 def tensor_file(rank: int) -> str:
-    """The name of the file with the parts of tensors that one rank wrote."""
+    """Return the name of the file with the tensor parts that one rank wrote."""
     return f"tensors-{rank}.bin"
 
 
 def is_tensor_file(name: str) -> bool:
-    """Whether it is the name of such a file, of any rank."""
+    """Return True for the name of a `tensor_file` of any rank."""
     return name.startswith("tensors-")
 
 
 def write_tensors(
     directory: Path, tensors: Mapping[str, SavedTensor], registry: ProcessGroupRegistry
 ) -> dict[str, FileRecord]:
-    """Write this rank's share of ``tensors``, by key, into a file in ``directory``, and bring it to the disk; rank 0 writes
-    the index too.
+    """Write this rank's share of ``tensors`` into a file in ``directory``, and synchronize it to disk.
 
+    Rank 0 writes the index too.
+
+    Args:
+        directory: The directory of the checkpoint.
+        tensors: This rank's parts of the tensors, by key.
+        registry: The process groups.
     Returns:
         The records of the files that this rank has written.
     Raises:
-        ValueError: On every rank, when ranks have different ideas of a tensor's full shape or dtype, or the parts leave
-            gaps or overlap.
-        RuntimeError: On every rank, when one of them could not write.
-    Collectives: gathers of Python objects over the world.
+        ValueError: On every rank, if ranks disagree on a tensor's full shape or dtype, or if parts leave gaps or overlap.
+        RuntimeError: On every rank, if a rank could not write.
+    Collectives: gathers of Python objects over all ranks.
     """
-    from .shares import shares  # it takes a second to import
+    from .shares import shares  # a local import, because it takes a second
 
     by_rank = gather_objects({key: held_of(tensor) for key, tensor in tensors.items()}, registry)
-    share_of = shares(by_rank)  # of equal arguments: with the same result, or error, on every rank
+    share_of = shares(by_rank)  # equal arguments give the same result, or the same error, on every rank
     rank = registry.global_rank
 
     def write() -> dict[str, FileRecord]:
@@ -195,7 +202,7 @@ def write_tensors(
 def _index(
     held: Sequence[Mapping[str, HeldTensor]], share_of: Sequence[Mapping[str, Sequence[Box]]]
 ) -> dict[str, Stored]:
-    """Where `_write` puts what, on all ranks."""
+    """Return the index of the files that `_write` writes on all ranks."""
     index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
     for rank, share in enumerate(share_of):
         start = 0
@@ -217,7 +224,8 @@ class Reader:
     """Reads tensors of one checkpoint.
 
     Args:
-        files: The records of all its files.
+        directory: The directory of the checkpoint.
+        files: The record of each file in it.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, FileRecord]) -> None:
@@ -225,20 +233,22 @@ class Reader:
 
     @cached_property
     def index(self) -> dict[str, Stored]:
-        """What is stored, by key; ValueError where the index is damaged. It is read once."""
+        """Return the index of stored tensors, by key, which is read once. Raise ValueError if it is damaged."""
         file = self.directory / INDEX_FILE
         if INDEX_FILE not in self.files:
-            raise ValueError(f"{self.directory} is damaged, or was planted: it has no {INDEX_FILE}; {EARLIER}")
+            raise ValueError(f"{self.directory} is damaged, or was tampered with: it has no {INDEX_FILE}; {EARLIER}")
         with open(file, "rb") as stream:
             content = CheckedStream(stream, file, self.files[INDEX_FILE]).read()
         return index_of_json(content, self.files, file)
 
     def read(self, tensors: Mapping[str, SavedTensor]) -> None:
-        """Fill the parts of ``tensors``, which are on the CPU and in the index, from what `write_tensors` wrote.
+        """Fill the parts of ``tensors`` from the files.
 
+        Args:
+            tensors: Tensors on the CPU, by keys of the index.
         Raises:
-            ValueError: A file is not what was written.
-            OSError: It can't be read.
+            ValueError: A file is damaged.
+            OSError: A file can't be read.
         """
         wanted = [
             (place, self.index[key].dtype, box, part)
@@ -257,20 +267,20 @@ class Reader:
 
 
 def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
-    """Where ``box`` of a stored tensor is."""
+    """Return the stored parts that overlap with ``box``. Raise ValueError if they do not cover it."""
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
-        raise ValueError(f"{key} is stored only in part: the checkpoint is damaged; load an earlier one")
+        raise ValueError(f"the checkpoint has only a part of {key}: it is damaged; {EARLIER}")
     return found
 
 
 def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
-    """Fill what ``part``, which is ``box`` of a tensor, has in common with what is at ``place``."""
+    """Copy the stored elements at ``place`` into ``part``, which is ``box`` of the tensor, where the two overlap."""
     common = box.common(place.box)
     target = part.detach()
     for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
         target = target.narrow(dim, offset - box.offsets[dim], size)
-    # Whole rows of what is stored, which follow one another; then the columns of them that are wanted.
+    # Read full stored rows, which are contiguous in the file, then select the wanted columns.
     row = place.box.sizes[1:]
     before = common.offsets[0] - place.box.offsets[0] if common.offsets else 0
     direct = common.sizes[1:] == row and target.is_contiguous()
@@ -284,7 +294,7 @@ def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box,
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must outlive it."""
+    """Return the memory of a contiguous CPU tensor. The tensor must outlive the view."""
     return (
         memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         if tensor.nbytes

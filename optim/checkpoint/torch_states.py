@@ -1,4 +1,4 @@
-"""A `ParallelOptimizer` as torch's state-dict functions want it: states by model parameter, pieces of them as DTensors."""
+"""An adapter for torch's state-dict functions: optimizer states by model parameter, shards of them as DTensors."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from ..step.call_guard import own_calls
 from ..step.combined_optimizer import parts_of
 from .contents import masters_in, portable_in
 
-# Torch layout ---------------------------------------------------------------------------------------------------------
+# States of one parameter as DTensors ----------------------------------------------------------------------------------
 
-# The states of one parameter as DTensors of the full parameter's shape, whoever has which part of them, and back.
+# Convert the optimizer states of a parameter's shards, on all ranks, to a DTensor of the parameter's full shape, and back.
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """One of the model's parameters, and where this rank's states of it are.
+    """One model parameter, and the location of this rank's optimizer states of it.
 
     Args:
-        param: As the model has it.
+        registry: The process groups.
+        param: The parameter in the model.
         local: This rank's plain tensor of it.
-        held: (position in the optimizer, record) of each tensor that is stepped for it on this rank.
-        cut_over: The axes of `Sharded`, if its ranks step pieces of ``local``.
+        entry: Its layout.
+        held: (position in the optimizer, record) of each tensor that this rank steps for it.
+        cut_over: The axes of `Sharded`, if its ranks step shards of ``local``. None: they step ``local`` itself.
     """
 
     registry: ProcessGroupRegistry
@@ -49,19 +51,19 @@ class LaidOut:
     cut_over: tuple[str, ...] | None
 
     def spec_and_region(self) -> tuple[P, Region]:
-        """How a state of the parameter is laid out as a DTensor, and what this rank has of it."""
+        """Return the layout of a state as a DTensor, and this rank's part of it. Raise ValueError if there is none."""
         entry, registry = self.entry, self.registry
         if entry.full_shape is None:
             raise ValueError(
-                f"{entry.name}: nothing tells how its pieces of unequal sizes are cut; use save_checkpoint"
+                f"{entry.name} has shards of unequal sizes, whose layout is not known; use save_checkpoint"
             )
         if entry.spec.blocks:
             raise ValueError(
-                f"{entry.name}: a DTensor can't say that several blocks are cut, as {entry.spec} does; use save_checkpoint"
+                f"{entry.name}: a DTensor does not support sharded blocks, as in {entry.spec}; use save_checkpoint"
             )
         if any(isinstance(at, str) for _, at in entry.spec.owned):
             raise ValueError(
-                f"{entry.name}: a DTensor can't say that pieces lie on a diagonal, as {entry.spec} does; use "
+                f"{entry.name}: a DTensor does not support shards on a diagonal, as in {entry.spec}; use "
                 "save_checkpoint"
             )
         if self.cut_over is None or not entry.shape:
@@ -75,7 +77,7 @@ class LaidOut:
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
 
     def whole(self, pieces: list[tuple[SteppedTensor, Any]]) -> Tensor:
-        """One state of one parameter, as a DTensor where it is split."""
+        """Return one state of the parameter, as a DTensor if it is sharded."""
         from torch.distributed.tensor import DTensor, Shard
 
         spec, region = self.spec_and_region()
@@ -99,12 +101,12 @@ class LaidOut:
         )
 
     def _cut_axes(self, spec: P) -> dict[tuple[str, ...], int]:
-        """The axes of each dim of the DTensor's mesh, with the dim that they cut."""
+        """Return the axes of each dim of the DTensor's device mesh, with the tensor dim that they shard."""
         dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.cuts(dim)}
         return {axes: dim for axes, dim in dims.items() if self.registry.size(*axes) > 1}
 
     def _first_row(self, region: Region) -> int:
-        """Of a region within this rank's local tensor."""
+        """Return the first row of a region in this rank's local tensor."""
         return region.offsets[0] - self._region().offsets[0] if region.numel else 0
 
     def _region(self) -> Region:
@@ -115,7 +117,7 @@ class LaidOut:
         )
 
     def _together(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """The flattened local tensor, from the parts that the ranks of the axis have of it, by offset; bit for bit.
+        """Return the flattened local tensor, combined from the shards of the axis' ranks, by offset. It is bitwise exact.
 
         Collectives: an object all-gather and an all-reduce over the axis.
         """
@@ -127,11 +129,14 @@ class LaidOut:
         flat = torch.zeros(self.local.numel(), dtype=dtype, device=self.registry.device)
         for offset, part in parts.items():
             flat[offset : offset + part.numel()].copy_(part.reshape(-1))
-        dist.all_reduce(flat.view(torch.uint8), group=group)  # one rank has each element, all others zeros
+        dist.all_reduce(flat.view(torch.uint8), group=group)  # only one rank has non-zero bytes of an element
         return flat
 
     def local_part(self, value: Tensor) -> Tensor:
-        """This rank's whole local tensor of a saved state. Collectives: where it is a DTensor of another layout, or cut."""
+        """Return this rank's local tensor of a saved state.
+
+        Collectives: if the state is a DTensor of another layout, or sharded over the axes of `Sharded`.
+        """
         if not has_dtensors((value,)):
             return value if value.shape == self.entry.shape else self._region().of(value)
         from torch.distributed.tensor import DTensor, Shard
@@ -139,7 +144,7 @@ class LaidOut:
         assert isinstance(value, DTensor)
         spec, region = self.spec_and_region()
         axes = self._cut_axes(spec)
-        # By what all ranks know alike: pieces of another layout may have the shape of this one's.
+        # Decided by values that are equal on all ranks; the shapes of shards may match by chance on some ranks.
         same = axes and value.device_mesh == self.registry.device_mesh(*axes)
         if not same or list(value.placements) != [Shard(dim) for dim in axes.values()]:
             return self._region().of(value.full_tensor())
@@ -150,14 +155,14 @@ class LaidOut:
         return self._together(parts).view(self.entry.shape)
 
 
-# Torch states ---------------------------------------------------------------------------------------------------------
+# The adapter ----------------------------------------------------------------------------------------------------------
 
-_OWN = "meshstep/"  # before the names of what is ours in a param group
-_CLIP = _OWN + "clip"  # one text: torch saves every entry of a param group once for each parameter
+_OWN = "meshstep/"  # prefix of the library's entries in a param group
+_CLIP = _OWN + "clip"  # one text, because torch saves every entry of a param group once per parameter
 
 
 class TorchStates(torch.optim.Optimizer):
-    """What `torch.distributed.checkpoint.state_dict` takes in the place of a `ParallelOptimizer`.
+    """An optimizer for `torch.distributed.checkpoint.state_dict` that stands for a `ParallelOptimizer`.
 
         states = TorchStates(optimizer)
         saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, states)}
@@ -166,22 +171,26 @@ class TorchStates(torch.optim.Optimizer):
         dcp.load(saved, checkpoint_id=path)
         set_optimizer_state_dict(model, states, saved["optim"])
 
-    States and masters (``"master"``) of parameters that are split, by a declaration, by `fully_shard` or by `Sharded`, are
-    DTensors of the full parameter's shape, so they load on another layout. Loss scale, counts of skipped steps and the like
-    are numbers in the param groups, what a clip rule remembers a text. Where the optimizer has no states yet they are made,
-    as zeros.
+    States and master weights (``"master"``) of sharded parameters become DTensors of the full shape, so they load on
+    another layout. This holds for sharding by a declaration, by `fully_shard` and by `Sharded`. The loss scale, counts of
+    skipped steps and similar values are numbers in the param groups. The state of a clipping rule is a text there. If the
+    optimizer has no states yet, they are created as zeros.
 
     Args:
-        optimizer: Its registry stays open as long as this is used. After `add_param_group` make this anew.
+        optimizer: The optimizer. Keep its registry open while you use this object. Create a new `TorchStates` after
+            `add_param_group`.
     Raises:
-        ValueError: On every rank: pieces of a parameter have unequal sizes that nothing tells, or states that are neither
-            numbers nor of its shape (`state_dict`: or numbers of their own). `save_checkpoint` keeps all of those.
-    Collectives: an object all-gather, here and in both methods; in these an all-reduce of every cut state with `Sharded`.
-    Memory: with `Sharded`, one whole state tensor more. Host reads: yes.
+        ValueError: On every rank: shards of a parameter have unequal sizes that are not declared, or a state is neither a
+            number nor of the shard's shape. Also in `state_dict`: a number differs between shards. `save_checkpoint`
+            supports all of these.
+    Collectives: an object all-gather, here and in both methods. With `Sharded` the methods also run an all-reduce per
+        state.
+    Memory: with `Sharded`, one more state tensor of the parameter's local shape.
+    Host synchronization: yes.
     """
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
-        # Not super().__init__: the wrapped optimizer has the parameters and the state.
+        # super().__init__ is not called, because the wrapped optimizer has the parameters and the state.
         self._optimizer, self.registry = optimizer, optimizer.registry
         self._parameters = [list(group) for group in self._parameters_by_group()]
         if not optimizer.state:
@@ -190,7 +199,7 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The optimizer's, over the model's parameters."""
+        """Return the optimizer's param groups, with the model's parameters."""
         own: dict[str, Any] = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
         if self._optimizer.clip is not None and self._optimizer.clip.initial():
             own[_CLIP] = json.dumps(self._optimizer.state_dict()["meshstep"]["clip"])
@@ -202,18 +211,18 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The names of the states there are, by parameter."""
+        """Return the names of existing states, by parameter."""
         names = [(item.param, self._keys.get(item.entry.name, ())) for group in self._parameters for item in group]
         return {param: dict.fromkeys(keys) for param, keys in names if keys}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients that somebody made for `step`."""
+        """Clear the gradients that torch's functions made for `step`."""
         self._optimizer.transforms.clear(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: torch would make states by it, which are there."""
+        """Do nothing. torch calls it to create states, which already exist."""
 
-    # What is where ----------------------------------------------------------------------------------------------------
+    # Locations of states ----------------------------------------------------------------------------------------------
 
     def _parameters_by_group(self) -> Iterator[Iterator[LaidOut]]:
         optimizer = self._optimizer
@@ -231,7 +240,7 @@ class TorchStates(torch.optim.Optimizer):
         return ((one(param) for param in group) for group in optimizer.model_param_groups)
 
     def _make_states(self) -> None:
-        """By a step with gradients of zeros at a rate of 0, after which no step has been taken."""
+        """Create states with a step of zero gradients at learning rate 0, and reset the step counts."""
         inner = self._optimizer.optimizer
         stepped = [param for group in inner.param_groups for param in group["params"]]
         kept, rates = [param.grad for param in stepped], [group["lr"] for group in inner.param_groups]
@@ -256,11 +265,11 @@ class TorchStates(torch.optim.Optimizer):
                     for key, value in part.state.get(param, {}).items():
                         if key in ("step", "mu_product"):
                             value.fill_(0 if key == "step" else 1)
-                        elif key in ("eta", "step_size"):  # of ASGD and Rprop, which begin at the rate
+                        elif key in ("eta", "step_size"):  # of ASGD and Rprop; their initial value is the learning rate
                             value.fill_(float(group["lr"]))
 
     def _agreed_keys(self) -> dict[str, list[str]]:
-        """The names of the states of each parameter: of one that is cut, those of all ranks."""
+        """Return the names of each parameter's states, over all ranks."""
         own = self._own_states()
         mine = {item.entry.name: sorted(values) for item, values in own}
         found: dict[str, set[str]] = {}
@@ -270,7 +279,7 @@ class TorchStates(torch.optim.Optimizer):
         return {item.entry.name: sorted(found[item.entry.name]) for item, _ in own}
 
     def _own_states(self) -> list[tuple[LaidOut, dict[str, list[tuple[SteppedTensor, Any]]]]]:
-        """For each parameter its states here, masters among them, by name: what there is of each piece."""
+        """Return for each parameter its states on this rank, including master weights: a value per shard, by name."""
         state = self._optimizer.state_dict()
         masters = masters_in(state["meshstep"]["weights"])
         result = []
@@ -286,7 +295,7 @@ class TorchStates(torch.optim.Optimizer):
         return result
 
     def _rest(self) -> dict[str, Any]:
-        """All else that a new process needs, but for what belongs to the layout."""
+        """Return all other state that a new process needs, except state that depends on the layout."""
         own = self._optimizer.state_dict()["meshstep"]
         kept = {key: own[key] for key in ("loss_scale", "skipped_steps", "vetoed_steps")}
         return {**kept, "weights": portable_in(own["weights"])}
@@ -294,7 +303,7 @@ class TorchStates(torch.optim.Optimizer):
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's optimizers have it. Raises, collectives: as the class says."""
+        """Return the state in the format of torch's optimizers. Raises, collectives: as the class."""
         own = self._own_states()
         numbers = on_all_ranks(lambda: self._check(own), self.registry)
         known: dict[str, dict[str, Any]] = {}
@@ -303,8 +312,8 @@ class TorchStates(torch.optim.Optimizer):
                 for key, value in values.items():
                     if known.setdefault(name, {}).setdefault(key, value) != value:
                         raise ValueError(
-                            f"{key} of {name} is {known[name][key]} on one rank and {value} on another, which one number "
-                            "for the whole parameter can't say: use meshstep.optim.save_checkpoint"
+                            f"{key} of {name} is {known[name][key]} on one rank and {value} on another rank, but it must "
+                            "be one number for the full parameter: use meshstep.optim.save_checkpoint"
                         )
         state: dict[int, dict[str, Any]] = {}
         for position, (item, values) in enumerate(own):
@@ -326,7 +335,7 @@ class TorchStates(torch.optim.Optimizer):
     def _check(
         self, own: list[tuple[LaidOut, dict[str, list[tuple[SteppedTensor, Any]]]]]
     ) -> dict[str, dict[str, Any]]:
-        """The numbers, by parameter and name. ValueError where there is a state that can't be told as a tensor."""
+        """Return the numbers, by parameter and name. Raise ValueError for a state that a DTensor does not support."""
         numbers: dict[str, dict[str, Any]] = {}
         for item, values in own:
             if values:
@@ -335,19 +344,19 @@ class TorchStates(torch.optim.Optimizer):
                 if not isinstance(value, Tensor) or _is_number(key, value, piece.tensor):
                     kept = value.double().item() if isinstance(value, Tensor) else value
                     if numbers.setdefault(item.entry.name, {}).setdefault(key, kept) != kept:
-                        raise ValueError(f"{key} of {item.entry.name} differs between pieces: use save_checkpoint")
+                        raise ValueError(f"{key} of {item.entry.name} differs between shards: use save_checkpoint")
                 elif value.shape != piece.tensor.shape:
                     raise ValueError(
-                        f"{key} of {item.entry.name} has shape {tuple(value.shape)}, the parameter "
-                        f"{tuple(piece.tensor.shape)}: only numbers and states of its shape can be laid out; use "
-                        "save_checkpoint"
+                        f"{key} of {item.entry.name} has shape {tuple(value.shape)}, but the parameter has shape "
+                        f"{tuple(piece.tensor.shape)}: only numbers and states of the parameter's shape can be resharded; "
+                        "use save_checkpoint"
                     )
         return numbers
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, on this or another layout. Raises, collectives: as the class says."""
+        """Load the result of `state_dict`, on this or another layout. Raises, collectives: as the class."""
         items = [item for group in self._parameters for item in group]
         order = on_all_ranks(lambda: self._order(state_dict, len(items)), self.registry)
         state: dict[int, dict[str, Any]] = {}
@@ -379,7 +388,7 @@ class TorchStates(torch.optim.Optimizer):
         )
 
     def _saved_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """All else that was saved. Raises ValueError where a number or the text of a clip rule is wrong."""
+        """Return all other saved state. Raise ValueError for a wrong number, or a wrong text of a clipping rule."""
         numbers = {
             key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
         }
@@ -389,29 +398,29 @@ class TorchStates(torch.optim.Optimizer):
             return rest if clip is None else {**rest, "clip": json.loads(clip)}
         except (TypeError, OverflowError, RecursionError, RuntimeError) as problem:
             raise ValueError(
-                f"the state has a wrong number or text ({problem}); give what state_dict() returned"
+                f"the state has a wrong number or text ({problem}); give the result of state_dict()"
             ) from None
 
     def _order(self, state_dict: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-        """The saved states, by parameter. Raises ValueError where they are of others, or of another mode."""
+        """Return the saved states by parameter. Raise ValueError if they belong to other parameters or another mode."""
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
         if lengths != [len(group) for group in self._parameters] or len(names) != count:
             raise ValueError(
-                f"the state has param groups of {lengths} parameters, not those of this optimizer; make the groups "
-                "that were saved"
+                f"the state has param groups of {lengths} parameters, but this optimizer has groups of "
+                f"{[len(group) for group in self._parameters]}; make the groups that were saved"
             )
         found = [state_dict["state"].get(name, {}) for name in names]
         for item, saved in zip((item for group in self._parameters for item in group), found, strict=True):
             if saved and (wrong := set(self._keys[item.entry.name]) ^ set(saved)):
                 raise ValueError(
-                    f"{', '.join(sorted(wrong))} of {item.entry.name} is only in the state, or only here: it was saved by "
-                    "another optimizer or in another precision mode; continue with these"
+                    f"{', '.join(sorted(wrong))} of {item.entry.name} is only in the state, or only in this optimizer: the "
+                    "state was saved by another optimizer or in another precision mode; continue with the saved ones"
                 )
         return found
 
     def _parts(self, item: LaidOut, key: str, value: Any) -> Iterator[tuple[int, Any]]:
-        """(position, state) of each piece here, of a saved state."""
+        """Yield (position, state) of each shard on this rank, from a saved state."""
         if not isinstance(value, Tensor) or _is_number(key, value, item.local):
             for position, _ in item.held:
                 yield position, value.clone() if isinstance(value, Tensor) else value
@@ -435,7 +444,7 @@ def _numbers(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
 
 
 def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """``content`` with other numbers. Raises ValueError where one is missing."""
+    """Return ``content`` with other numbers. Raise ValueError if a number is missing."""
     result: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping):
@@ -443,7 +452,7 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
         elif isinstance(value, (int, float)):
             if f"{before}{key}" not in numbers:
                 raise ValueError(
-                    f"the state has no {before}{key}: it was saved in another precision mode; continue in that one"
+                    f"the state has no {before}{key}: it was saved in another precision mode; continue in that mode"
                 )
             found = numbers[f"{before}{key}"]
             result[key] = type(value)(found.item() if isinstance(found, Tensor) else found)

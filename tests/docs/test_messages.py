@@ -29,7 +29,7 @@ BAD = re.compile(
 )
 # Parts of another message, or of none: they are quoted, or say what Python itself asks for.
 PARTS = {
-    "optim/checkpoint/tensors.py",  # in "is damaged, or was planted: ..."
+    "optim/checkpoint/tensors.py",  # in "is damaged, or was tampered with: ..."
     "parallel/mesh/topology.py",  # of a sequence
     "parallel/ranks/interface.py",  # a note on another error
     "optim/proof/command.py",  # of a command line, with the usage above

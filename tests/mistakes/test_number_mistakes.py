@@ -162,9 +162,7 @@ WRITTEN = (
     "data=2,tensor=2",
     Warned(
         WRITTEN,
-        Error(
-            ReplicaMismatchError, "the gradient differs ... use max_norm= instead of torch.nn.utils.clip_grad_norm_"
-        ),
+        Error(ReplicaMismatchError, "the gradient differs ... use max_norm= instead of torch.nn.utils.clip_grad_norm_"),
     ),
     write="`max_norm=`",
 )

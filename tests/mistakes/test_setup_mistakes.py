@@ -311,7 +311,7 @@ def shards_of_the_same_seed(run: Run) -> None:
 
 @mistake(
     "data=2,tensor=2",
-    Error(ReplicaMismatchError, "down.bias: the gradient differs along axis 'tensor' ... of another batch"),
+    Error(ReplicaMismatchError, "down.bias: the gradient differs along axis 'tensor' ... from another batch"),
     write='the samples of `registry.rank("data")`, not of the global rank',
 )
 def batches_by_global_rank(run: Run) -> None:
@@ -469,9 +469,7 @@ def generator_of_parameters_used_up(run: Run) -> None:
         sgd.step()
 
 
-@mistake(
-    "data=2", Error(ValueError, "exhausted generator"), write="`list(params)`, or `module.parameters()` again"
-)
+@mistake("data=2", Error(ValueError, "exhausted generator"), write="`list(params)`, or `module.parameters()` again")
 def generator_used_up_for_a_new_group(run: Run) -> None:
     """A generator of parameters is exhausted when it is given to `add_param_group`."""
     params = run.model.down.parameters()

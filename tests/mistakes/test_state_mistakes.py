@@ -437,7 +437,7 @@ def saved_to_a_path_for_each_rank(run: Run) -> None:
     run.train(optimizer, [1, 2])
 
 
-@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that was made of it"), write="the `ParallelOptimizer`")
+@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that wraps it"), write="the `ParallelOptimizer`")
 def saved_with_the_inner_optimizer(run: Run) -> None:
     """`save_checkpoint(path, model, optimizer)` gets the wrapped torch optimizer."""
     sgd = run.sgd()
@@ -445,7 +445,7 @@ def saved_with_the_inner_optimizer(run: Run) -> None:
     save_checkpoint(run.folder / "run", run.model, sgd)  # type: ignore[arg-type]
 
 
-@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that was made of it"), write="the `ParallelOptimizer`")
+@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that wraps it"), write="the `ParallelOptimizer`")
 def loaded_with_the_inner_optimizer(run: Run) -> None:
     """`load_checkpoint(path, model, optimizer)` gets the wrapped torch optimizer."""
     sgd = run.sgd()

@@ -43,7 +43,7 @@ def test_the_last_n_checkpoints_stay_and_each_can_be_loaded(tmp_path: Path) -> N
 @pytest.mark.parametrize("keep", [0, -1, 1.5, None])
 def test_a_keep_that_is_no_number_of_checkpoints(tmp_path: Path, keep: Any) -> None:
     model = model_of()
-    with pytest.raises(ValueError, match=r"keep=.*: give how many checkpoints stay"):
+    with pytest.raises(ValueError, match=r"keep=.*: give the number of checkpoints to keep"):
         save_checkpoint(tmp_path, model, optimizer_of(model), keep=keep)
     assert newest_checkpoint(tmp_path) is None
 

@@ -138,7 +138,7 @@ def test_where_experts_are_put_together_the_fewest_steps_count_and_a_warning_say
 ) -> None:
     busy, idle = world.run(2, save, tmp_path, kind, 2)
     assert (busy["step"], idle["step"]) == (6, 2)
-    (found,) = load(tmp_path, ONE, kind, r"weight \(2 to 6 steps\)\. Each goes on with the fewest")
+    (found,) = load(tmp_path, ONE, kind, r"weight \(2 to 6 steps\)\. Each continues with the fewest")
     assert found.keys() == busy.keys()
     for key, value in found.items():
         rows = isinstance(value, list)

@@ -101,7 +101,7 @@ def planted_for_two(path: Path, mark: Path) -> str:
         (checkpoint / "rank-1.pt").write_bytes(zipped(Payload(mark)))
         sealed(checkpoint)
     torch.distributed.barrier()
-    with pytest.raises(ValueError, match=r"rank-1.pt is damaged, or was planted") as error:
+    with pytest.raises(ValueError, match=r"rank-1.pt is damaged, or was tampered with") as error:
         load_checkpoint(path, model, optimizer)
     registry.close()
     return str(error.value)
@@ -114,19 +114,22 @@ def test_what_one_rank_finds_all_are_told(world: World, tmp_path: Path) -> None:
 
 Change = Callable[[dict[str, Any], list[Any]], Any]  # of the index and of what it says of one tensor
 CHANGES: dict[str, tuple[Change, str]] = {
-    "leads out": (lambda _, said: said[2][0].__setitem__(2, "../../tensors-0.bin"), "none of its files"),
-    "no dtype": (lambda _, said: said.__setitem__(1, "save"), "save is no dtype"),
+    "leads out": (
+        lambda _, said: said[2][0].__setitem__(2, "../../tensors-0.bin"),
+        "the index refers to .*, which is not in the checkpoint",
+    ),
+    "no dtype": (lambda _, said: said.__setitem__(1, "save"), "save is not a dtype"),
     "no name": (lambda _, said: said.__setitem__(1, 7), "must be string"),
-    "negative": (lambda _, said: said[2][0].__setitem__(3, -4), "are no sizes"),
-    "no number": (lambda _, said: said[2][0].__setitem__(3, "0"), "are no sizes"),
-    "huge": (lambda _, said: said[0].__setitem__(0, 2.0**70), "are no sizes"),
-    "beyond the tensor": (lambda _, said: said[2][0][0].__setitem__(0, 1), "is no part of a tensor"),
-    "other dims": (lambda _, said: said[2][0][1].append(1), "is no part of a tensor"),
-    "beyond the file": (lambda _, said: said[2][0].__setitem__(3, 10**9), "ends before"),
-    "twice": (lambda _, said: said[2].append(said[2][0]), r"holds \d+ bytes of tensors, but it has \d+"),
-    "other machine": (lambda index, _: index.__setitem__("byteorder", "big"), "big-endian, this machine is little"),
-    "no list": (lambda index, _: index.__setitem__("tensors", 5), "damaged, or was planted"),
-    "no index": (lambda index, _: index.clear(), "damaged, or was planted"),
+    "negative": (lambda _, said: said[2][0].__setitem__(3, -4), "are not sizes"),
+    "no number": (lambda _, said: said[2][0].__setitem__(3, "0"), "are not sizes"),
+    "huge": (lambda _, said: said[0].__setitem__(0, 2.0**70), "are not sizes"),
+    "beyond the tensor": (lambda _, said: said[2][0][0].__setitem__(0, 1), "are not a part of a tensor"),
+    "other dims": (lambda _, said: said[2][0][1].append(1), "are not a part of a tensor"),
+    "beyond the file": (lambda _, said: said[2][0].__setitem__(3, 10**9), "is too short for the tensor"),
+    "twice": (lambda _, said: said[2].append(said[2][0]), r"has \d+ bytes of tensors in .*, but the file has \d+"),
+    "other machine": (lambda index, _: index.__setitem__("byteorder", "big"), "big-endian, but this machine is little"),
+    "no list": (lambda index, _: index.__setitem__("tensors", 5), "damaged, or was tampered with"),
+    "no index": (lambda index, _: index.clear(), "damaged, or was tampered with"),
 }
 
 
@@ -140,7 +143,7 @@ def test_an_index_that_says_what_can_not_be(tmp_path: Path, name: str) -> None:
     (checkpoint / "index.json").write_text(json.dumps(index))
     sealed(checkpoint)
     before = content([model.state_dict(), optimizer.state_dict()])
-    with pytest.raises(ValueError, match=f"index.json is damaged, or was planted: .*{message}|{message}"):
+    with pytest.raises(ValueError, match=f"index.json is damaged, or was tampered with: .*{message}|{message}"):
         load_checkpoint(tmp_path / "run", model, optimizer)
     assert content([model.state_dict(), optimizer.state_dict()]) == before
 
@@ -179,5 +182,5 @@ def test_who_reads_a_part_finds_damage_there_and_only_there(tmp_path: Path) -> N
     with open(file, "rb") as stream:
         checked = CheckedStream(stream, file, record)
         assert len(checked.read(BLOCK)) == BLOCK
-        with pytest.raises(ValueError, match="is damaged: bytes were changed"):
+        with pytest.raises(ValueError, match="is damaged: its content does not match its checksum"):
             checked.read(1)

@@ -173,7 +173,7 @@ def test_a_schedule_that_fails_half_way(tmp_path: Path) -> None:
     schedule.step()
     before = content([model.state_dict(), optimizer.state_dict(), schedule.state_dict()])
     with pytest.raises(
-        ValueError, match=r"schedule can't continue from the state in the checkpoint: KeyError\('gamma'\)"
+        ValueError, match=r"lr_scheduler= can't load the schedule's state in the checkpoint: KeyError\('gamma'\)"
     ):
         load_checkpoint(tmp_path, model, optimizer, lr_scheduler=schedule)
     assert content([model.state_dict(), optimizer.state_dict(), schedule.state_dict()]) == before

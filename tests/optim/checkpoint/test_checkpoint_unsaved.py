@@ -52,7 +52,7 @@ class Extra(nn.Linear):
 
 def test_state_of_a_kind_of_its_own(tmp_path: Path) -> None:
     model = Extra(2, 2)
-    with pytest.raises(ValueError, match=r"_extra_state is state of a kind of its own .*give it as extra="):
+    with pytest.raises(ValueError, match=r"_extra_state is extra state of a module .*pass it as extra="):
         save_checkpoint(tmp_path, model, optimizer_of(model))
 
 
@@ -92,7 +92,7 @@ FULL: dict[str, tuple[Any, str]] = {
     [
         ("disk, tensors", "OSError: .*No space left"),
         ("disk, rest", "OSError: .*No space left"),
-        ("uneven", "model/uneven: rank 1 holds a piece of .*equal"),
+        ("uneven", "model/uneven: rank 1 has a part of .*equal"),
     ],
 )
 def test_a_failed_save_leaves_the_previous_one(world: World, tmp_path: Path, how: str, message: str) -> None:

@@ -171,7 +171,7 @@ def test_wrong_count_is_named_with_its_file_and_changes_nothing(tmp_path: Path, 
     sealed(directory)
     before = everything(run)
     with pytest.raises(
-        ValueError, match=rf"shared\.pt is damaged, or was planted: {name} is .*expected an integer from 0"
+        ValueError, match=rf"shared\.pt is damaged, or was tampered with: {name} is .*expected an integer from 0"
     ):
         load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
     assert everything(run) == before
@@ -193,7 +193,7 @@ def planted_on_two_ranks(path: Path) -> str:
         sealed(directory)
     torch.distributed.barrier()
     before = everything(run)
-    damaged = r"shared\.pt is damaged, or was planted: scale='x' is not valid for a loss scale"
+    damaged = r"shared\.pt is damaged, or was tampered with: scale='x' is not valid for a loss scale"
     with pytest.raises(ValueError, match=damaged) as error:
         load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)
     assert everything(run) == before
@@ -232,12 +232,12 @@ def test_manifest_that_is_too_large_or_no_file_is_not_read(tmp_path: Path, monke
     manifest = directory / "meshstep.json"
     monkeypatch.setattr(directory_module, "MAX_MANIFEST", 100)
     with pytest.raises(
-        ValueError, match=r"meshstep\.json is damaged, or was planted: it has \d+ bytes, of at most 100"
+        ValueError, match=r"meshstep\.json is damaged, or was tampered with: it has \d+ bytes, the limit is 100"
     ):
         load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
     manifest.unlink()
     os.mkfifo(manifest)
-    with pytest.raises(ValueError, match=r"meshstep\.json is damaged, or was planted: it is no regular file"):
+    with pytest.raises(ValueError, match=r"meshstep\.json is damaged, or was tampered with: it is not a regular file"):
         load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
 
 
@@ -267,7 +267,7 @@ def test_torch_text_of_a_planted_file_has_no_escape_codes(tmp_path: Path) -> Non
     Planted.__module__ = __name__
     (directory / "shared.pt").write_bytes(zipped(Planted()))
     sealed(directory)
-    with pytest.raises(ValueError, match=r"shared\.pt is damaged, or was planted") as error:
+    with pytest.raises(ValueError, match=r"shared\.pt is damaged, or was tampered with") as error:
         load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
     assert str(error.value).isprintable()
     assert error.value.__cause__ is None

@@ -356,7 +356,7 @@ def another_list() -> str:
             sync_gradients([param for _, param in params], registry)
             before = clip.state_dict()
             if call == 2 and registry.global_rank == 1:
-                with pytest.raises(ValueError, match="give the same one in every call") as raised:
+                with pytest.raises(ValueError, match="give the same list in every call") as raised:
                     clip_grad_norm_(params[:2], clip, registry)
                 said = str(raised.value)
             else:

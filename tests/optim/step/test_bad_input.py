@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
                 max_norm=PerParameter(1.0),
             )
         ),
-        "give one of them",
+        "give only one of them",
     ),
     "norm_type": (lambda: wrap(parameter(P(), 4), norm_type=0.5), "norm_type=0.5: give a number >= 1"),
     "on_nonfinite": (lambda: wrap(parameter(P(), 4), on_nonfinite="ignore"), "on_nonfinite='ignore'"),

@@ -246,7 +246,7 @@ def test_an_expert_axis_that_only_shards_and_has_no_role_told_is_a_warning(world
     texts = world.run(4, experts_of_no_told_role, {}, P())
     assert [len(text) for text in texts] == [1, 0, 0, 0]
     assert texts[0][0].startswith("axis 'expert' shards experts and replicates router, but has no declared role")
-    assert "gradients of copies are not averaged over it" in texts[0][0]
+    assert "gradients of replicas are not averaged over it" in texts[0][0]
     assert "roles={'expert': 'data'}" in texts[0][0]
     for roles, spec in (({"expert": "data"}, P()), ({"expert": "model"}, P()), ({}, P(partial="expert"))):
         assert world.run(4, experts_of_no_told_role, roles, spec) == [[]] * 4

@@ -417,4 +417,4 @@ def test_layers_whose_parameters_have_the_same_names_are_told_apart(world: World
     expected = ["0.weight", "0.bias", "1.weight", "1.bias"] if named else own
     for names, error in world.run(2, of_layers_that_declare_themselves, named):
         assert sorted(names) == sorted([*expected, "total"])
-        assert "model.named_parameters(), if the optimizer is made of these" in error
+        assert "model.named_parameters() if the optimizer was made from them" in error

@@ -480,7 +480,7 @@ class RankRecord:
 
 
 class Stepped(NamedTuple):
-    """One tensor that the optimizer steps, with its place in the checkpoint.
+    """A tensor that the optimizer steps, with its place in the checkpoint.
 
     Args:
         param: The model parameter.

@@ -256,7 +256,7 @@ def _check_same(kind: str, saved: set[str], now: set[str], where: str) -> None:
         parts = [f"{names} in the checkpoint only" for names in (some(sorted(saved - now)),) if names]
         parts += [f"{names} here only" for names in (some(sorted(now - saved)),) if names]
         raise ValueError(
-            f"the {kind} {where} differ from those of the checkpoint: {'; '.join(parts)}; build the model that was saved"
+            f"the {kind} {where} differ from the checkpoint's: {'; '.join(parts)}; build the model that was saved"
         )
 
 
@@ -278,8 +278,7 @@ def load_checkpoint(
         extra = load_checkpoint("checkpoints", model, optimizer, lr_scheduler=scheduler)
 
     On the mesh of the checkpoint, training continues bitwise identically. On another mesh, or with other sharding of
-    states,
-    the same full tensors are resharded, with these exceptions:
+    states, the same full tensors are resharded, with these exceptions:
 
     * Random number generators keep their current states.
     * Batch norm statistics that differed between ranks come from data coordinate 0, as in `DistributedDataParallel`.

@@ -32,7 +32,7 @@ from .contents import masters_in, portable_in
 
 @dataclass(frozen=True)
 class LaidOut:
-    """One model parameter, and the location of this rank's optimizer states of it.
+    """A model parameter, and the location of this rank's optimizer states of it.
 
     Args:
         registry: The process groups.
@@ -162,7 +162,7 @@ _CLIP = _OWN + "clip"  # one text, because torch saves every entry of a param gr
 
 
 class TorchStates(torch.optim.Optimizer):
-    """An optimizer for `torch.distributed.checkpoint.state_dict` that stands for a `ParallelOptimizer`.
+    """An optimizer for `torch.distributed.checkpoint.state_dict` that represents a `ParallelOptimizer`.
 
         states = TorchStates(optimizer)
         saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, states)}

@@ -63,9 +63,8 @@ class ByGroup(Clip):
 
         optimizer.param_groups[1]["max_norm"] = 0.5  # ParallelOptimizer then combines its rule into a ByGroup
 
-    `GradStats.clip_coef` is the coefficient of the other groups. An optimizer that normalises its update anyway (Muon,
-    LAMB)
-    needs no clipping, and its gradients should not shorten other gradients: give its groups ``math.inf``.
+    `GradStats.clip_coef` is the coefficient of the other groups. An optimizer that normalises its update (Muon, LAMB) needs
+    no clipping, and its gradients should not shorten other gradients: give its groups ``math.inf``.
 
     Args:
         thresholds: One threshold per param group. None: the group is one of the other groups. ``math.inf``: the group is

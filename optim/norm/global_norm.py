@@ -245,7 +245,7 @@ class GlobalNorm:
         return wire.to(vector.device)
 
     def _all_gather(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """All-gather ``vector``: [ranks of the group, len(vector)]."""
+        """Gather ``vector`` from all ranks of the group: [ranks, len(vector)]."""
         wire = vector.to(self._wire)
         gathered = wire.new_empty(group.size() * wire.numel())
         all_gather_flat(gathered, wire, group)

@@ -1,4 +1,4 @@
-"""Options, norms and statistics of the measurement of gradients in a step's one collective."""
+"""Options and results of the measurement: the one collective of a step that computes norms and compares ranks."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ CheckReplicas = bool | Literal["first"] | Fingerprints
 def check_measurement(
     norm_type: float, reduction: Reduction, check_replicas: CheckReplicas, commit: Commit | None
 ) -> None:
-    """Raise ValueError for arguments that are out of range, TypeError for a ``commit`` that can't be called."""
+    """Raise ValueError for arguments that are out of range, TypeError for a ``commit`` that is not callable."""
     checked_norm_type(norm_type)
     checked_reduction(reduction)
     if isinstance(check_replicas, Fingerprints):

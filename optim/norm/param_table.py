@@ -17,7 +17,7 @@ from .plan import ParameterEntry, ReductionPlan
 
 @dataclass(frozen=True, eq=False)
 class ParamPosition:
-    """One position of the param groups, while parameter transforms replace its tensor.
+    """A position in the param groups, while parameter transforms replace its tensor.
 
     Args:
         index: Number of the model parameter, in the order in which the optimizer was given parameters.
@@ -41,11 +41,11 @@ class ParamPosition:
         return self.path[0] if self.path else self.tensor
 
     def replaced_by(self, tensor: Tensor, offset: int, is_param: bool) -> ParamPosition:
-        """Return the position with another tensor in place of its own.
+        """Return this position with another tensor.
 
         Args:
             offset: The first element of the new tensor in the flattened old one.
-            is_param: The new tensor is what the library calls the model parameter from now on.
+            is_param: True: the new tensor also replaces ``param``.
         """
         param = tensor if is_param else self.param
         return replace(self, param=param, tensor=tensor, offset=self.offset + offset, path=(*self.path, self.tensor))
@@ -53,7 +53,7 @@ class ParamPosition:
 
 @dataclass(frozen=True, eq=False)
 class SteppedTensor(ParamPosition):
-    """One tensor that the optimizer steps, and its place in the model; see `ParamPosition` for the first arguments.
+    """A tensor that the optimizer steps, and its place in the model; see `ParamPosition` for the first arguments.
 
     ``tensor`` is 1-dim where optimizer states are sharded, and of the parameter's shape otherwise. It is float32 where it
     is a master weight.
@@ -121,12 +121,12 @@ class ParamTable:
 
     @cached_property
     def grad_tensors(self) -> list[Tensor]:
-        """Return of each row the tensor whose gradient is measured."""
+        """Return for each row the tensor whose gradient is measured."""
         return [row.grad_tensor for row in self.rows]
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Return of each row the tensor that the optimizer steps."""
+        """Return for each row the tensor that the optimizer steps."""
         return [row.tensor for row in self.rows]
 
     def with_specs(self, spec_of: Callable[[SteppedTensor], P]) -> ParamTable:
@@ -146,15 +146,16 @@ def make_table(
     plan: ReductionPlan,
     model_plan: ReductionPlan,
 ) -> ParamTable:
-    """Return the table of the tensors at these positions.
+    """Return the table of the tensors at ``positions``.
 
     Args:
-        positions: After all parameter transforms.
-        grad_tensors: Of each position the tensor whose gradient is measured.
-        replica_tensors: Of each position the tensor whose values are equal on all replicas.
-        plan: Of the stepped tensors.
-        model_plan: Of the model parameters, by `ParamPosition.index`.
-    Collectives, host synchronization: none.
+        positions: The positions after all parameter transforms.
+        grad_tensors: For each position the tensor whose gradient is measured.
+        replica_tensors: For each position the tensor whose values are equal on all replicas.
+        plan: The reduction plan of the stepped tensors, with one entry per position.
+        model_plan: The reduction plan of the model parameters; `ParamPosition.index` is an index of its entries.
+    Collectives: none.
+    Host synchronization: none.
     """
     slots = plan.parameter_slots or (None,) * len(positions)
     rows = tuple(

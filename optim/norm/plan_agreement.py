@@ -54,7 +54,7 @@ class Holders(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """One rank's declaration of a parameter. Names of tied parameters may differ between stages."""
+    """A rank's declaration of a parameter. Names of tied parameters may differ between stages."""
 
     name: str
     text: str

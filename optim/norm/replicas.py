@@ -47,7 +47,7 @@ class ReplicaMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One parameter whose replicas differ along one axis.
+    """A parameter whose replicas differ along one axis.
 
     Args:
         name: Name of the logical parameter.

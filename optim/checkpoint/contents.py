@@ -80,18 +80,20 @@ class LogicalParameters:
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry) -> None:
         self.topology = registry.topology
 
-        def declared() -> tuple[tuple[dict[str, Tensor], dict[str, Tensor], ReductionPlan], tuple[Summary, set[str]]]:
+        def declare_parameters() -> tuple[
+            tuple[dict[str, Tensor], dict[str, Tensor], ReductionPlan], tuple[Summary, set[str]]
+        ]:
             buffers, held = _parameters_and_buffers(unwrapped(model))
             plan = self._plan(held, registry.global_rank)
             return (buffers, held, plan), (Summary.of(plan, names=True), set(buffers))
 
-        (self.buffers, held, plan), everybody = on_all_ranks_with(declared, registry)
-        plan = agree(plan, [summary for summary, _ in everybody], registry)
+        (self.buffers, held, plan), by_rank = on_all_ranks_with(declare_parameters, registry)
+        plan = agree(plan, [summary for summary, _ in by_rank], registry)
         self.names = plan.parameter_names
-        self.buffer_names = {name for _, buffers in everybody for name in buffers}
+        self.buffer_names = {name for _, buffers in by_rank for name in buffers}
         self._index: dict[int, int] = {}
         self.regions = on_all_ranks(lambda: self._regions(list(held.values()), plan), registry)
-        self._first = [_is_first_holder(entry, plan) for entry in plan.entries]
+        self._first = [_saves_tied_parameter(entry, plan) for entry in plan.entries]
 
     def _regions(self, held: list[Tensor], plan: ReductionPlan) -> list[tuple[str, Tensor, Region]]:
         regions: list[tuple[str, Tensor, Region]] = []
@@ -159,21 +161,24 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
     saved = model.state_dict(keep_vars=True)
     for name, value in saved.items():
         own_kind = name.endswith("_extra_state") and name not in params and name not in buffers
-        if own_kind and not _is_nothing(value):
+        if own_kind and not _is_empty(value):
             raise ValueError(
                 f"{name} is extra state of a module (get_extra_state), which can't be resharded; pass it as extra= instead"
             )
     persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
     declared = {name: buffer for name, buffer in persistent.items() if annotation_of(buffer) is not None}
-    return {name: b for name, b in persistent.items() if name not in declared}, {**params, **declared}
+    return {name: b for name, b in persistent.items() if name not in declared}, {
+        **params,
+        **declared,
+    }
 
 
-def _is_nothing(value: object) -> bool:
+def _is_empty(value: object) -> bool:
     """Return True for empty extra state, as layers of Megatron and Transformer Engine return it."""
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
-def _is_first_holder(entry: ParameterEntry, plan: ReductionPlan) -> bool:
+def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
     """Return True on the rank that saves a tied parameter.
 
     Stages may shard their replicas differently, and shards of different layouts must not be mixed.
@@ -206,7 +211,7 @@ class HeldTensor:
         return f"a tensor of shape {self.shape}, {str(self.dtype)[6:]}"
 
 
-def held_of(tensor: SavedTensor) -> HeldTensor:
+def boxes_of(tensor: SavedTensor) -> HeldTensor:
     """Return the rectangles of ``tensor``."""
     boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
     return HeldTensor(tensor.shape, tensor.dtype, tuple(boxes))
@@ -325,10 +330,10 @@ def place_of(region: Region) -> Place:
 
 # The states of all ranks ----------------------------------------------------------------------------------------------
 
-OfRank = Mapping[str, Mapping[Place, PieceState]]  # by parameter
+RankStates = Mapping[str, Mapping[Place, PieceState]]  # by parameter
 
 
-def merged(ranks: Sequence[OfRank]) -> dict[str, list[tuple[dict[str, Any], dict[Place, list[int]]]]]:
+def merge_states(ranks: Sequence[RankStates]) -> dict[str, list[tuple[dict[str, Any], dict[Place, list[int]]]]]:
     """Return the different states of each parameter's shards, as plain containers, with the ranks that have each by place.
 
     The places are left out if all shards have the same state.
@@ -349,14 +354,14 @@ def merged(ranks: Sequence[OfRank]) -> dict[str, list[tuple[dict[str, Any], dict
 
 
 class PieceStates:
-    """The states that `merged` returned, for the shards of another layout.
+    """The states that `merge_states` returned, for the shards of another layout.
 
     Args:
-        content: The result of `merged`.
+        content: The result of `merge_states`.
         ranks: The saved ranks that correspond to this rank. If replicas differ, the state of these ranks is used.
 
     Attributes:
-        together: For each parameter whose differing shards `of` combined, a text that describes it.
+        combined: For each parameter whose differing shards `of` combined, a text that describes it.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -364,7 +369,7 @@ class PieceStates:
             name: [(PieceState(**state), places) for state, places in states] for name, states in content.items()
         }
         self._ranks = ranks
-        self.together: list[str] = []
+        self.combined: list[str] = []
 
     @property
     def keys(self) -> set[tuple[str, str]]:
@@ -391,9 +396,9 @@ class PieceStates:
         found = [state for state, ranks in here if not self._ranks.isdisjoint(ranks)] or [state for state, _ in here]
         if not found:
             found = [state for state, places in states if any(_region(region, at).overlaps(region) for at in places)]
-        return self._put_together(name, found) if len(found) > 1 else found[0] if found else PieceState()
+        return self._combine(name, found) if len(found) > 1 else found[0] if found else PieceState()
 
-    def _put_together(self, name: str, states: Sequence[PieceState]) -> PieceState:
+    def _combine(self, name: str, states: Sequence[PieceState]) -> PieceState:
         stepped = [state for state in states if state.is_begun]
         begun = stepped or [state for state in states if not same(state, PieceState())]
         counts = [state.steps for state in begun]
@@ -409,7 +414,7 @@ class PieceStates:
         missing = any(not state.is_begun or state.tensors.keys() != tensors.keys() for state in states)
         how += ["no state yet"] if missing else []
         if stepped:
-            self.together.append(f"{name} ({', '.join(how)})")
+            self.combined.append(f"{name} ({', '.join(how)})")
         return PieceState(
             tensors,
             sorted({key for state in begun for key in state.odd}),
@@ -523,19 +528,19 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
         name, region = parameters.of(row.param)
         run = region.run(row.offset, row.tensor.numel())
         stepped.append(Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor))))
-    return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), state["param_groups"], rest)
+    return OptimizerState(stepped, state["state"], find_master_weights(rest["weights"]), state["param_groups"], rest)
 
 
-def masters_in(weights: Mapping[str, Any]) -> dict[int, Tensor]:
+def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
     """Return the master weights by position, from the nested state of an optimizer's weights."""
     found: dict[int, Tensor] = dict(weights.get("masters") or {})
     for key, value in weights.items():
         if key != "masters" and isinstance(value, Mapping):
-            found |= masters_in(value)
+            found |= find_master_weights(value)
     return found
 
 
-def portable_in(weights: Mapping[str, Any]) -> dict[str, Any]:
+def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of the weights' state that are independent of the layout, without master weights."""
     return {key: value for key, value in weights.items() if key not in LAYOUT}
 
@@ -586,7 +591,7 @@ def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) 
         yield f"piece/{key}/{stepped.region}/{stepped.name}", whole(state[key])
 
 
-def first_states_for_others(
+def initial_states(
     parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, SavedTensor]]:
     """Yield initial states, as torch creates them, for this rank's shards without a state that other shards have.
@@ -694,7 +699,7 @@ class SharedRecord:
         return {
             "groups": groups,
             "buffers": _by_name([record.buffers for record in records]),
-            "pieces": merged([record.pieces for record in records]),
+            "pieces": merge_states([record.pieces for record in records]),
         }
 
     def hyper(self, index: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class SummingStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._stream.write(view)
-        for part in _cut(view, self._size):
+        for part in _split_at_blocks(view, self._size):
             if self._size % BLOCK == 0:
                 self._sums.append(0)
             self._sums[-1] = zlib.crc32(part, self._sums[-1])
@@ -123,7 +123,7 @@ class CheckedStream(io.RawIOBase):
         """Fill the buffer up to the end of the file, and return the number of bytes."""
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._record.size - self._at)]
-        for part in _cut(view, self._at):
+        for part in _split_at_blocks(view, self._at):
             index, start = divmod(self._at, BLOCK)
             if len(part) == BLOCK:
                 self._fetch(index, part)
@@ -189,7 +189,7 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
             raise ValueError(f"{file} is damaged: its content does not match its checksum; {EARLIER}")
 
 
-def _cut(view: memoryview, start: int) -> list[memoryview]:
+def _split_at_blocks(view: memoryview, start: int) -> list[memoryview]:
     """Split ``view``, which begins at ``start`` in a file, at block boundaries."""
     first = min(len(view), -start % BLOCK)
     parts = [view[:first]] if first else []
@@ -302,7 +302,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     file = directory / MANIFEST
     try:
-        written = _limited_content(file)
+        written = _read_limited(file)
     except FileNotFoundError:
         raise ValueError(
             f"{directory} has no {MANIFEST}: it is damaged, or not a checkpoint; give a directory of save_checkpoint"
@@ -328,7 +328,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _limited_content(file: Path) -> bytes:
+def _read_limited(file: Path) -> bytes:
     """Return the bytes of a manifest. Raise ValueError if it is not a regular file, or larger than `MAX_MANIFEST`."""
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):

@@ -97,21 +97,23 @@ class Restoration:
         self._stored, self._shared = stored, shared
         self._check_names(parameters)
         self._model = [
-            (tensor, self._room(f"model/{name}", region, tensor.shape, tensor.dtype))
+            (tensor, self._allocate(f"model/{name}", region, tensor.shape, tensor.dtype))
             for name, tensor, region in parameters.regions
         ]
-        self._model += [(buffer, self._room_for_buffer(name, buffer)) for name, buffer in parameters.buffers.items()]
+        self._model += [(buffer, self._allocate_buffer(name, buffer)) for name, buffer in parameters.buffers.items()]
         self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
             self._check_states(own)
-            self._state = [self._room_for_state(stepped) | self._room_for_whole(stepped) for stepped in own.stepped]
-            self._masters = self._room_for_masters(own)
+            self._state = [
+                self._allocate_state(stepped) | self._allocate_full_states(stepped) for stepped in own.stepped
+            ]
+            self._masters = self._allocate_masters(own)
 
     @property
-    def together(self) -> list[str]:
+    def combined(self) -> list[str]:
         """Return texts about parameters whose new shards combine saved shards with different step counts."""
-        return self._shared.pieces.together
+        return self._shared.pieces.combined
 
     # Comparison with the run ------------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class Restoration:
             raise ValueError(f"the checkpoint has no {key}: it was saved in another mode; continue in that mode")
         return self._stored[key]
 
-    def _room(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Return an empty tensor of ``shape`` for a region of a full tensor."""
         room = torch.empty(shape, dtype=dtype)
         found = self._find(key)
@@ -167,13 +169,13 @@ class Restoration:
         self.tensors[key] = part_of(region, room)
         return room
 
-    def _room_for_all(self, key: str) -> Tensor:
+    def _allocate_full(self, key: str) -> Tensor:
         found = self._stored[key]
         room = torch.empty(found.shape, dtype=found.dtype)
         self.tensors[key] = whole(room)
         return room
 
-    def _room_for_buffer(self, name: str, buffer: Tensor) -> Tensor:
+    def _allocate_buffer(self, name: str, buffer: Tensor) -> Tensor:
         key = f"buffer/{self._shared.buffer(name)}/{name}"
         found = self._find(key)
         if found != Stored(tuple(buffer.shape), buffer.dtype):
@@ -181,39 +183,41 @@ class Restoration:
                 f"the buffer {name} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but "
                 f"{tuple(buffer.shape)}, {str(buffer.dtype)[6:]} here; build the model that was saved"
             )
-        return self._room_for_all(key)
+        return self._allocate_full(key)
 
-    def _room_for_state(self, stepped: Stepped) -> dict[str, Any]:
+    def _allocate_state(self, stepped: Stepped) -> dict[str, Any]:
         """Return the optimizer's state of one stepped tensor."""
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
         state = kept.plain()
         for key in kept.tensors:
             found = self._find(f"state/{key}/{name}")
-            state[key] = self._room(f"state/{key}/{name}", region, stepped.tensor.shape, found.dtype)
+            state[key] = self._allocate(f"state/{key}/{name}", region, stepped.tensor.shape, found.dtype)
         places = {key: f"piece/{key}/{region}/{name}" for key in kept.odd}
         if lost := sorted(key for key, place in places.items() if place not in self._stored):
             raise ValueError(
                 f"the optimizer's {', '.join(lost)} of {name} belongs to shards that do not exist on this mesh (it does "
                 "not have the parameter's shape, so it can't be resharded); continue on the mesh of the checkpoint"
             )
-        return state | {key: self._room_for_all(place) for key, place in places.items()}
+        return state | {key: self._allocate_full(place) for key, place in places.items()}
 
-    def _room_for_whole(self, stepped: Stepped) -> dict[str, Any]:
+    def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
         """Return the states of the full tensor that this rank must have."""
         part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
         own = [
             key for key, name in keys if name == stepped.name and part is not None and part.keeps(stepped.tensor, key)
         ]
-        return {key: self._room_for_all(f"whole/{key}/{stepped.name}") for key in own}
+        return {key: self._allocate_full(f"whole/{key}/{stepped.name}") for key in own}
 
-    def _room_for_masters(self, own: OptimizerState) -> dict[int, Tensor]:
+    def _allocate_masters(self, own: OptimizerState) -> dict[int, Tensor]:
         masters = {}
         for position, stepped in enumerate(own.stepped):
             name = stepped.name
             if position in own.masters:
-                masters[position] = self._room(f"master/{name}", stepped.region, stepped.tensor.shape, torch.float32)
+                masters[position] = self._allocate(
+                    f"master/{name}", stepped.region, stepped.tensor.shape, torch.float32
+                )
             elif stepped.tensor.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
                     f"the checkpoint has a float32 master weight of {name}, but the optimizer has none: it was saved in "
@@ -234,7 +238,7 @@ class Restoration:
             {**now, **self._shared.hyper(index), **{k: now[k] for k in ("params", "param_names") if k in now}}
             for index, now in enumerate(self._own.groups)
         ]
-        weights = _rebuilt(self._own.rest["weights"], self._masters, rest["weights"])
+        weights = _rebuild_weights(self._own.rest["weights"], self._masters, rest["weights"])
         state = {position: kept for position, kept in enumerate(self._state) if kept}
         return {"state": state, "param_groups": groups, "meshstep": {**rest, "weights": weights}}
 
@@ -245,7 +249,9 @@ class Restoration:
             tensor.copy_(value)
 
 
-def _rebuilt(weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable: Mapping[str, Any]) -> dict[str, Any]:
+def _rebuild_weights(
+    weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the current state of the weights with other contents. A missing entry is an error when it is loaded."""
     own = {key: dict(masters) if key == "masters" else weights[key] for key in LAYOUT if key in weights}
     return own | {key: portable[key] for key in weights if key in portable}
@@ -314,20 +320,20 @@ def load_checkpoint(
     elif registry is None:
         raise TypeError("without an optimizer, load_checkpoint needs the process groups of the model: give registry=")
     with in_call(registry, "load_checkpoint"):
-        directory, found = _taken(Path(path), _Run(model, optimizer, lr_scheduler, registry))
+        directory, found = _load_newest(Path(path), _Run(model, optimizer, lr_scheduler, registry))
     if optimizer is not None:
         remember(optimizer, directory)
-    if found.restoration.together:
+    if found.restoration.combined:
         warnings.warn(
             "some parameters combine shards with different numbers of optimizer steps: "
-            f"{'; '.join(found.restoration.together)}. Each continues with the fewest steps, and with a new state for "
+            f"{'; '.join(found.restoration.combined)}. Each continues with the fewest steps, and with a new state for "
             "elements without a state, so its next updates differ from the updates on the mesh of the checkpoint",
             stacklevel=2,
         )
     return found.content["extra"]
 
 
-def _taken(path: Path, run: _Run) -> tuple[Path, _Found]:
+def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
     """Read a checkpoint, load it into the run, and return it. Raises, collectives: as `load_checkpoint`."""
     for attempt in range(1, _ATTEMPTS + 1):
         directory, manifest = files_on_first_rank(lambda: _open(path, run.optimizer), run.registry)
@@ -346,7 +352,7 @@ def _taken(path: Path, run: _Run) -> tuple[Path, _Found]:
     return directory, found
 
 
-class _Found(NamedTuple):
+class _LoadedCheckpoint(NamedTuple):
     """A checkpoint that fits, in separate memory."""
 
     content: dict[str, Any]
@@ -363,13 +369,13 @@ class _Run(NamedTuple):
     schedule: LRScheduler | None
     registry: ProcessGroupRegistry
 
-    def read(self, directory: Path, manifest: Mapping[str, Any]) -> _Found:
+    def read(self, directory: Path, manifest: Mapping[str, Any]) -> _LoadedCheckpoint:
         """Read a checkpoint and compare it with the run, without changing the run.
 
         Raises, collectives: as `load_checkpoint`.
         """
         registry = self.registry
-        files, saved = files_on_all_ranks(lambda: _said_in(manifest, directory), registry)
+        files, saved = files_on_all_ranks(lambda: _parse_manifest(manifest, directory), registry)
         files_on_all_ranks(lambda: _verify_share(directory, files, registry), registry)
         parameters = LogicalParameters(self.model, registry)
         content, own = files_on_all_ranks(lambda: self._content(directory, parameters, saved), registry)
@@ -382,7 +388,7 @@ class _Run(NamedTuple):
             restoration = Restoration(parameters, own, groups, reader.index, shared)
             if own is None:
                 return restoration, None
-            with _naming(directory / SHARED_FILE):
+            with _name_file_in_errors(directory / SHARED_FILE):
                 state = restoration.state_dict(content["rest"])
                 assert self.optimizer is not None, "own is not None"
                 self.optimizer.check_state_dict(state)
@@ -392,20 +398,20 @@ class _Run(NamedTuple):
         restoration, state = files_on_all_ranks(fit, registry)
         random = files_on_all_ranks(lambda: self._random_state(directory, saved), registry)
         files_on_all_ranks(lambda: reader.read(restoration.tensors), registry)
-        return _Found(content, restoration, state, random)
+        return _LoadedCheckpoint(content, restoration, state, random)
 
     def _content(
         self, directory: Path, parameters: LogicalParameters, saved: Topology
     ) -> tuple[dict[str, Any], OptimizerState | None]:
         """Return the shared content, and the optimizer's current state. Raise ValueError if their kinds differ."""
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
-        with _naming(directory / SHARED_FILE):
+        with _name_file_in_errors(directory / SHARED_FILE):
             check_content(content, saved.world_size)
         if self.optimizer is None:
             return content, None
         _check_kinds(content, self.optimizer, self.schedule)
         if self.schedule is not None:
-            with _naming(directory / SHARED_FILE):
+            with _name_file_in_errors(directory / SHARED_FILE):
                 _check_schedule(content["schedule"], self.schedule)
         return content, optimizer_state(self.optimizer, parameters)
 
@@ -415,11 +421,11 @@ class _Run(NamedTuple):
             return None
         file = directory / rank_file(self.registry.global_rank)
         state: dict[str, Any] = plain_content(file)
-        with _naming(file):
+        with _name_file_in_errors(file):
             check_random_state(state)
         return state
 
-    def take(self, found: _Found) -> None:
+    def take(self, found: _LoadedCheckpoint) -> None:
         """Change the run, on all ranks or on no rank."""
         if self.optimizer is not None and found.state is not None:
             self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
@@ -479,9 +485,9 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
     return directory, manifest
 
 
-def _said_in(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
+def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
     """Return the records of all files, and the mesh of the checkpoint."""
-    with _naming(directory / MANIFEST):
+    with _name_file_in_errors(directory / MANIFEST):
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
         if prod(manifest["axes"].values()) != ranks or SHARED_FILE not in files:
@@ -492,13 +498,13 @@ def _said_in(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, Fi
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def _name_file_in_errors(file: Path) -> Iterator[None]:
     """Turn errors about the content of ``file`` into a ValueError that names the file."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
-        said = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
-        raise ValueError(f"{file} is damaged, or was tampered with: {printable(said)}; {EARLIER}") from None
+        text = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
+        raise ValueError(f"{file} is damaged, or was tampered with: {printable(text)}; {EARLIER}") from None
 
 
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:

@@ -49,9 +49,9 @@ from .contents import (
     SavedTensor,
     SharedRecord,
     collect,
-    first_states_for_others,
+    initial_states,
     optimizer_state,
-    portable_in,
+    portable_entries,
 )
 from .directory import (
     SHARED_FILE,
@@ -115,7 +115,7 @@ def save_checkpoint(
     """
     check_is_parallel(optimizer)
     with in_call(optimizer.registry, "save_checkpoint"):
-        snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, keep)
+        snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, keep)
         checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
     remember(optimizer, checkpoint)
     return checkpoint
@@ -141,32 +141,32 @@ class Snapshot(NamedTuple):
     keep: int
 
 
-def snapshot_of(
+def make_snapshot(
     model: nn.Module, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any, keep: int
 ) -> Snapshot:
     """Return the data that `write` writes. Its tensors are views of the run. Raises, collectives: as `save_checkpoint`."""
     registry = optimizer.registry
     parameters = LogicalParameters(model, registry)
 
-    def collected() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
+    def collect_on_rank() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
         _check_window(optimizer)
         # Before the optimizer's state: a schedule may still correct learning rates if the last step was skipped.
         schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         state = optimizer_state(optimizer, parameters)
         common = {
-            "rest": {**state.rest, "weights": portable_in(state.rest["weights"])},
+            "rest": {**state.rest, "weights": portable_entries(state.rest["weights"])},
             "optimizer": kind_of(optimizer.optimizer),
-            "schedule": _readable(schedule, "the schedule's state"),
+            "schedule": _check_readable(schedule, "the schedule's state"),
             "schedule_kind": type(lr_scheduler).__name__,
-            "extra": _readable(extra, "extra="),
+            "extra": _check_readable(extra, "extra="),
         }
         return state, *collect(parameters, state), common
 
-    state, tensors, record, common = on_all_ranks(collected, registry)
+    state, tensors, record, common = on_all_ranks(collect_on_rank, registry)
     merged = SharedRecord.merge(gather_objects(record, registry))
-    tensors |= first_states_for_others(parameters, state, PieceStates(merged["pieces"], set()), optimizer.optimizer)
-    return Snapshot(tensors, merged, random_state(), common, _facts(optimizer), keep)
+    tensors |= initial_states(parameters, state, PieceStates(merged["pieces"], set()), optimizer.optimizer)
+    return Snapshot(tensors, merged, random_state(), common, _manifest_entries(optimizer), keep)
 
 
 def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
@@ -207,7 +207,7 @@ def _check_window(optimizer: ParallelOptimizer) -> None:
         )
 
 
-def _readable(value: Any, what: str) -> Any:
+def _check_readable(value: Any, what: str) -> Any:
     """Return ``value`` if ``torch.load(weights_only=True)`` can read it back, else raise ValueError."""
     stream = BytesIO()
     try:
@@ -230,7 +230,7 @@ def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, File
     return {name: write_summed(directory / name, partial(torch.save, content)) for name, content in contents.items()}
 
 
-def _facts(optimizer: ParallelOptimizer) -> dict[str, Any]:
+def _manifest_entries(optimizer: ParallelOptimizer) -> dict[str, Any]:
     """Return the entries of the manifest about the run."""
     topology = optimizer.registry.topology
     return {
@@ -303,8 +303,8 @@ class AsyncSaver:
         """
         check_is_parallel(optimizer)
         self.wait()
-        snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, self.keep)
-        copy = on_all_ranks(lambda: _on_the_host(snapshot), self.registry)
+        snapshot = make_snapshot(model, optimizer, lr_scheduler, extra, self.keep)
+        copy = on_all_ranks(lambda: _copy_to_host(snapshot), self.registry)
         known = last_known(optimizer, self.path)
         self._pending = self._thread.submit(self._write, copy, known), optimizer
 
@@ -355,7 +355,7 @@ class AsyncSaver:
         self._end()
 
 
-def _on_the_host(snapshot: Snapshot) -> Snapshot:
+def _copy_to_host(snapshot: Snapshot) -> Snapshot:
     """Return a copy on the CPU that shares no memory with the run."""
     tensors = {
         key: SavedTensor(

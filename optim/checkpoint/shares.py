@@ -16,7 +16,7 @@ from ...parallel.layout.regions import Box
 from .contents import HeldTensor
 
 
-def shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
+def plan_shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
     """Return the parts that each rank writes, by key, as `torch.distributed.checkpoint` plans them.
 
     Args:

@@ -26,7 +26,7 @@ from ...parallel.layout.regions import Box, Shape
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
-from .contents import HeldTensor, SavedTensor, held_of
+from .contents import HeldTensor, SavedTensor, boxes_of
 from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_on_all_ranks, write_summed
 
 # Index ----------------------------------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ def write_tensors(
         RuntimeError: On every rank, if a rank could not write.
     Collectives: gathers of Python objects over all ranks.
     """
-    from .shares import shares  # a local import, because it takes a second
+    from .shares import plan_shares  # a local import, because it takes a second
 
-    by_rank = gather_objects({key: held_of(tensor) for key, tensor in tensors.items()}, registry)
-    share_of = shares(by_rank)  # equal arguments give the same result, or the same error, on every rank
+    by_rank = gather_objects({key: boxes_of(tensor) for key, tensor in tensors.items()}, registry)
+    share_of = plan_shares(by_rank)  # equal arguments give the same result, or the same error, on every rank
     rank = registry.global_rank
 
     def write() -> dict[str, FileRecord]:
@@ -253,7 +253,7 @@ class Reader:
         wanted = [
             (place, self.index[key].dtype, box, part)
             for key, tensor in tensors.items()
-            for box, part in zip(held_of(tensor).boxes, tensor.parts.values(), strict=True)
+            for box, part in zip(boxes_of(tensor).boxes, tensor.parts.values(), strict=True)
             for place in _places(key, self.index[key], box)
         ]
         with ExitStack() as opened:

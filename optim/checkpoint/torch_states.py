@@ -23,7 +23,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.masters import SplitMasters
 from ..step.call_guard import own_calls
 from ..step.combined_optimizer import parts_of
-from .contents import masters_in, portable_in
+from .contents import find_master_weights, portable_entries
 
 # States of one parameter as DTensors ----------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class LaidOut:
         if self.cut_over is None:
             local: Tensor = pieces[0][1].detach()
         else:
-            local = self._together({piece.offset: value for piece, value in pieces}).view(self.entry.shape)
+            local = self._combine_shards({piece.offset: value for piece, value in pieces}).view(self.entry.shape)
             if self.entry.shape:
                 local = local.narrow(0, self._first_row(region), region.shape[0]).clone()
         axes = self._cut_axes(spec)
@@ -116,7 +116,7 @@ class LaidOut:
             entry.full_shape, entry.shape, entry.spec, registry.topology, registry.coordinate, entry.name
         )
 
-    def _together(self, parts: Mapping[int, Tensor]) -> Tensor:
+    def _combine_shards(self, parts: Mapping[int, Tensor]) -> Tensor:
         """Return the flattened local tensor, combined from the shards of the axis' ranks, by offset. It is bitwise exact.
 
         Collectives: an object all-gather and an all-reduce over the axis.
@@ -152,7 +152,7 @@ class LaidOut:
         if self.cut_over is None:
             return rows
         parts = {self._first_row(region) * (rows.numel() // region.shape[0]): rows} if region.numel else {}
-        return self._together(parts).view(self.entry.shape)
+        return self._combine_shards(parts).view(self.entry.shape)
 
 
 # The adapter ----------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class TorchStates(torch.optim.Optimizer):
         self._parameters = [list(group) for group in self._parameters_by_group()]
         if not optimizer.state:
             self._make_states()
-        self._keys = self._agreed_keys()
+        self._keys = self._gather_keys()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -268,7 +268,7 @@ class TorchStates(torch.optim.Optimizer):
                         elif key in ("eta", "step_size"):  # of ASGD and Rprop; their initial value is the learning rate
                             value.fill_(float(group["lr"]))
 
-    def _agreed_keys(self) -> dict[str, list[str]]:
+    def _gather_keys(self) -> dict[str, list[str]]:
         """Return the names of each parameter's states, over all ranks."""
         own = self._own_states()
         mine = {item.entry.name: sorted(values) for item, values in own}
@@ -281,7 +281,7 @@ class TorchStates(torch.optim.Optimizer):
     def _own_states(self) -> list[tuple[LaidOut, dict[str, list[tuple[SteppedTensor, Any]]]]]:
         """Return for each parameter its states on this rank, including master weights: a value per shard, by name."""
         state = self._optimizer.state_dict()
-        masters = masters_in(state["meshstep"]["weights"])
+        masters = find_master_weights(state["meshstep"]["weights"])
         result = []
         for item in (item for group in self._parameters for item in group):
             values: dict[str, list[tuple[SteppedTensor, Any]]] = {}
@@ -298,7 +298,7 @@ class TorchStates(torch.optim.Optimizer):
         """Return all other state that a new process needs, except state that depends on the layout."""
         own = self._optimizer.state_dict()["meshstep"]
         kept = {key: own[key] for key in ("loss_scale", "skipped_steps", "vetoed_steps")}
-        return {**kept, "weights": portable_in(own["weights"])}
+        return {**kept, "weights": portable_entries(own["weights"])}
 
     # Saving -----------------------------------------------------------------------------------------------------------
 

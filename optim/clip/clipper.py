@@ -29,7 +29,7 @@ from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level
 from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
-from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, checked_threshold
+from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, check_threshold
 from .rules import ByGroup, ByValue
 
 # Votes on a step ------------------------------------------------------------------------------------------------------
@@ -124,10 +124,10 @@ def multiply_(
     else:
         if torch.float64 not in {gradient.dtype for gradient in gradients if gradient is not None}:
             factors = factors.float()  # one cast for all gradients
-        together: dict[int, list[Tensor | None]] = {}
+        by_slot: dict[int, list[Tensor | None]] = {}
         for slot, gradient in zip(_slots(level, plan, named), gradients, strict=True):
-            together.setdefault(slot, []).append(gradient)
-        for slot, members in together.items():
+            by_slot.setdefault(slot, []).append(gradient)
+        for slot, members in by_slot.items():
             scale_each(members, factors[slot])
 
 
@@ -163,13 +163,13 @@ class StepDecision(NamedTuple):
     def after(self, earlier: StepDecision) -> StepDecision:
         """Return this decision combined with an earlier one of the same window, whose reasons to skip still apply."""
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
-        said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
+        votes = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
         disagreed, before = self.stats.disagreed, earlier.stats.disagreed
         if disagreed is None or before is None:
             disagreed = before if disagreed is None else disagreed
         else:
             disagreed = disagreed | before
-        stats = replace(self.stats, found_inf=found_inf, disagreed=disagreed, **said)
+        stats = replace(self.stats, found_inf=found_inf, disagreed=disagreed, **votes)
         return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
 
 
@@ -212,7 +212,7 @@ class AgreedThresholds:
     everywhere: bool
 
     @cached_property
-    def some(self) -> bool:
+    def has_any(self) -> bool:
         """Return True if any param group has a ``max_norm``."""
         return any(value is not None for value in self.values)
 
@@ -254,7 +254,7 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
     """Raise ValueError if a param group's ``max_norm`` is out of range, or if ``clip`` does not support thresholds."""
     for index, group in enumerate(param_groups):
         if group.get("max_norm") is not None:
-            checked_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
+            check_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
             if not isinstance(clip, ByNorm | ByValue | None):
                 raise ValueError(
                     f"param group {index} has its own max_norm, but max_norm={clip!r} is a rule for all groups; give only "
@@ -407,9 +407,9 @@ class GradientClipper:
         given = None if clip is None else clip.rule
         norm_type = self.norm_type if given is None or given.norm_type is None else given.norm_type
         vote = self.vote if earlier is None else None
-        rule = self._with_thresholds(given, norm_type, scale_info.pack, vote)
+        rule = self._add_thresholds(given, norm_type, scale_info.pack, vote)
         needs = MeasurementSpec.of(rule, norm_type)
-        norms, inverse, sums = self._unscaled(needs, scale_info, vote)
+        norms, inverse, sums = self._measure_unscaled(needs, scale_info, vote)
         finite, past = norms.total < inf, None  # False for NaN
         if "bypassed" in sums:
             past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # zero gradients only create states; they are allowed
@@ -421,7 +421,7 @@ class GradientClipper:
             state = ClipState(rule) if clip is None else clip
             clip_result = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
             if clip_result.state:
-                state.remember(clip_result, _is_taken(finite, vetoed, parted, disagreed))
+                state.remember(clip_result, _is_applied(finite, vetoed, parted, disagreed))
         factors, one = clip_result.factors, self._one
         if one is None or one.device != norms.total.device:  # made in the first step, because a graph must not make it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
@@ -461,28 +461,28 @@ class GradientClipper:
         decision = StepDecision(stats, skipped, factor, past, None if vote is None else vote.problem)
         return decision if earlier is None else decision.after(earlier)
 
-    def _with_thresholds(
+    def _add_thresholds(
         self, clip: Clip | None, norm_type: float, pack: PackedSum, vote: SkipVote | None
     ) -> Clip | None:
         """Return the rule combined with the thresholds of param groups."""
         groups = self.optimizer.param_groups
         if not (
-            self.thresholds.some or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)
+            self.thresholds.has_any or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)
         ):
             return clip
         try:
             return self.thresholds.rule(clip, groups, norm_type)
         except ValueError:
-            self._measured(MeasurementSpec(norm_type), pack, vote)  # the other ranks wait for this collective
+            self._measure(MeasurementSpec(norm_type), pack, vote)  # the other ranks wait for this collective
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
-    def _unscaled(
+    def _measure_unscaled(
         self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
         """Return the norms of the final gradients before clipping, ``inverse``, and the sums of the packed fields."""
-        norms, sums = self._measured(needs, scale_info.pack, vote)
+        norms, sums = self._measure(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
         if scale_info.is_weighted:
             weight = inverse_weight(sums["window_weight"], scale_info.data_ranks, scale_info.mean_of)
@@ -498,25 +498,25 @@ class GradientClipper:
                 norms = norms._replace(**{level: values * inverse})
         return norms, inverse, sums
 
-    def _measured(
+    def _measure(
         self, needs: MeasurementSpec, pack: PackedSum, vote: SkipVote | None
     ) -> tuple[Norms, Mapping[str, Tensor]]:
         """Return the norms of the gradients as they are, and the sums of the packed fields. Collectives: exactly one."""
         if needs not in self._measurers:
-            self._measurers[needs] = self._measurer(needs)
+            self._measurers[needs] = self._make_global_norm(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
         numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
         compared = {
-            f"replicas {index}": check.weighted(of_check)
-            for index, (check, of_check) in enumerate(zip(self.checks, numbers, strict=True))
+            f"replicas {index}": check.weighted(hashes)
+            for index, (check, hashes) in enumerate(zip(self.checks, numbers, strict=True))
         }
         if self._shards is not None:
             compared["equal shards"] = self._shards.slots(numbers[0], self.checks[0].params, gradients)
         pack = pack.with_fields(compared).with_fields({} if vote is None else vote.fields(gradients))
         norms = self._measurers[needs](gradients, pack.values, weights)
         if needs.level == "named":
-            norms = self._with_named(needs, norms)
+            norms = self._add_named_norms(needs, norms)
         sums = pack.split(norms.extra)
         if compared:
             self._compare(norms.total, [sums[name] for name in compared])
@@ -528,15 +528,15 @@ class GradientClipper:
         # A skipped step is not compared, because an overflow may be in one replica only. The next step is compared.
         always = self._check_replicas is True
         if always or bool(total.isfinite()):
-            found = (check.mismatches(of_check) for check, of_check in zip(self.checks, totals, strict=False))
-            if mismatches := [mismatch for of_check in found for mismatch in of_check]:
+            found = (check.mismatches(slots) for check, slots in zip(self.checks, totals, strict=False))
+            if mismatches := [mismatch for per_check in found for mismatch in per_check]:
                 raise ReplicaMismatchError(mismatches)
             if self._shards is not None:
                 self._shards.check(totals[-1])
                 self._shards = None
             self.checks = self.checks if always else []
 
-    def _measurer(self, needs: MeasurementSpec) -> GlobalNorm:
+    def _make_global_norm(self, needs: MeasurementSpec) -> GlobalNorm:
         return GlobalNorm(
             self.plan,
             self.registry,
@@ -547,7 +547,7 @@ class GradientClipper:
             None if not needs.weights else "parameters" if needs.level == "named" else needs.level,
         )
 
-    def _with_named(self, needs: MeasurementSpec, norms: Norms) -> Norms:
+    def _add_named_norms(self, needs: MeasurementSpec, norms: Norms) -> Norms:
         """Return the norms with the norms of named groups."""
         if needs.patterns not in self._named:
             self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
@@ -577,7 +577,7 @@ def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
     return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / count)
 
 
-def _is_taken(finite: Tensor, *flags: Tensor | None) -> Tensor:
+def _is_applied(finite: Tensor, *flags: Tensor | None) -> Tensor:
     """Return a 0-dim bool: True if no flag skips the step. The rule may still skip it."""
     for flag in flags:
         if flag is not None:

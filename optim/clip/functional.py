@@ -28,7 +28,7 @@ from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
 from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
-from .rule import ClipState, checked_threshold
+from .rule import ClipState, check_threshold
 from .rules import ClipSpec, check_packed, clip_of, planned_for
 
 # Parameters given to a function ---------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ Pending = list[tuple[int, Annotation]]
 NamedParam = tuple[str | None, Tensor]
 
 
-def given_in(params: Params) -> list[NamedParam]:
+def unique_params(params: Params) -> list[NamedParam]:
     """Return (name, parameter) pairs without repeated parameters."""
     check_unused(params)
     items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
@@ -144,11 +144,11 @@ class StatefulClipper:
         norm_type: float,
         reduction: Reduction,
     ) -> None:
-        def checked_plan() -> ReductionPlan:
+        def make_checked_plan() -> ReductionPlan:
             check_gradients(listed, registry)
             return listed.plan(registry)
 
-        plan = planned_for(clip.rule, agreed(checked_plan, registry, names=True), registry)
+        plan = planned_for(clip.rule, agreed(make_checked_plan, registry, names=True), registry)
         clip.bind(plan.parameter_names)
         self.registry, self.key = registry, _key(listed)
         self._annotations = listed.annotations  # keeps the objects alive whose ids are in the key
@@ -248,7 +248,7 @@ def global_norm(
     """
     check_registry(registry)
     with in_call(registry, "global_norm"):
-        return _stats(_measure(OneShotParams.of(given_in(params), registry), registry, norm_type, reduction), None)
+        return _stats(_measure(OneShotParams.of(unique_params(params), registry), registry, norm_type, reduction), None)
 
 
 @torch.no_grad()
@@ -290,16 +290,16 @@ def clip_grad_norm_(
     Collectives: as `global_norm`; the first call with a `ClipState` also agrees on parameter names.
     Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one per call.
     """
-    clip = _in_use(max_norm, reduction)
+    clip = _to_clip_state(max_norm, reduction)
     norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
     check_registry(registry)
     with in_call(registry, "clip_grad_norm_"):
-        given = given_in(params)
+        given = unique_params(params)
         listed = OneShotParams.of(given, registry)
-        if _is_of_total(clip):
+        if _needs_only_total(clip):
             stats = _stats(_measure(listed, registry, norm_type, reduction), clip)
         else:
-            lists = _STATES.setdefault(registry, _State()).lists
+            lists = _CACHES.setdefault(registry, _RegistryCache()).lists
             if clip not in lists:
                 lists[clip] = StatefulClipper(listed, registry, clip, norm_type, reduction)
             stats = lists[clip](clip, [param for _, param in given], listed)
@@ -308,12 +308,12 @@ def clip_grad_norm_(
                 f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so gradients were not "
                 "clipped; skip the step, or leave error_if_nonfinite=True out and look at stats.found_inf"
             )
-        if _is_of_total(clip):
+        if _needs_only_total(clip):
             listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))
     return stats
 
 
-def _in_use(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
+def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
     """Return the checked rule with its state.
 
     Raises:
@@ -327,7 +327,7 @@ def _in_use(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
     if isinstance(max_norm, ClipState):
         return max_norm
     clip = ClipState(rule)
-    if rule.initial() or not _is_of_total(clip):
+    if rule.initial() or not _needs_only_total(clip):
         raise TypeError(
             f"{type(rule).__name__} {'has state' if rule.initial() else 'distinguishes parameters'}: make "
             f"clip = ClipState({type(rule).__name__}(...)) once, and give clip in every call"
@@ -335,7 +335,7 @@ def _in_use(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
     return clip
 
 
-def _is_of_total(clip: ClipState) -> bool:
+def _needs_only_total(clip: ClipState) -> bool:
     """Return True if the rule needs only the total norm, and multiplies all gradients by one factor."""
     rule = clip.rule
     return rule.level == "total" and not (rule.weights or rule.in_place or clip.needs_names)
@@ -359,39 +359,39 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Collectives: none.
     Host synchronization: none.
     """
-    checked_threshold(clip_value, "clip_value")
+    check_threshold(clip_value, "clip_value")
     check_registry(registry)
-    listed = OneShotParams.of(given_in(params), registry)
+    listed = OneShotParams.of(unique_params(params), registry)
     check_gradients(listed, registry)
     listed.change(lambda gradients: clamp_each(gradients, clip_value))
 
 
 def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
-    state = _STATES.setdefault(registry, _State())
+    state = _CACHES.setdefault(registry, _RegistryCache())
     key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *listed.sizes)
 
     known = state.norms.get(key)
     if known is not None:
         listed.pending = known.pending  # depends on the annotations only, which are equal
 
-    def checked_plan() -> ReductionPlan:
+    def make_checked_plan() -> ReductionPlan:
         check_gradients(listed, registry)
         return listed.plan(registry)
 
-    def measurer(plan: ReductionPlan) -> GlobalNorm:
+    def make_norm(plan: ReductionPlan) -> GlobalNorm:
         if known is not None:
             return known.norm
         norm = GlobalNorm(plan, registry, norm_type, reduction)
-        state.remember(key, _Known(norm, listed.pending, listed.annotations))
+        state.remember(key, _CachedNorm(norm, listed.pending, listed.annotations))
         return norm
 
     # Per group, the collectives depend on the lists of all ranks, and a rank cannot tell if another rank's list changed.
     if not state.checked or reduction == "per_group":
-        return measurer(agreed(checked_plan, registry))(listed.gradients)
+        return make_norm(agreed(make_checked_plan, registry))(listed.gradients)
     # Packed, later lists are not compared, because lists that depend on local data may differ between ranks.
     try:
         check_gradients(listed, registry)
-        measure = measurer(listed.plan(registry)) if known is None else known.norm
+        measure = make_norm(listed.plan(registry)) if known is None else known.norm
     except (ValueError, TypeError):
         _measure_nan(registry, norm_type)  # the other ranks wait for this collective; they see a NaN and clip nothing
         raise
@@ -407,7 +407,7 @@ def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
     GlobalNorm(plan, registry, norm_type)([nan])
 
 
-class _Known(NamedTuple):
+class _CachedNorm(NamedTuple):
     """The `GlobalNorm` of a list that was measured before. It keeps annotations alive, because the key has their ids."""
 
     norm: GlobalNorm
@@ -415,15 +415,15 @@ class _Known(NamedTuple):
     annotations: list[Annotation | None]
 
 
-class _State:
+class _RegistryCache:
     """The lists of parameters that were measured with one registry, by key."""
 
     def __init__(self) -> None:
-        self.norms: dict[tuple[object, ...], _Known] = {}
+        self.norms: dict[tuple[object, ...], _CachedNorm] = {}
         self.lists: WeakKeyDictionary[ClipState, StatefulClipper] = WeakKeyDictionary()
         self.checked = False
 
-    def remember(self, key: tuple[object, ...], known: _Known) -> None:
+    def remember(self, key: tuple[object, ...], known: _CachedNorm) -> None:
         """Store the result for a list. The cache is cleared at 64 lists, because lists may change in every call."""
         if len(self.norms) >= 64:
             self.norms.clear()
@@ -431,7 +431,7 @@ class _State:
         self.checked = True
 
 
-_STATES: WeakKeyDictionary[ProcessGroupRegistry, _State] = WeakKeyDictionary()
+_CACHES: WeakKeyDictionary[ProcessGroupRegistry, _RegistryCache] = WeakKeyDictionary()
 
 
 def _stats(norms: Norms, clip: ClipState | None) -> GradStats:

@@ -156,13 +156,15 @@ class ByNorm(Clip):
     norm_type: float | None = None
 
     def check(self) -> None:
-        checked_threshold(self.max_norm, "max_norm")
+        check_threshold(self.max_norm, "max_norm")
 
     def initial(self) -> Mapping[str, Initial]:
-        return counting(self.max_norm)
+        return initial_step_count(self.max_norm)
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(clip_coefficient(norms.total, at(self.max_norm, state.get("steps"))), counted(state))
+        return Decision(
+            clip_coefficient(norms.total, resolve_threshold(self.max_norm, state.get("steps"))), next_step_count(state)
+        )
 
 
 # Thresholds -----------------------------------------------------------------------------------------------------------
@@ -173,27 +175,27 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
     return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def shortened(norm: Tensor, bound: float | Tensor) -> Tensor:
+def bound_factor(norm: Tensor, bound: float | Tensor) -> Tensor:
     """Return min(1, bound / norm) elementwise, without an epsilon: for bounds that norms must not exceed at all."""
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 
-def at(threshold: Threshold | None, steps: Tensor | None) -> float | Tensor | None:
+def resolve_threshold(threshold: Threshold | None, steps: Tensor | None) -> float | Tensor | None:
     """Return ``threshold(steps)`` if the threshold is callable and ``steps`` is given, else ``threshold`` unchanged."""
     return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]
 
 
-def counting(*thresholds: Threshold | None) -> Mapping[str, Initial]:
+def initial_step_count(*thresholds: Threshold | None) -> Mapping[str, Initial]:
     """Return the initial state of a rule that counts steps, if one of its thresholds depends on them."""
     return {"steps": 0.0} if any(map(callable, thresholds)) else NOTHING
 
 
-def counted(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the state of `counting` after one more step."""
+def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the state of `initial_step_count` after one more step."""
     return {"steps": state["steps"] + 1} if "steps" in state else NOTHING
 
 
-def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> None:
+def check_threshold(value: Threshold, name: str, infinite: bool = False) -> None:
     """Check a threshold. A callable threshold is checked by its ``check`` method, if it has one.
 
     Args:
@@ -214,20 +216,20 @@ def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> No
         raise ValueError(f"{name}={value}: give a finite number > 0, in units of the unscaled gradient ({without})")
 
 
-def checked_positive(value: float, name: str) -> None:
+def check_positive(value: float, name: str) -> None:
     """Raise ValueError unless ``value`` is a finite number above 0; TypeError if it is not a number."""
     check_scalar(value, name)
     if not (value > 0 and isfinite(value)):
         raise ValueError(f"{name}={value}: give a finite number > 0")
 
 
-def checked_count(value: int, name: str, least: int) -> None:
+def check_whole_number(value: int, name: str, least: int) -> None:
     """Raise ValueError unless ``value`` is a whole number >= ``least``."""
     if not is_whole(value, least):
         raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
 
 
-def checked_decay(value: float, name: str) -> None:
+def check_decay(value: float, name: str) -> None:
     """Raise ValueError unless ``value`` is a decay in [0, 1) of an exponential mean; TypeError if it is not a number."""
     check_scalar(value, name)
     if not 0 <= value < 1:
@@ -279,7 +281,7 @@ class ClipState:
         Host synchronization: only if the names changed.
         """
         if tuple(names) != self.names:
-            self._numbers = self._read()
+            self._numbers = self._read_numbers()
             self.names, self.tensors = tuple(names), {}
 
     def decide(self, norms: Norms, rule: Clip | None = None) -> Decision:
@@ -294,7 +296,7 @@ class ClipState:
                 capture.
         Host synchronization: none.
         """
-        self._make(norms.total)
+        self._create_tensors(norms.total)
         rule = self.rule if rule is None else rule
         with keeps_state_in_place(rule):
             return rule.decide(norms, self.tensors)
@@ -310,7 +312,7 @@ class ClipState:
             kept = self.tensors[name]
             kept.copy_(torch.where(taken, value, kept))
 
-    def _make(self, like: Tensor) -> None:
+    def _create_tensors(self, like: Tensor) -> None:
         initial = self.initial
         if self.tensors.keys() == initial.keys():
             if all(tensor.device == like.device for tensor in self.tensors.values()):
@@ -323,11 +325,11 @@ class ClipState:
                 "one step with the rule before the capture"
             )
         for name, begins in initial.items():
-            numbers = self._laid_out(begins, self._numbers.get(name))
+            numbers = self._initial_numbers(begins, self._numbers.get(name))
             host = torch.tensor(numbers, dtype=like.dtype, pin_memory=like.is_cuda)
             self.tensors[name] = host.to(like.device, non_blocking=True)
 
-    def _laid_out(self, begins: Initial, known: Numbers | None) -> float | list[float]:
+    def _initial_numbers(self, begins: Initial, known: Numbers | None) -> float | list[float]:
         if isinstance(begins, OfEachParameter):
             own = known if isinstance(known, dict) else {}
             return [own.get(name, begins.value) for name in self.names]
@@ -339,13 +341,13 @@ class ClipState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers, which load on any layout. Host synchronization: one per tensor."""
-        return {"rule": type(self.rule).__name__, "state": self._read()}
+        return {"rule": type(self.rule).__name__, "state": self._read_numbers()}
 
-    def _read(self) -> dict[str, Numbers]:
+    def _read_numbers(self) -> dict[str, Numbers]:
         initial, found = self.initial, dict(self._numbers)
         for name, tensor in self.tensors.items():
             values = tensor.tolist()
-            found[name] = dict(zip(self.names, values, strict=True)) if _of_each(initial[name]) else values
+            found[name] = dict(zip(self.names, values, strict=True)) if _is_per_parameter(initial[name]) else values
         return found
 
     def check_state(self, saved: Mapping[str, Any] | None) -> None:
@@ -396,7 +398,7 @@ def _check_numbers(value: object, field: str) -> None:
         check_number(value, field)
 
 
-def _of_each(begins: Initial) -> bool:
+def _is_per_parameter(begins: Initial) -> bool:
     return isinstance(begins, OfEachParameter)
 
 
@@ -406,9 +408,9 @@ def _fits(initial: Mapping[str, Initial], state: Mapping[str, Any]) -> bool:
         return True
     return state.keys() == initial.keys() and all(
         isinstance(numbers, dict)
-        if _of_each(begins)
+        if _is_per_parameter(begins)
         else isinstance(numbers, (int, float))
         if isinstance(begins, (int, float))
-        else isinstance(numbers, list) and not _of_each(begins) and len(numbers) == len(begins)
+        else isinstance(numbers, list) and not _is_per_parameter(begins) and len(numbers) == len(begins)
         for begins, numbers in ((initial[name], state[name]) for name in initial)
     )

@@ -24,15 +24,15 @@ from .rule import (
     Initial,
     OfEachParameter,
     Threshold,
-    at,
-    checked_count,
-    checked_decay,
-    checked_positive,
-    checked_threshold,
+    bound_factor,
+    check_decay,
+    check_positive,
+    check_threshold,
+    check_whole_number,
     clip_coefficient,
-    counted,
-    counting,
-    shortened,
+    initial_step_count,
+    next_step_count,
+    resolve_threshold,
 )
 
 
@@ -48,7 +48,7 @@ class ByValue(Clip):
     clip_value: float
 
     def check(self) -> None:
-        checked_threshold(self.clip_value, "clip_value")
+        check_threshold(self.clip_value, "clip_value")
 
     def factors(self, norms: Norms) -> None:
         return None
@@ -85,26 +85,26 @@ class ByGroup(Clip):
     def check(self) -> None:
         for value in self.thresholds:
             if value is not None:
-                checked_threshold(value, "max_norm", infinite=True)
+                check_threshold(value, "max_norm", infinite=True)
         if self.others is not None:
-            checked_threshold(self.others, "max_norm")
+            check_threshold(self.others, "max_norm")
         if self.clip_value is not None:
-            checked_threshold(self.clip_value, "clip_value")
+            check_threshold(self.clip_value, "clip_value")
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:
         if self.clip_value is not None:
             clamp_gradients(gradients_of, self.clip_value)
 
     def initial(self) -> Mapping[str, Initial]:
-        return counting(self.others)
+        return initial_step_count(self.others)
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        common, own = self._of_others(norms, at(self.others, state.get("steps"))), self.thresholds
+        common, own = self._common_coef(norms, resolve_threshold(self.others, state.get("steps"))), self.thresholds
         coefs = [
             common if self._is_other(index) else clip_coefficient(norm, own[index])
             for index, norm in enumerate(norms.groups.unbind())
         ]
-        return Decision(torch.stack(coefs), counted(state))
+        return Decision(torch.stack(coefs), next_step_count(state))
 
     def shown(self, factors: Tensor, norms: Norms) -> Tensor:
         others = (factor for index, factor in enumerate(factors.unbind()) if self._is_other(index))
@@ -113,7 +113,7 @@ class ByGroup(Clip):
     def _is_other(self, index: int) -> bool:
         return index >= len(self.thresholds) or self.thresholds[index] is None
 
-    def _of_others(self, norms: Norms, threshold: float | Tensor | None) -> Tensor:
+    def _common_coef(self, norms: Norms, threshold: float | Tensor | None) -> Tensor:
         others = [norm for index, norm in enumerate(norms.groups.unbind()) if self._is_other(index)]
         if threshold is None or not others:
             return torch.ones_like(norms.total)
@@ -137,13 +137,16 @@ class PerParameter(Clip):
     norm_type: float | None = None
 
     def check(self) -> None:
-        checked_threshold(self.max_norm, "max_norm")
+        check_threshold(self.max_norm, "max_norm")
 
     def initial(self) -> Mapping[str, Initial]:
-        return counting(self.max_norm)
+        return initial_step_count(self.max_norm)
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(clip_coefficient(norms.parameters, at(self.max_norm, state.get("steps"))), counted(state))
+        return Decision(
+            clip_coefficient(norms.parameters, resolve_threshold(self.max_norm, state.get("steps"))),
+            next_step_count(state),
+        )
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,8 @@ class Adaptive(Clip):
     norm_type = 2.0
 
     def check(self) -> None:
-        checked_threshold(self.clipping, "clipping")
-        checked_threshold(self.eps, "eps")
+        check_threshold(self.clipping, "clipping")
+        check_threshold(self.eps, "eps")
 
     def factors(self, norms: Norms) -> Tensor:
         longest = self.clipping * norms.weights.clamp(min=self.eps)
@@ -209,8 +212,8 @@ class ByName(Clip):
     norm_type: float | None
 
     def __init__(self, groups: Mapping[str, OfGroup], others: OfGroup = None, norm_type: float | None = None) -> None:
-        made = tuple((pattern, _rule_of(value)) for pattern, value in groups.items())
-        for name, value in (("groups", made), ("others", _rule_of(others)), ("norm_type", norm_type)):
+        made = tuple((pattern, _to_rule(value)) for pattern, value in groups.items())
+        for name, value in (("groups", made), ("others", _to_rule(others)), ("norm_type", norm_type)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "patterns", tuple(pattern for pattern, _ in made))
 
@@ -254,7 +257,7 @@ class ByName(Clip):
         return Decision(torch.stack(factors), new, torch.stack(skips).any() if skips else None)
 
 
-def _rule_of(value: OfGroup) -> Clip | None:
+def _to_rule(value: OfGroup) -> Clip | None:
     if value is None or isinstance(value, Clip):
         return value
     return None if isinstance(value, (int, float)) and isinf(value) and value > 0 else ByNorm(value)
@@ -347,10 +350,10 @@ class AdaGC(Clip):
     warm_up: int = 100
 
     def check(self) -> None:
-        checked_threshold(self.max_norm, "max_norm")
-        checked_positive(self.times, "times")
-        checked_decay(self.decay, "decay")
-        checked_count(self.warm_up, "warm_up", 1)
+        check_threshold(self.max_norm, "max_norm")
+        check_positive(self.times, "times")
+        check_decay(self.decay, "decay")
+        check_whole_number(self.warm_up, "warm_up", 1)
 
     def initial(self) -> Mapping[str, Initial]:
         return {"steps": 0.0, "mean": OfEachParameter(inf)}
@@ -358,8 +361,8 @@ class AdaGC(Clip):
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
         norm, steps, mean = norms.parameters, state["steps"], state["mean"]
         warms_up = (steps < self.warm_up) | mean.isinf()
-        own = shortened(norm, self.times * mean)
-        factors = torch.where(warms_up, shortened(norms.total, self.max_norm), own)
+        own = bound_factor(norm, self.times * mean)
+        factors = torch.where(warms_up, bound_factor(norms.total, self.max_norm), own)
         clipped = factors * norm
         new = torch.where(warms_up, torch.minimum(mean, clipped), self.decay * mean + (1 - self.decay) * clipped)
         return Decision(factors, {"steps": steps + 1, "mean": torch.where(norm > 0, new, mean)})
@@ -387,20 +390,20 @@ class ByPreviousNorm(Clip):
     norm_type: float | None = None
 
     def check(self) -> None:
-        checked_threshold(self.max_norm, "max_norm")
+        check_threshold(self.max_norm, "max_norm")
 
     def initial(self) -> Mapping[str, Initial]:
-        return {"norm": 0.0, **counting(self.max_norm)}
+        return {"norm": 0.0, **initial_step_count(self.max_norm)}
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
         before = torch.where(state["norm"] > 0, state["norm"], norms.total)
-        factor = clip_coefficient(before, at(self.max_norm, state.get("steps")))
-        return Decision(factor, {"norm": norms.total, **counted(state)})
+        factor = clip_coefficient(before, resolve_threshold(self.max_norm, state.get("steps")))
+        return Decision(factor, {"norm": norms.total, **next_step_count(state)})
 
 
 # SkipSpikes -----------------------------------------------------------------------------------------------------------
 
-_FROM_THEN = ("level", "patterns", "weights", "in_place", "norm_type", "unit_dim")
+_COPIED_FROM_THEN = ("level", "patterns", "weights", "in_place", "norm_type", "unit_dim")
 _THEN = "then/"
 
 
@@ -436,17 +439,17 @@ class SkipSpikes(Clip):
     def __post_init__(self) -> None:
         then = clip_of(self.then)
         object.__setattr__(self, "then", then)
-        for name in _FROM_THEN if then is not None else ():
+        for name in _COPIED_FROM_THEN if then is not None else ():
             object.__setattr__(self, name, getattr(then, name))
 
     def check(self) -> None:
-        checked_positive(self.times, "times")
+        check_positive(self.times, "times")
         if self.times <= 1:
             raise ValueError(f"times={self.times}: give a number > 1, or half of the steps would be skipped")
         if self.of not in ("median", "mean"):
             raise ValueError(f"of={self.of!r}: give 'median' or 'mean'")
-        checked_count(self.window, "window", 1)
-        checked_count(self.warm_up, "warm_up", 1)
+        check_whole_number(self.window, "window", 1)
+        check_whole_number(self.warm_up, "warm_up", 1)
         if self.warm_up > self.window:
             raise ValueError(
                 f"warm_up={self.warm_up} and window={self.window}: a window never has {self.warm_up} norms; give a warm_up "
@@ -459,7 +462,7 @@ class SkipSpikes(Clip):
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
         norm, steps, last = norms.total, state["steps"], state["norms"]
-        bound = self.times * self._usual(last, steps)
+        bound = self.times * self._statistic(last, steps)
         spike = (steps >= self.warm_up) & (bound > 0) & (norm > bound)
         here = torch.arange(self.window, device=last.device) == torch.remainder(steps, self.window)
         new = {"steps": steps + 1, "norms": torch.where(here, torch.where(spike, bound, norm), last)}
@@ -482,7 +485,7 @@ class SkipSpikes(Clip):
         assert self.then is None or isinstance(self.then, Clip), "__post_init__ has converted it"
         return self.then
 
-    def _usual(self, last: Tensor, steps: Tensor) -> Tensor:
+    def _statistic(self, last: Tensor, steps: Tensor) -> Tensor:
         """Return the median or mean of the window, 0-dim. Free slots are inf, so that sorting puts them last."""
         count = steps.clamp(min=1, max=self.window)
         ordered = last.sort().values
@@ -518,9 +521,9 @@ class WarmUp:
 
     def check(self) -> None:
         """Raise ValueError for arguments that are out of range."""
-        checked_threshold(self.start, "WarmUp start")
-        checked_threshold(self.end, "WarmUp end")
-        checked_count(self.steps, "WarmUp steps", 1)
+        check_threshold(self.start, "WarmUp start")
+        check_threshold(self.end, "WarmUp end")
+        check_whole_number(self.steps, "WarmUp steps", 1)
 
     def __call__(self, taken: Tensor) -> Tensor:
         return self.start + (self.end - self.start) * (taken / self.steps).clamp(max=1.0)
@@ -556,11 +559,11 @@ class ZClip(Clip):
     max_norm: Threshold | None = None
 
     def check(self) -> None:
-        checked_positive(self.z, "z")
-        checked_decay(self.decay, "decay")
-        checked_count(self.warm_up, "warm_up", 2)
+        check_positive(self.z, "z")
+        check_decay(self.decay, "decay")
+        check_whole_number(self.warm_up, "warm_up", 2)
         if self.max_norm is not None:
-            checked_threshold(self.max_norm, "max_norm")
+            check_threshold(self.max_norm, "max_norm")
 
     def initial(self) -> Mapping[str, Initial]:
         return {"steps": 0.0, "mean": 0.0, "var": 0.0}
@@ -570,8 +573,8 @@ class ZClip(Clip):
         warm, above = steps >= self.warm_up, norm - mean
         spike = warm & (above > self.z * var.sqrt())
         bound = torch.where(spike, mean + self.z**2 * var / above, norm)
-        most = at(self.max_norm, steps)
-        factor = shortened(norm, bound if most is None else torch.clamp(bound, max=most))
+        most = resolve_threshold(self.max_norm, steps)
+        factor = bound_factor(norm, bound if most is None else torch.clamp(bound, max=most))
         # The weight in the mean: 1 / n for each of the n norms of the warm-up, 1 - decay afterwards.
         weight = torch.where(warm, 1 - self.decay, 1 / (steps + 1))
         new = mean + weight * (bound - mean)

@@ -280,12 +280,12 @@ class GradientBucket:
         Collectives: one.
         Host synchronization: none.
         """
-        flat = self._packed()
-        arrived = self._exchange.all_reduce(flat, self.group, self._memory)
+        flat = self._pack()
+        wait = self._exchange.all_reduce(flat, self.group, self._memory)
 
         @torch.no_grad()
         def finish() -> None:
-            arrived()
+            wait()
             self._unpack(flat)
             for param in self._pending:
                 mark_complete(param)
@@ -306,10 +306,10 @@ class GradientBucket:
         if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
             flat = first.view(-1) if self.scale == 1.0 else first.view(-1) * self.scale
         else:
-            flat = self._packed()
+            flat = self._pack()
         return self._exchange.reduce_scatter(own, flat, self.group, self._memory), flat
 
-    def _packed(self) -> Tensor:
+    def _pack(self) -> Tensor:
         """Return the gradients times the scale, [padded_numel], with zeros for missing gradients."""
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
         flat[self._first_gap :].zero_()
@@ -368,8 +368,8 @@ def reduce_all(buckets: Iterable[Reducible]) -> None:
 
     Collectives: those of the buckets.
     """
-    for _, of_group in groupby(buckets, key=lambda bucket: id(bucket.group)):
-        for finish in [bucket.start() for bucket in of_group]:
+    for _, group_buckets in groupby(buckets, key=lambda bucket: id(bucket.group)):
+        for finish in [bucket.start() for bucket in group_buckets]:
             finish()
 
 
@@ -440,7 +440,7 @@ def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...]
 # depend only on the parameters. A rank without a gradient of some parameter sends zeros, and receives the sum.
 
 
-class _Kind(NamedTuple):
+class _BucketKey(NamedTuple):
     """The properties that the parameters of a bucket share."""
 
     ranks: tuple[int, ...]
@@ -481,48 +481,52 @@ def gradient_buckets(
     Host synchronization: none.
     """
     topology = plan.topology
-    together, alone = _kinds(params, plan, average_data, only)
+    by_key, by_scale = _group_params(params, plan, average_data, only)
     # Partial gradients must be summed only once per backward.
     is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
-    made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
-    for kind, found in sorted(together.items()):
+    keyed_buckets: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
+    for kind, found in sorted(by_key.items()):
         indices = sorted(found)
         dtype, numels = gradient_dtype(params[indices[0]]), [params[index].numel() for index in indices]
         group, nbytes = registry.group_of(kind.ranks), BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
-            of_bucket = [params[index] for index in layout.indices]
+            bucket_params = [params[index] for index in layout.indices]
             pending = [params[index] for index in layout.indices if is_pending[index]]
-            bucket = GradientBucket(of_bucket, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
+            bucket = GradientBucket(
+                bucket_params, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending
+            )
             # Tied parameters have other indices on other stages, so only the layout gives all ranks the same order.
-            made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
-    divided = [UnreducedGradients(those, scale) for scale, those in alone.items()]
-    return [*(bucket for *_, bucket in sorted(made, key=lambda item: item[:3])), *divided]
+            keyed_buckets.append(
+                (kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket)
+            )
+    divided = [UnreducedGradients(scaled_params, scale) for scale, scaled_params in by_scale.items()]
+    return [*(bucket for *_, bucket in sorted(keyed_buckets, key=lambda item: item[:3])), *divided]
 
 
-def _kinds(
+def _group_params(
     params: Sequence[Tensor], plan: ReductionPlan, average_data: bool, only: Callable[[ParameterEntry], bool] | None
-) -> tuple[dict[_Kind, list[int]], dict[float, list[Tensor]]]:
+) -> tuple[dict[_BucketKey, list[int]], dict[float, list[Tensor]]]:
     """Return the indices of parameters whose gradients are summed, by kind, and the only scaled parameters, by scale."""
     topology = plan.topology
-    alike: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters share a few layouts
+    by_layout: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters share a few layouts
     for index, entry in enumerate(plan.entries):
         if only is None or only(entry):
-            alike.setdefault((entry.spec, entry.averaged, entry.trained), []).append(index)
-    together: dict[_Kind, list[int]] = {}
-    alone: dict[float, list[Tensor]] = {}  # by scale
-    for (spec, averaged, trained), members in alike.items():
+            by_layout.setdefault((entry.spec, entry.averaged, entry.trained), []).append(index)
+    by_key: dict[_BucketKey, list[int]] = {}
+    by_scale: dict[float, list[Tensor]] = {}
+    for (spec, averaged, trained), members in by_layout.items():
         ranks = sync_ranks(spec, topology, plan.rank, average_data, averaged)
         scale = sync_scale(topology, average_data, averaged)
         if trained and len(ranks) > 1:
-            kept: dict[tuple[str, str], list[int]] = {}
+            by_dtype: dict[tuple[str, str], list[int]] = {}
             for index in members:
-                kept.setdefault((str(gradient_dtype(params[index])), str(params[index].device)), []).append(index)
-            for (of_dtype, device), indices in kept.items():
-                kind = _Kind(ranks, layout_kind(spec, topology), of_dtype, device, scale)
-                together.setdefault(kind, []).extend(indices)
+                by_dtype.setdefault((str(gradient_dtype(params[index])), str(params[index].device)), []).append(index)
+            for (grad_dtype, device), indices in by_dtype.items():
+                kind = _BucketKey(ranks, layout_kind(spec, topology), grad_dtype, device, scale)
+                by_key.setdefault(kind, []).extend(indices)
         elif scale != 1.0:
-            alone.setdefault(scale, []).extend(params[index] for index in members)
-    return together, alone
+            by_scale.setdefault(scale, []).extend(params[index] for index in members)
+    return by_key, by_scale
 
 
 def sync_gradients(

@@ -57,7 +57,7 @@ class BackwardReducer:
         in_flight: Maximum number of running reductions, as for `InFlight`. Default: 2.
 
     Attributes:
-        stray: A parameter that got a gradient after the last reduction, outside of `micro_batch`. None: there is none.
+        late_grad: A parameter that got a gradient after the last reduction, outside of `micro_batch`. None: there is none.
         came: True once any parameter has got a gradient.
     """
 
@@ -71,7 +71,7 @@ class BackwardReducer:
         self._name_of, self._eager, self._late, self._in_flight = name_of, list(eager), list(late), in_flight
         self._bucket_of = {param: index for index, bucket in enumerate(self._eager) for param in bucket.params}
         self._is_open = self.came = False
-        self.stray: Tensor | None = None
+        self.late_grad: Tensor | None = None
         # A weak reference, because the model's hooks must not keep a replaced optimizer alive.
         trained = [
             param for param in self._bucket_of if param.requires_grad
@@ -96,21 +96,21 @@ class BackwardReducer:
         except Exception:
             self._is_open, self._exchanges = False, InFlight(None)
             with suppress(Exception):  # the exception of the body is more useful
-                self._exchanges.run(self._rest())
+                self._exchanges.run(self._remaining())
             raise
         finally:
             self._is_open = False
-        self._exchanges.run(self._rest(), to_the_end=True)
-        self.stray = None
+        self._exchanges.run(self._remaining(), to_the_end=True)
+        self.late_grad = None
 
-    def _rest(self) -> Iterator[Callable[[], Finish]]:
+    def _remaining(self) -> Iterator[Callable[[], Finish]]:
         for bucket in (*self._eager[self._next :], *self._late):
             self._next += 1
             yield bucket.start
 
     def _arrived(self, param: Tensor) -> None:
         if not self._is_open:
-            self.stray = param  # from a backward outside of `micro_batch`; the next reduction must include it
+            self.late_grad = param  # from a backward outside of `micro_batch`; the next reduction must include it
             return
         self.came = True
         index = self._bucket_of[param]
@@ -131,10 +131,10 @@ class BackwardReducer:
 
     def check_no_stray(self) -> None:
         """Raise RuntimeError if a parameter got a gradient after the last reduction: this rank alone would apply it."""
-        if self.stray is not None:
+        if self.late_grad is not None:
             raise RuntimeError(
-                f"{self._name_of(self.stray)} got a gradient outside of optimizer.backward after the window's gradients "
-                "were reduced: with overlap=True call optimizer.backward for the last micro-batch of a window"
+                f"{self._name_of(self.late_grad)} got a gradient outside of optimizer.backward after the window's "
+                "gradients were reduced: with overlap=True call optimizer.backward for the last micro-batch of a window"
             )
 
     def keep_in_place(self) -> None:
@@ -211,7 +211,7 @@ def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
             for one, other in others
         )
 
-    kinds = {kind for pair in others for of_rank in pair for kind, _ in of_rank}
+    kinds = {kind for pair in others for rank_sizes in pair for kind, _ in rank_sizes}
     uneven = {kind for kind in kinds if differ({kind})}
     return frozenset(kinds if differ(kinds - uneven) else uneven)
 

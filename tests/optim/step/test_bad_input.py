@@ -52,19 +52,19 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
     ),
     "another spec on one rank": (
         lambda: wrap(parameter(on_last(P("tensor"), P()), 4)),
-        r"ranks 0 and 3 .* weight: rank 0 says \[weight: P\('tensor'\).*rank 3 says \[weight: P\(\)",
+        r"ranks 0 and 3 .* weight: rank 0 has \[weight: P\('tensor'\).*rank 3 has \[weight: P\(\)",
     ),
     "another shape on one rank": (
         lambda: wrap(parameter(P(), 4 + dist.get_rank() % 2)),
-        r"rank 0 says \[weight: P\(\), shape \(4\).*rank 1 says \[weight: P\(\), shape \(5\)",
+        r"rank 0 has \[weight: P\(\), shape \(4\).*rank 1 has \[weight: P\(\), shape \(5\)",
     ),
     "another order on one rank": (
         lambda: wrap(*[parameter(P(), 4, name=n) for n in ("ab" if dist.get_rank() else "ba")]),
-        r"first in b: rank 0 says \[b: .* rank 1 says \[a: ",
+        r"first in b: rank 0 has \[b: .* rank 1 has \[a: ",
     ),
     "one parameter more on one rank": (
         lambda: wrap(*[parameter(P(), 4, name=n) for n in "abc"[: 2 + dist.get_rank() // 3]]),
-        r"first in c: rank 0 says \[no such parameter\], rank 3 says \[c: ",
+        r"first in c: rank 0 has \[no such parameter\], rank 3 has \[c: ",
     ),
     "held by a rank that does not own it": (
         lambda: wrap(parameter(P(owned={"tensor": 0}), 4)),

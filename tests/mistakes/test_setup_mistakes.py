@@ -229,7 +229,7 @@ def declared_on_one_rank(run: Run) -> None:
     run.optimizer()
 
 
-@mistake("tensor=2", Error(ValueError, "rank 0 says"), write="the same specs on every rank")
+@mistake("tensor=2", Error(ValueError, "rank 0 has ["), write="the same specs on every rank")
 def declared_differently(run: Run) -> None:
     """Ranks declare different specs."""
     run.model = run.make_model()

@@ -376,6 +376,9 @@ class AllOptions(StepOptions, total=False):
 # Names of arguments in other libraries, or of options within an argument, with the argument to write instead.
 ELSEWHERE = {
     "measure": "the arguments of Measure as arguments of their own, norm_type=..., check_replicas=... and so on",
+    "offload": "states=Offloaded(0.5)",
+    "cpu_offload": "states=Offloaded(1.0)",
+    "zero_stage": "states=Sharded('data'), or Sharded('data', gradients=True) for stage 2",
     "exchange": "compression=...",
     "comm_hook": "compression=...",
     "overlap_grad_reduce": "overlap=True",

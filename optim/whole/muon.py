@@ -17,10 +17,11 @@ from math import frexp, inf, sqrt
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...parallel.layout.regions import Box, Shape
 from ...parallel.layout.spec import P
+from ...parallel.mesh.text import some
 from .exchange import Homes, Matrix
 from .layout import Blocks, LogicalTensor, matrices_of
 from .optimizer import ADAMW, LazyTensors, Slot, Update, WholeOptimizer, adamw_update, moments
@@ -158,7 +159,12 @@ def _flops_on_gram(shape: Shape, steps: int) -> float:
 # Muon -----------------------------------------------------------------------------------------------------------------
 
 Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
-NO_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head.weight", "*classifier*")
+NO_MATRICES = (
+    *("*embed*", "*wte*", "*wpe*", "*tok_emb*", "*pos_emb*"),  # embeddings
+    *("*head.weight", "*classifier*", "output.weight", "proj_out.weight", "score.weight"),  # heads
+)
+"""Globs over the names of embeddings and heads. They see names without the prefixes of wrappers (``module.``)."""
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def scale_of(rule: Scale | None, shape: Shape) -> float:
@@ -180,10 +186,10 @@ class Muon(WholeOptimizer):
 
         optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.02), registry, max_norm=1.0)
 
-    A parameter with two or more dims is a matrix unless its name matches ``no_matrices`` (embeddings and heads). Three
-    dims are a stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the
-    rows and all other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or
-    ``"adamw"``.
+    A parameter with two or more dims is a matrix unless its name matches ``no_matrices`` (embeddings and heads).
+    `for_model` also looks at the types of modules. `assignment` returns the result, and ``repr`` shows it. Three dims are a
+    stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the rows and all
+    other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or ``"adamw"``.
 
     Args:
         params: Parameters, ``model.named_parameters()`` (needed for ``no_matrices``), or param groups.
@@ -259,6 +265,58 @@ class Muon(WholeOptimizer):
         }
         super().__init__([group for given in groups_of(params) for group in self._sorted(given)], defaults)
 
+    @classmethod
+    def for_model(cls, model: nn.Module, *args: Any, no_matrices: Sequence[str] = NO_MATRICES, **options: Any) -> Muon:
+        """Make the optimizer of a model's trained parameters; AdamW steps embeddings and heads whatever their names are.
+
+            muon = Muon.for_model(model, lr=0.02)
+            print(muon.assignment())
+
+        AdamW steps, besides vectors and names that match ``no_matrices``: the weight of each module whose class name
+        contains "Embedding", also where another module shares it, and the last other weight with the shape of an
+        embedding's weight, which is an untied head. A pipeline stage without an embedding finds a head by its name only.
+
+        Args:
+            model: This rank's part of the model.
+            args, options: As in the constructor.
+            no_matrices: As in the constructor.
+        """
+        embeddings = {
+            id(param): param
+            for module in model.modules()
+            if "Embedding" in type(module).__name__
+            for param in module.parameters(recurse=False)
+        }
+        shapes = {tuple(param.shape) for param in embeddings.values() if param.dim() == 2}
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        heads = [name for name, param in named if id(param) not in embeddings and tuple(param.shape) in shapes]
+        found = [name for name, param in named if id(param) in embeddings] + heads[-1:]
+        # Brackets in a name are escaped, so that each name matches itself only.
+        exact = [_unwrapped(name).replace("[", "[[]") for name in found]
+        return cls(named, *args, no_matrices=(*no_matrices, *exact), **options)
+
+    def assignment(self) -> dict[str, str]:
+        """Return ``"muon"`` or ``"adamw"`` by the name of each parameter that the optimizer steps.
+
+        A parameter without a name is called by its position: ``"parameter 3 of group 0"``.
+        """
+        found = {}
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for position in range(len(group["params"])):
+                name = names[position] if names else f"parameter {position} of group {index}"
+                found[name] = group["algorithm"]
+        return found
+
+    def __repr__(self) -> str:
+        by_name = self.assignment()
+        lines = [
+            f"{label}: {some([name for name, algorithm in by_name.items() if algorithm == kind])}"
+            for kind, label in (("muon", "matrices by Muon"), ("adamw", "by AdamW"))
+            if kind in by_name.values()
+        ]
+        return "\n".join([super().__repr__(), *lines])
+
     def _sorted(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Divide a group without "algorithm" into a group of matrices and a group of other parameters."""
         if "algorithm" in group:
@@ -273,7 +331,7 @@ class Muon(WholeOptimizer):
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:
         """Return ``"muon"`` or ``"adamw"``, by the rule of the class."""
-        no_matrix = name is not None and any(fnmatchcase(name, pattern) for pattern in self.no_matrices)
+        no_matrix = name is not None and any(fnmatchcase(_unwrapped(name), pattern) for pattern in self.no_matrices)
         return "adamw" if param.dim() < 2 or no_matrix else "muon"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -380,6 +438,12 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
         {**group, "params": [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])}
         for group in items
     ]
+
+
+def _unwrapped(name: str) -> str:
+    while prefix := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), None):
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _named(item: Any) -> tuple[str | None, Tensor]:

@@ -453,6 +453,7 @@ class GradientClipper:
             spiked=spiked,
             named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
             disagreed=disagreed,
+            unclipped=() if rule is None else rule.unclipped,
         )
         if vetoed is parted is spiked is None:
             skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)

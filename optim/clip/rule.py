@@ -103,6 +103,11 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
     unit_dim: UnitDim = 0
     """The dim along which units are counted at level "units"."""
 
+    @property
+    def unclipped(self) -> tuple[str, ...]:
+        """Return the named groups whose gradients this rule never changes."""
+        return ()
+
     def check(self) -> None:  # noqa: B027 (a rule without numbers has nothing to check)
         """Raise ValueError for arguments that are out of range. It is called on all ranks, before anything is changed."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isinf
+from types import EllipsisType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import some
 from ..gradients.in_place import clamp_gradients
 from ..norm.groupings import Named, UnitDim, Units
 from ..norm.measure import Norms, checked_norm_type
@@ -194,7 +196,7 @@ class ByName(Clip):
 
         ByName({"*.experts.*": 0.5, "mtp*": ZClip(), "*.bias": None}, others=1.0)
 
-    ``max_norm={"*.experts.*": 0.5, "mtp*": ZClip()}`` is short for ``ByName`` of this dict without ``others``. Groups are
+    ``max_norm={"*.experts.*": 0.5, "*": 1.0}`` is short for ``ByName`` of this dict without ``others``. Groups are
     independent of param groups. A parameter belongs to the first pattern that matches its name. A pattern that is the first
     match of no parameter is an error on every rank. `GradStats.named_norms` has the norms, and ``clip_coef`` the smallest
     factor.
@@ -202,18 +204,22 @@ class ByName(Clip):
     Args:
         groups: A threshold or a rule per glob over the names of `torch.nn.Module.named_parameters`. Rules must have level
             "total"; they receive the group's norm as the total norm, and have a separate state per group.
-        others: The threshold or rule for all parameters that no pattern matches. None (default): they are not clipped.
+        others: The threshold or rule for all parameters that no pattern matches. None: they are not clipped. Not given
+            (the default ``...``): the patterns must match every parameter, or the rule raises ValueError on every rank.
         norm_type: p >= 1, or inf. None (default): the optimizer's p.
     """
 
     level = "named"
     groups: tuple[tuple[str, Clip | None], ...]
-    others: Clip | None
+    others: Clip | EllipsisType | None
     norm_type: float | None
 
-    def __init__(self, groups: Mapping[str, OfGroup], others: OfGroup = None, norm_type: float | None = None) -> None:
+    def __init__(
+        self, groups: Mapping[str, OfGroup], others: OfGroup | EllipsisType = ..., norm_type: float | None = None
+    ) -> None:
         made = tuple((pattern, _to_rule(value)) for pattern, value in groups.items())
-        for name, value in (("groups", made), ("others", _to_rule(others)), ("norm_type", norm_type)):
+        rule = others if isinstance(others, EllipsisType) else _to_rule(others)
+        for name, value in (("groups", made), ("others", rule), ("norm_type", norm_type)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "patterns", tuple(pattern for pattern, _ in made))
 
@@ -236,7 +242,33 @@ class ByName(Clip):
 
     @property
     def _all(self) -> tuple[tuple[str, Clip | None], ...]:
-        return *self.groups, ("", self.others)  # no name matches an empty pattern
+        others = None if isinstance(self.others, EllipsisType) else self.others
+        return *self.groups, ("", others)  # no name matches an empty pattern
+
+    @property
+    def unclipped(self) -> tuple[str, ...]:
+        """Return the patterns without a rule, and ``"others"`` if the rule for other parameters is None."""
+        return tuple(pattern or "others" for pattern, rule in self._all if rule is None and self._may_match(pattern))
+
+    def _may_match(self, pattern: str) -> bool:
+        return pattern != "" or self.others is None
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise ValueError if a pattern matches no parameter, or if ``others`` was not given and some match no pattern.
+
+        Args:
+            names: The names of all logical parameters.
+        """
+        named = Named.of(names, self.patterns)
+        if not isinstance(self.others, EllipsisType):
+            return
+        left = [name for name, group in zip(names, named.groups, strict=True) if group == len(self.patterns)]
+        if left:
+            raise ValueError(
+                f"no pattern of max_norm={{{', '.join(f'{pattern!r}: ...' for pattern in self.patterns)}}} matches "
+                f"{len(left)} of {len(names)} parameters, {some(left)}: add '*' with a threshold for them, or '*': None to "
+                "leave them unclipped"
+            )
 
     def initial(self) -> Mapping[str, Initial]:
         rules = ((pattern, rule) for pattern, rule in self._all if rule is not None)
@@ -308,7 +340,9 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
     plan = plan if plan.parameter_names else with_names(plan, registry)
     if clip.level == "units":
         Units.of(plan, (), clip.unit_dim)
-    if clip.level == "named":
+    if isinstance(clip, ByName):
+        clip.check_names(plan.parameter_names)
+    elif clip.level == "named":
         Named.of(plan.parameter_names, clip.patterns)
     return plan
 

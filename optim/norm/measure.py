@@ -166,6 +166,7 @@ class GradStats:
         named_norms: With `ByName`: for each pattern the global p-norm of the parameters whose first match it is.
         disagreed: 0-dim bool: True if ranks differ in the number of micro-batches, in weights, in clipping, in
             hyper-parameters or in their frozen parameters. The step is then skipped. None on a single rank.
+        unclipped: With `ByName`: the patterns whose parameters are not clipped; ``"others"``: those of no pattern.
     """
 
     total_norm: Tensor
@@ -179,6 +180,7 @@ class GradStats:
     spiked: Tensor | None = None
     named_norms: Mapping[str, Tensor] = field(default_factory=dict)
     disagreed: Tensor | None = None
+    unclipped: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> Tensor:
@@ -198,6 +200,8 @@ class GradStats:
             parts.append(f"skipped ({why})" if why else "skipped")
         elif self.clip_coef < 1:
             parts.append(f"clipped x{float(self.clip_coef):.3g}")
+        if self.unclipped:
+            parts.append(f"not clipped: {', '.join(self.unclipped)}")
         if self.loss_scale is not None:
             parts.append(f"loss scale {float(self.loss_scale):g}")
         return ", ".join(parts)

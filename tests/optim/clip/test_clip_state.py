@@ -269,6 +269,39 @@ def test_a_pattern_without_parameters_is_an_error_on_every_rank(world: World) ->
     assert "'bias' matches only bias@pipe=0, bias@pipe=1, which earlier patterns match first" in first
 
 
+def test_patterns_that_leave_parameters_unclipped_must_say_so(world: World) -> None:
+    first, second = world.run(2, unmatched, {"gain": 1.0, "t*": 0.5})
+    assert first == second
+    assert "no pattern of max_norm={'gain': ..., 't*': ...} matches" in first
+    assert "add '*' with a threshold for them, or '*': None to leave them unclipped" in first
+    assert "bias@pipe=0" in first
+
+
+@pytest.mark.parametrize(
+    ("rule", "unclipped"),
+    [
+        ({"weight": 0.5, "*": None}, ("*",)),
+        ({"weight": 0.5, "*": inf}, ("*",)),
+        (ByName({"weight": 0.5}, others=None), ("others",)),
+        (ByName({"weight": 0.5, "bias": None}, others=None), ("bias", "others")),
+        ({"weight": 0.5, "*": 1.0}, ()),
+        (0.5, ()),
+    ],
+)
+def test_stats_name_the_groups_that_are_not_clipped(rule: Any, unclipped: tuple[str, ...]) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = torch.nn.Linear(3, 2)
+        model.register_parameter("gain", torch.nn.Parameter(torch.ones(2)))
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=1.0), registry, max_norm=rule)
+        optimizer.backward(1000 * (model(torch.ones(1, 3)) * model.gain).sum())
+        before = model.bias.detach().clone()
+        stats = optimizer.step()
+        assert stats.unclipped == unclipped
+        assert ("not clipped: " + ", ".join(unclipped) in str(stats)) == bool(unclipped)
+        if unclipped:
+            torch.testing.assert_close(before - model.bias.detach(), torch.full((2,), 1000.0))
+
+
 def norms_by_name() -> dict[str, float]:
     """Of a parameter that only the last stage has, of one that is tied, of those that each stage has."""
     layout = LAYOUTS["pipe, tied"]

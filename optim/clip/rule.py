@@ -36,7 +36,7 @@ from torch import Tensor
 from ...amp.capture import is_captured, keeps_state_in_place
 from ...parallel.mesh.text import some
 from ...parallel.mesh.value_checks import check_number, check_scalar, check_text, dict_of, fields, is_whole, list_of
-from ..norm.groupings import UnitDim
+from ..norm.groupings import Named, UnitDim
 from ..norm.measure import Level, Norms
 
 Threshold = float | Callable[[Tensor], Tensor]
@@ -107,6 +107,14 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
     def unclipped(self) -> tuple[str, ...]:
         """Return the named groups whose gradients this rule never changes."""
         return ()
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise ValueError if the rule does not fit these names of all logical parameters.
+
+        By default: a pattern must be the first match of a parameter.
+        """
+        if self.level == "named":
+            Named.of(names, self.patterns)
 
     def check(self) -> None:  # noqa: B027 (a rule without numbers has nothing to check)
         """Raise ValueError for arguments that are out of range. It is called on all ranks, before anything is changed."""

@@ -254,11 +254,7 @@ class ByName(Clip):
         return pattern != "" or self.others is None
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise ValueError if a pattern matches no parameter, or if ``others`` was not given and some match no pattern.
-
-        Args:
-            names: The names of all logical parameters.
-        """
+        """Raise ValueError if a pattern matches no parameter, or if ``others`` was not given and some match no pattern."""
         named = Named.of(names, self.patterns)
         if not isinstance(self.others, EllipsisType):
             return
@@ -340,10 +336,7 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
     plan = plan if plan.parameter_names else with_names(plan, registry)
     if clip.level == "units":
         Units.of(plan, (), clip.unit_dim)
-    if isinstance(clip, ByName):
-        clip.check_names(plan.parameter_names)
-    elif clip.level == "named":
-        Named.of(plan.parameter_names, clip.patterns)
+    clip.check_names(plan.parameter_names)
     return plan
 
 
@@ -506,6 +499,14 @@ class SkipSpikes(Clip):
         inner = self._then.decide(norms, own)
         new |= {_THEN + name: torch.where(spike, own[name], value) for name, value in inner.state.items()}
         return Decision(inner.factors, new, spike if inner.skip is None else spike | inner.skip)
+
+    def check_names(self, names: Sequence[str]) -> None:
+        if self._then is not None:
+            self._then.check_names(names)
+
+    @property
+    def unclipped(self) -> tuple[str, ...]:
+        return () if self._then is None else self._then.unclipped
 
     def shown(self, factors: Tensor, norms: Norms) -> Tensor:
         return super().shown(factors, norms) if self._then is None else self._then.shown(factors, norms)

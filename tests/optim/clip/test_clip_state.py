@@ -33,7 +33,6 @@ from meshstep.optim import (
     clip_grad_norm_,
     sync_gradients,
 )
-from meshstep.optim.clip.rules import OfGroup
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from planted import LAYOUTS, Planted
 from probes import collectives, no_host_reads
@@ -46,7 +45,7 @@ STATEFUL: dict[str, Clip] = {
     "z": ZClip(z=0.5, warm_up=2),
     "adaptive means": AdaGC(30.0, decay=0.5, warm_up=1),
     "previous": ByPreviousNorm(9.0),
-    "spikes": SkipSpikes(3.0, {"up": ZClip(warm_up=2)}, window=4, warm_up=2),
+    "spikes": SkipSpikes(3.0, {"up": ZClip(warm_up=2), "*": None}, window=4, warm_up=2),
     "named": ByName({"up": ZClip(warm_up=2), "b*": 1.0}, others=ByPreviousNorm(3.0)),
 }
 
@@ -139,7 +138,7 @@ def test_a_rule_that_is_set_anew_goes_on_and_another_one_begins() -> None:
     optimizer.max_norm = ZClip(warm_up=2)
     step(model, optimizer)
     assert values(optimizer)["steps"] == 2
-    optimizer.max_norm = {"up": ZClip(warm_up=2)}
+    optimizer.max_norm = {"up": ZClip(warm_up=2), "*": None}
     step(model, optimizer)
     assert values(optimizer)["up/steps"] == 1
     optimizer.max_norm = None
@@ -247,7 +246,7 @@ def test_torchs_state_dict_functions_carry_it(label: str) -> None:
 # Named groups -----------------------------------------------------------------------------------------------------------
 
 
-def unmatched(groups: Mapping[str, OfGroup]) -> str:
+def unmatched(groups: Any) -> str:
     layout = LAYOUTS["pipe, tied"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
@@ -275,6 +274,8 @@ def test_patterns_that_leave_parameters_unclipped_must_say_so(world: World) -> N
     assert "no pattern of max_norm={'gain': ..., 't*': ...} matches" in first
     assert "add '*' with a threshold for them, or '*': None to leave them unclipped" in first
     assert "bias@pipe=0" in first
+    inner, _ = world.run(2, unmatched, SkipSpikes(3.0, {"gain": 1.0, "t*": 0.5}))
+    assert inner == first
 
 
 @pytest.mark.parametrize(
@@ -284,6 +285,7 @@ def test_patterns_that_leave_parameters_unclipped_must_say_so(world: World) -> N
         ({"weight": 0.5, "*": inf}, ("*",)),
         (ByName({"weight": 0.5}, others=None), ("others",)),
         (ByName({"weight": 0.5, "bias": None}, others=None), ("bias", "others")),
+        (SkipSpikes(3.0, {"weight": 0.5, "*": None}), ("*",)),
         ({"weight": 0.5, "*": 1.0}, ()),
         (0.5, ()),
     ],

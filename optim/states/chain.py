@@ -80,7 +80,7 @@ def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> l
     ]
 
 
-def replaced(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
+def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
     """Return the ``params`` of a group with each tensor replaced by any number of tensors, and matching ``param_names``."""
     named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
     result: dict[str, Any] = {"params": [param for _, param in named]}
@@ -474,7 +474,7 @@ class TransformChain:
         for tensor, targets in stand_ins.items():
             link.move_state(self.optimizer, tensor, targets)
         for group in groups:
-            group.update(replaced(group, lambda tensor: [new for new, _ in stand_ins.get(tensor, [(tensor, 0)])]))
+            group.update(replace_params(group, lambda tensor: [new for new, _ in stand_ins.get(tensor, [(tensor, 0)])]))
         return [
             at.replaced_by(new, offset, link.is_local)
             for at in positions

@@ -99,16 +99,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
         why: The start of the message: the feature and tensors for which the optimizer gets shards.
     """
     for part in parts_of(optimizer):
-        doubt = _doubt(part)
-        if doubt is None and (states := _quantized_states(part)):
+        reason = _why_not_elementwise(part)
+        if reason is None and (states := _quantized_states(part)):
             raise ValueError(
                 f"{why}, but {type(part).__name__} quantizes its states ({states}): their rounding depends on the size of "
                 "each shard, so the result would differ from the result with full tensors. Step full tensors with "
                 "meshstep.optim.whole.whole(optimizer), use an optimizer with float32 or bfloat16 states "
                 "(AdamW, HalfStates), or accept the difference with optimizer.elementwise = True"
             )
-        if doubt is not None:
-            raise ValueError(f"{why}, which requires an optimizer whose update is elementwise; {doubt}. {_WAY_OUT}")
+        if reason is not None:
+            raise ValueError(f"{why}, which requires an optimizer whose update is elementwise; {reason}. {_WAY_OUT}")
 
 
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
@@ -168,7 +168,7 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
             )
 
 
-def _doubt(optimizer: torch.optim.Optimizer) -> str | None:
+def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why the optimizer may not be elementwise, as the end of a sentence; None: it is."""
     if asks_other_ranks(optimizer):
         return None

@@ -28,7 +28,7 @@ from .chain import TransformChain
 
 
 class GradientCompletion:
-    """Reduces the gradients of an optimizer at the end of each window. Replaced by a new object when parameters are added.
+    """The reduction of an optimizer's gradients at the end of each window. Adding parameters creates a new object.
 
     Args:
         chain: The parameter transforms.

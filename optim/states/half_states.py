@@ -26,7 +26,11 @@ from .elementwise import check_in_buckets
 
 @dataclass(frozen=True)
 class HalfStates(Placement):
-    """Keep the optimizer states of float32 parameters and master weights in bfloat16. Updates run in float32.
+    """The state placement that keeps optimizer states of float32 parameters and masters in bfloat16.
+
+        optimizer = ParallelOptimizer(adamw, registry, states=HalfStates())
+
+    Updates run in float32.
 
     AdamW's states and masters then take, in bytes per element:
 
@@ -66,11 +70,11 @@ class HalfStates(Placement):
         check_in_buckets(binding.optimizer, "HalfStates steps bucket by bucket")
 
     def link(self, binding: Binding) -> Link:
-        return Halves(self, binding)
+        return HalfStatesTransform(self, binding)
 
 
-class Halves(Link):
-    """Converts the states to float32 before each update and rounds them afterwards; see `HalfStates`."""
+class HalfStatesTransform(Link):
+    """The transform that converts states to float32 before each update and rounds them afterwards; see `HalfStates`."""
 
     def __init__(self, how: HalfStates, binding: Binding) -> None:
         self.how, self.registry, self.optimizer, self.steps = how, binding.registry, binding.optimizer, 0

@@ -1,8 +1,8 @@
 """The parameter transform that replaces an optimizer's DTensor parameters by their local tensors.
 
-DTensors come from FSDP2 or torch's tensor parallelism. With local tensors an optimizer may mix both kinds of parameters
-(torch's fused optimizers reject a mix), an update issues no hidden collectives, and later transforms handle plain tensors
-only.
+FSDP2 and torch's tensor parallelism create DTensor parameters. With local tensors an optimizer may mix both kinds of
+parameters (torch's fused optimizers reject a mix), an update issues no hidden collectives, and later transforms handle
+plain tensors only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARED = "_meshstep_shared"  # attribute of gradients that came from a DTensor
 
 
 class LocalTensors(Link):
-    """Replaces each DTensor by its local parameter, which has the same memory, name and spec.
+    """The transform that replaces each DTensor by its local parameter, with the same memory, name and spec.
 
     The optimizer state becomes local as well. Without DTensors it does nothing.
 

@@ -59,7 +59,7 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
 
 
 class SplitMasters(Link):
-    """Keeps the remainders of trained bfloat16 tensors: the low 16 bits of their float32 masters.
+    """The remainders of trained bfloat16 tensors: the low 16 bits of their float32 masters.
 
     Writing a weight between two steps sets its remainder to 0, so that its master is the written value. A write is detected
     by the tensor's version counter, or by new memory with other values. Equal values in new memory, as after
@@ -81,7 +81,7 @@ class SplitMasters(Link):
         self._index: dict[Tensor, int] = {}
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._memory: list[Tensor] = []  # aliases that keep replaced memory allocated, for the comparison
+        self._memory: list[Tensor] = []  # aliases keep replaced memory allocated until it has been compared
         self._loaded: list[int] = []  # a hash of each weight, from a load until the next step
         self._writes = 0  # consecutive steps that found written weights
         load_states_exactly(self.optimizer, self.remainders)
@@ -251,7 +251,7 @@ def precision_link(binding: Binding) -> Link:
         return Masters(binding.main_grads, cast=binding.precision.main_grads)
     if binding.precision.stochastic_rounding:
         return StochasticallyRounded(binding)
-    return AsTheyAre(binding.optimizer)
+    return ModelDtypes(binding.optimizer)
 
 
 def check_main_grads(binding: Binding, accumulation_steps: int | None) -> None:
@@ -272,8 +272,8 @@ def check_main_grads(binding: Binding, accumulation_steps: int | None) -> None:
         )
 
 
-class AsTheyAre(Link):
-    """Steps the model's tensors in their own dtypes."""
+class ModelDtypes(Link):
+    """The transform of modes that step the model's tensors in the model's dtypes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -303,7 +303,7 @@ class AsTheyAre(Link):
 
 
 class Masters(Link):
-    """Replaces half-precision tensors by float32 masters; see `MasterWeights`.
+    """The transform that replaces half-precision tensors by float32 masters; see `MasterWeights`.
 
     Args:
         main_grads: True if half-precision tensors have float32 gradients; the masters then share them.
@@ -378,7 +378,7 @@ class Masters(Link):
 
 
 class StochasticallyRounded(Link):
-    """Steps bfloat16 tensors in float32 and rounds them stochastically; see `StochasticRounding`."""
+    """The transform that steps bfloat16 tensors in float32 and rounds stochastically; see `StochasticRounding`."""
 
     def __init__(self, binding: Binding) -> None:
         self._registry = binding.registry

@@ -32,7 +32,7 @@ from ...parallel.mesh.value_checks import check_scalar
 from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
 from ..norm.param_table import ParamPosition
-from ..step.update import only, steps_in_parts
+from ..step.update import hold_only, steps_in_parts
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from .chain import Binding, Link, Placement, Position, Replacements
@@ -171,7 +171,9 @@ class HostBucket:
 
 @dataclass(frozen=True)
 class Offloaded(Placement):
-    """Keep and step the masters and optimizer states of some parameters on the CPU.
+    """The state placement that keeps and steps masters and optimizer states of some parameters on the CPU.
+
+        optimizer = ParallelOptimizer(adamw, registry, states=Offloaded(0.5))  # at least half of the elements
 
     Device memory then holds only the parameter and its gradient for each offloaded element: AdamW's states save 8 bytes per
     element, and a master 4. During a step, one flat bucket of 32 MiB of gradients is added. Pinned CPU memory holds a copy
@@ -216,7 +218,7 @@ class Offloaded(Placement):
 
 
 class OffloadTransform(Link):
-    """Replaces some of an optimizer's parameters by copies on the CPU.
+    """The transform that replaces some of an optimizer's parameters by copies on the CPU.
 
     Args:
         fraction: The argument of `Offloaded`.
@@ -303,13 +305,13 @@ class OffloadTransform(Link):
         groups = enumerate(optimizer.param_groups)
         rest = [(index, at) for index, group in groups for at in range(len(group["params"])) if (index, at) not in here]
         if rest or not self.buckets:
-            with only(optimizer, rest):
+            with hold_only(optimizer, rest):
                 update(request)
         for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
             if following is not None:
                 following.start()
             bucket.finish()
-            with only(optimizer, [self._places[param] for param in bucket.params]):
+            with hold_only(optimizer, [self._places[param] for param in bucket.params]):
                 update(request)
             self._send([bucket])
 

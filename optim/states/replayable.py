@@ -23,7 +23,9 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Replayable(Placement):
-    """Keep copies of the inputs of each update for `replay`. Off by default.
+    """The state placement that keeps copies of the inputs of each update, for `replay`.
+
+        optimizer = ParallelOptimizer(adamw, registry, states=Replayable())
 
     Memory: a copy of the stepped tensors, their gradients and their states on the same device. With AdamW in float32 or
     with masters these are 16 bytes per element, and 12 more during a replay. Time per step: these copies.
@@ -45,7 +47,7 @@ class Replayable(Placement):
             )
 
     def link(self, binding: Binding) -> Link:
-        return Kept(binding.optimizer)
+        return UpdateRecorder(binding.optimizer)
 
 
 def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
@@ -53,6 +55,8 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
 
     The update runs on this rank only, on the stepped tensors (masters and shards if there are any), with the gradients,
     clip coefficient and param-group options that it had. Step hooks of the wrapped optimizer run again.
+
+        names = replay(optimizer)  # [] or names such as "layer.weight: exp_avg"
 
     An empty result means that the update is reproducible, so an error must be in its inputs. Otherwise a bit has flipped on
     this rank during or after the update, or a tensor was written to since then. A nondeterministic kernel also causes
@@ -67,7 +71,7 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
     Collectives: none. Host synchronization: a few.
     """
     for link in optimizer.transforms.links:
-        if isinstance(link, Kept):
+        if isinstance(link, UpdateRecorder):
             return link.replay()
     raise RuntimeError("the inputs of updates are not kept: give states=Replayable(), which copies them in each step")
 
@@ -83,8 +87,8 @@ class _Inputs:
     groups: list[State]
 
 
-class Kept(Link):
-    """Copies the inputs of each update; see `Replayable`."""
+class UpdateRecorder(Link):
+    """The transform that copies the inputs of each update; see `Replayable`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -3,9 +3,9 @@
     ZeRO-1    gradient buckets --reduce-scatter--> this rank's slices, stepped --all-gather--> parameters
     ZeRO-2    the same, but each bucket is reduced as soon as backward has filled it, and its gradients are freed
 
-An all-reduce consists of a reduce-scatter and an all-gather, so the communication volume equals that of replicated data
-parallelism. The work of the update and the memory for optimizer states and masters are divided by the axis size N, up to a
-few elements per bucket.
+An all-reduce consists of a reduce-scatter and an all-gather, so the communication volume is the same as with replicated
+data parallelism. The work of the update and the memory for optimizer states and masters are divided by the axis size N, up
+to a few elements per bucket.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 """
@@ -369,7 +369,9 @@ def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
 
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Shard optimizer states and master weights over an axis (ZeRO-1), and optionally gradients (ZeRO-2).
+    """The state placement that shards optimizer states and masters over an axis (ZeRO-1), and also gradients (ZeRO-2).
+
+        optimizer = ParallelOptimizer(adamw, registry, states=Sharded("data", gradients=True))
 
     This applies to parameters that require gradients and are replicated over the axis. Unsharded stay parameters that the
     axis already shards, that one of its coordinates owns, or that are tied over it; and DTensors if gradients are sharded.
@@ -445,7 +447,7 @@ class Sharded(Placement):
 
 
 class Shards(Link):
-    """Replaces parameters by this rank's shards in the optimizer's param groups; see `Sharded`."""
+    """The transform that replaces parameters by this rank's shards in the param groups; see `Sharded`."""
 
     def __init__(self, how: Sharded, binding: Binding) -> None:
         self.how, self.registry, self._main_grads = how, binding.registry, binding.main_grads

@@ -176,27 +176,27 @@ class ParamRows:
     """The rows of one param group, and its other parameters.
 
     Args:
-        whole: All parameters of the group.
+        all_params: All parameters of the group.
         state: The optimizer's state.
         names: The result of `states_in`.
         table: The rows.
         remainders: The remainders of split weights.
-        waiting: Parameters that have had no gradient yet.
-        others: Parameters that have had a gradient and are not rows.
+        without_grad: Parameters that have had no gradient yet.
+        unsupported: Parameters that have had a gradient and are not rows.
     """
 
     def __init__(
         self,
-        whole: Sequence[Tensor],
+        all_params: Sequence[Tensor],
         state: State,
         names: Sequence[str],
         table: PointerTable,
         remainders: Remainders,
-        waiting: Sequence[Tensor],
-        others: Sequence[Tensor],
+        without_grad: Sequence[Tensor],
+        unsupported: Sequence[Tensor],
     ) -> None:
-        self.table, self.others, self._waiting = table, list(others), list(waiting)
-        self._whole, self._names, self._of_params = list(whole), tuple(names), list(state.values())
+        self.table, self.unsupported, self._without_grad = table, list(unsupported), list(without_grad)
+        self._all_params, self._names, self._of_params = list(all_params), tuple(names), list(state.values())
         self._states = [state[param] for param in table.params] if names else []
         self._rests = [remainders.get(param) for param in table.params]
         self._there = [*table.params, *(rest for rest in self._rests if rest is not None)]
@@ -204,7 +204,7 @@ class ParamRows:
         self._have_only_names = False
 
     def keep(self) -> ParamRows:
-        """Record the values that `are_still` compares, and return self."""
+        """Record the values that `is_valid_for` compares, and return self."""
         # `dict.values` is faster, but only works if a state has no other entries than those of the kernels.
         self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
         self._values = self._values_now()
@@ -216,7 +216,9 @@ class ParamRows:
             return [*self._there, *chain.from_iterable(map(dict.values, self._states))]
         return [*self._there, *(held.get(name) for name in self._names for held in self._states)]
 
-    def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders) -> bool:
+    def is_valid_for(
+        self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders
+    ) -> bool:
         """Return True if the rows are still valid.
 
         No parameter may have its first gradient. Parameters, states and remainders must be the same tensors at the same
@@ -225,8 +227,8 @@ class ParamRows:
         """
         now = self._values_now()
         return (
-            len(params) == len(self._whole)
-            and all(map(is_, params, self._whole))
+            len(params) == len(self._all_params)
+            and all(map(is_, params, self._all_params))
             and self._names == tuple(names)
             and len(state) == len(self._of_params)
             and all(map(is_, state.values(), self._of_params))
@@ -235,7 +237,7 @@ class ParamRows:
             and all(map(is_, now, self._values))
             and list(map(Tensor.data_ptr, now)) == self._addresses
             and self._signature.fits(self._there)
-            and all(param.grad is None for param in self._waiting)
+            and all(param.grad is None for param in self._without_grad)
         )
 
     def _have_still(self, remainders: Remainders) -> bool:
@@ -255,15 +257,15 @@ class ParamRows:
         return [self.table.call(grads, copies)]
 
 
-def rows_as_before(
+def find_valid_rows(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
 ) -> list[ParamRows | None]:
     """Return the cached rows of each param group for kernels on this device; None if a group has changed."""
-    known, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
+    spec, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
     found = list[ParamRows | None]()
     for index, group in enumerate(optimizer.param_groups):
-        rows, names = of_groups.get((index, device)), states_in(group, known)
-        still = rows is not None and rows.are_still(group["params"], optimizer.state, names, remainders)
+        rows, names = of_groups.get((index, device)), states_in(group, spec)
+        still = rows is not None and rows.is_valid_for(group["params"], optimizer.state, names, remainders)
         found.append(rows if still else None)
     return found
 
@@ -272,14 +274,14 @@ def step_rows(
     loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[KernelCall]], request: UpdateRequest
 ) -> None:
     """Run the calls of each param group. ``skip`` and ``factor`` of the request must be on the CPU."""
-    known, copies = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out
+    spec, copies = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out
     times = 1.0 if request.factor is None else number(request.factor)
-    hypers = [numbers_in(group, known) for group in optimizer.param_groups]
+    hypers = [numbers_in(group, spec) for group in optimizer.param_groups]
     for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
         signed = -times if group["maximize"] else times
         for call in of_group:
             update_by_loops(
-                loops, known.kind, call.columns, hyper, signed, request.skip, call.grad_dtype, call.half_dtype
+                loops, spec.kind, call.columns, hyper, signed, request.skip, call.grad_dtype, call.half_dtype
             )
             if copies is not None and call.halves:
                 copies.written += call.halves
@@ -330,16 +332,16 @@ def number(value: float | Tensor) -> float:
     return float(types[value.dtype].from_address(value.data_ptr()).value)
 
 
-def numbers_in(group: Mapping[str, Any], known: FusedOptimizerSpec) -> list[float]:
+def numbers_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> list[float]:
     """Return the numbers of a param group in the order of the kernels."""
-    values = [group[key] if key == "betas" else (group[key],) for key in known.hyper]
+    values = [group[key] if key == "betas" else (group[key],) for key in spec.hyper]
     return [number(value) for pair in values for value in pair]
 
 
-def states_in(group: Mapping[str, Any], known: FusedOptimizerSpec) -> tuple[str, ...]:
+def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, ...]:
     """Return the names of a param group's states in the order of the kernels, and ``"step"`` if steps are counted."""
-    states = known.states if known.last is None or group[known.last] else known.states[:-1]
-    return (*states, "step") if known.counted else states
+    states = spec.states if spec.last is None or group[spec.last] else spec.states[:-1]
+    return (*states, "step") if spec.counted else states
 
 
 def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
@@ -356,10 +358,10 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
     if not all(value is None or is_read(value) for value in numbers):
         return None
     loops = chosen.native
-    return loops if loops is not None and is_known(optimizer, is_read) else None
+    return loops if loops is not None and is_supported(optimizer, is_read) else None
 
 
-def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
+def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Return True if the loops or Triton kernels support the optimizer.
 
     It must be one of torch's fused classes, without step hooks or a replaced `step`. ``is_read`` must be true for all
@@ -391,10 +393,10 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
         cache: The rows of the last step.
     """
     loops = loops_for(optimizer, request.skip, request.factor)
-    if loops is None or any(rows.others for rows in cache.values()):
+    if loops is None or any(rows.unsupported for rows in cache.values()):
         return False
     calls = list[list[KernelCall]]()
-    for rows in rows_as_before(optimizer, request.skip.device, {}, cache):
+    for rows in find_valid_rows(optimizer, request.skip.device, {}, cache):
         if rows is None:
             return False
         of_group = rows.calls(request.low_precision_out)
@@ -433,11 +435,11 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
 
     If a parameter has its first gradient, its states are created as torch creates them.
     """
-    known, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
-    before = rows_as_before(optimizer, device, remainders, cache)
+    spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
+    before = find_valid_rows(optimizer, device, remainders, cache)
     for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
         if rows is None:
-            names = states_in(group, known)
+            names = states_in(group, spec)
             first = {name: first_value(optimizer, group, name) for name in names}
             rows = _rows(group["params"], optimizer.state, first, device, remainders)
             if not by_bucket.holders:  # parameters of a bucket are temporary
@@ -447,7 +449,7 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
 
 
 def _rows(
-    whole: Sequence[Tensor],
+    all_params: Sequence[Tensor],
     state: State,
     first: Mapping[str, float],
     device: torch.device,
@@ -459,27 +461,27 @@ def _rows(
     parameters are left for torch. States and remainders get the strides of their parameters.
 
     Args:
-        whole: All parameters of the group.
+        all_params: All parameters of the group.
         state: The optimizer's state.
         first: The initial value of each state by name, in the order of the kernels.
         device: The device of the kernels.
         remainders: The remainders of split weights.
     """
     names = tuple(first)
-    params, waiting, others = list[Tensor](), list[Tensor](), list[Tensor]()
-    for param in whole:
+    params, without_grad, unsupported = list[Tensor](), list[Tensor](), list[Tensor]()
+    for param in all_params:
         if param.grad is None and param not in state:
-            waiting.append(param)  # its first gradient invalidates the cached rows
+            without_grad.append(param)  # its first gradient invalidates the cached rows
         elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, first):
             params.append(param)
         else:
-            others.append(param)
+            unsupported.append(param)
     addresses = {name: [state[param][name].data_ptr() for param in params] for name in names}
     steps, none = addresses.pop("step", None), [0] * len(params)
     columns = [list(map(Tensor.data_ptr, params)), *addresses.values(), *[none] * (3 - len(addresses)), steps or none]
     rests = [0 if (rest := remainders.get(param)) is None else rest.data_ptr() for param in params]
     table = PointerTable(params, columns, rests if any(rests) else None)
-    return ParamRows(whole, state, names, table, remainders, waiting, others)
+    return ParamRows(all_params, state, names, table, remainders, without_grad, unsupported)
 
 
 def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -> bool:
@@ -540,7 +542,7 @@ def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[li
         if any(chosen):
             of_dtype = table if all(chosen) else _only(table, chosen)
             calls.append(of_dtype.call([grad for grad in compress(grads, chosen) if grad is not None], copies))
-    return calls, [param for param in rows.others if param.grad is not None] + unsupported
+    return calls, [param for param in rows.unsupported if param.grad is not None] + unsupported
 
 
 def _only(table: PointerTable, chosen: Sequence[bool]) -> PointerTable:

@@ -57,7 +57,7 @@ def check_gradient_reduction(
 
 
 class GradSyncController(ABC):
-    """Controls whether the next backward reduces gradients; only the last micro-batch of a window does.
+    """The switch for gradient reduction in the next backward; only the last micro-batch of a window reduces.
 
     Attributes:
         on: True if the next forward and backward reduce.
@@ -124,7 +124,7 @@ class GradSyncController(ABC):
 
 
 class OverlappedReduce(GradSyncController):
-    """Reduces this library's gradient buckets while the backward of the last micro-batch of a window runs."""
+    """The reduction of gradient buckets while the backward of the last micro-batch of a window runs."""
 
     def __init__(self, reducer: BackwardReducer) -> None:
         self._reducer = reducer
@@ -161,7 +161,7 @@ class OverlappedReduce(GradSyncController):
 
 
 class TorchGradSync(GradSyncController):
-    """Turns the gradient synchronization of torch's data-parallel modules on and off.
+    """The switch for the gradient synchronization of torch's data-parallel modules.
 
     Args:
         modules: `DistributedDataParallel` modules, or modules with `fully_shard`, or wrappers of these (``torch.compile``,
@@ -352,7 +352,7 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
 
 
 class MegatronGradSync(TorchGradSync):
-    """Controls Megatron's `DistributedDataParallel`, whose buffers are reduced at the end of a window.
+    """The switch for Megatron's `DistributedDataParallel`, whose buffers are reduced at the end of a window.
 
     With ``overlap_grad_reduce`` they are reduced while the backward of the last micro-batch runs.
 

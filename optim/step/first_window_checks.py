@@ -50,7 +50,7 @@ class GradientReport(NamedTuple):
     some_not_zero: bool
     elsewhere: bool  # there are gradients in `main_grad`
     unknown: bool  # a backward raised
-    divided_again: bool  # a pipeline schedule divided gradients twice
+    divided_twice: bool  # a pipeline schedule divided gradients twice
     sums: Sums  # partial gradients, as declared by DTensor gradients
     wrong: str | None  # an error in the gradients, or a second clipping
     facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if they agree
@@ -90,7 +90,7 @@ class GradientReport(NamedTuple):
             wrong = str(error)
         broken = window.phase == "broken"
         counts = window.grads_checked, window.count_written(params)
-        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts, *counts)
+        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_twice, sums, wrong, facts, *counts)
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
@@ -107,7 +107,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     for rank, of_rank in enumerate(seen):
         if of_rank.wrong is not None:
             raise ValueError(f"rank {rank}: {of_rank.wrong}")
-    if any(rank.divided_again for rank in seen):
+    if any(rank.divided_twice for rank in seen):
         raise RuntimeError(
             "a pipeline schedule with scale_grads=True has divided gradients twice: of a parameter that two stages of a "
             "rank share, or of earlier micro-batches of the window. Run it with meshstep.optim.Pipeline(schedule, "
@@ -221,7 +221,7 @@ WINDOWS = 16  # several, because an expert may get no tokens in a window
 
 
 class UnusedParameters:
-    """Watches the first `WINDOWS` windows for parameters without a gradient, then warns once on rank 0.
+    """A check of the first `WINDOWS` windows for parameters without a gradient, which then warns once on rank 0.
 
     Args:
         params: The model's parameters, in the order of the plan's entries.

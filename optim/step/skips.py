@@ -61,7 +61,7 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
 
 
 class SkipMonitor:
-    """Counts skipped steps, in total and by reason.
+    """Counters of skipped steps, in total and by reason.
 
     The six counts are: all skipped steps; steps in a row with a non-finite norm; steps whose gradients bypassed `backward`;
     steps that ``commit=`` rejected; whether replicas have diverged; and steps in which ranks disagreed.

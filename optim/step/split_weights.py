@@ -18,7 +18,7 @@ from ..kernels.memory import is_non_overlapping_and_dense
 
 
 class SplitWeights:
-    """Steps bfloat16 weights as float32 master weights, which are joined from a weight and its remainder per bucket.
+    """bfloat16 weights that are stepped as float32 masters, joined from weights and remainders per bucket.
 
     Args:
         remainders: The int16 remainder of each bfloat16 tensor in an optimizer's param groups that is stepped in this way.

@@ -317,7 +317,7 @@ def _text_of(value: object) -> str:
 
 
 class StepAgreement:
-    """Compares the window, the hyper-parameters and the trained parameters between ranks.
+    """The comparison of the window, the hyper-parameters and the trained parameters between ranks.
 
     Args:
         plan: The agreed plan of the model's parameters.

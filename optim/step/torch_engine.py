@@ -302,7 +302,7 @@ def _start_sums(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
-def step_rightly(optimizer: torch.optim.Optimizer) -> None:
+def step_correctly(optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer, without fused kernels if these give wrong results."""
     _start_sums(optimizer)
     groups = optimizer.param_groups if is_miscomputed(optimizer) else []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...amp.capture import is_captured
 from ..kernels.choice import triton_on
-from .c_engine import SUPPORTED_OPTIMIZERS, RowCache, is_known, is_number, numbers_in, rows_of, split_supported
+from .c_engine import SUPPORTED_OPTIMIZERS, RowCache, is_number, is_supported, numbers_in, rows_of, split_supported
 from .update_request import UpdateRequest
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
         isinstance(value, Tensor) and key != "lr" for group in optimizer.param_groups for key, value in group.items()
     ):
         return None
-    return kernels if is_known(optimizer, is_read) else None
+    return kernels if is_supported(optimizer, is_read) else None
 
 
 def step_by_triton(
@@ -64,19 +64,19 @@ def step_by_triton(
     """
     from ..kernels.triton import KernelLaunch
 
-    known, copies, left = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out, list[list[Tensor]]()
+    spec, copies, left = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out, list[list[Tensor]]()
     parts, alive, halves = list[KernelLaunch](), list[Tensor](), list[Tensor]()
     device = request.skip.device
     for group, rows in zip(optimizer.param_groups, rows_of(optimizer, device, {}, cache), strict=True):
         rate = _rate_on(device, group)
-        hyper = numbers_in(group if rate is None else {**group, "lr": 0.0}, known)
-        calls, others = split_supported(rows, copies)
+        hyper = numbers_in(group if rate is None else {**group, "lr": 0.0}, spec)
+        calls, leftover = split_supported(rows, copies)
         for call in calls:
             parts.append(KernelLaunch(call.columns, hyper, rate, group["maximize"], call.grad_dtype, call.half_dtype))
             alive += call.alive
             halves += call.halves
-        left.append(others)
-    kernels.update(known.kind, parts, request.skip, request.factor)
+        left.append(leftover)
+    kernels.update(spec.kind, parts, request.skip, request.factor)
     if copies is not None and halves:
         copies.written += halves
         torch.autograd.graph.increment_version(halves)

@@ -21,7 +21,7 @@ from .torch_engine import (
     is_miscomputed,
     lay_out_all,
     params_of,
-    step_rightly,
+    step_correctly,
     update_by_torch,
     without_momentum,
 )
@@ -37,7 +37,7 @@ def invalidate_before_updates(forget: Callable[[], None]) -> None:
 
 
 class UpdateEngine:
-    """Runs the updates of one optimizer with the compiled loops, this library's Triton kernels, or torch.
+    """The engine that updates an optimizer's parameters with compiled loops, Triton kernels, or torch.
 
     On a CPU the loops multiply gradients by ``request.factor`` during the update and leave ``.grad`` unchanged. The Triton
     kernels do the same if they were chosen. torch's fused kernels divide by the inverse factor in float32 and write the
@@ -83,7 +83,7 @@ class UpdateEngine:
         sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
         if len(sides) == 2 and steps_in_parts(optimizer):
             for on_cpu, of_side in sorted(sides.items()):  # the device first, because kernel launches return at once
-                with only(optimizer, of_side):
+                with hold_only(optimizer, of_side):
                     self._step_split(_on_cpu(request) if on_cpu else request)
         else:
             self._step_split(_on_cpu(request) if True in sides else request)
@@ -179,7 +179,7 @@ def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> No
         scale_gradients(params_of(optimizer), factor)
     if any(group.get("fused") for group in optimizer.param_groups):
         lay_out_all(optimizer)
-    step_rightly(optimizer)
+    step_correctly(optimizer)
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -227,7 +227,7 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     return steps_on_device(optimizer) and not hooks and not late and not whole
 
 
-def only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
+def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
     """Return a context manager in which param groups hold only some of their parameters.
 
     Args:

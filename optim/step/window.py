@@ -175,10 +175,10 @@ def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
 
 
 @contextmanager
-def watching_stages(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
+def detect_double_division(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
     """Return a context manager around a pipeline schedule's step that detects gradients which a stage divides twice.
 
-    The result is stored in ``window.divided_again``.
+    The result is stored in ``window.divided_twice``.
 
     Args:
         window: The accumulation window.
@@ -196,7 +196,7 @@ def watching_stages(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
     def scale_grads(stage: Any, factor: int) -> None:
         divide(stage, factor)
         own = {id(param) for param in stage.submod.parameters() if param.grad is not None}
-        window.divided_again |= factor != 1 and bool(divided & own)
+        window.divided_twice |= factor != 1 and bool(divided & own)
         divided.update(own)
 
     kind.scale_grads = scale_grads
@@ -237,7 +237,7 @@ class Window:
         explicit: The rules of the window's explicit clips, in the order of the calls.
         has_stale_grads: True if the gradients of the last window have been reduced and not been cleared.
         saw_grads: True after any backward has left a gradient on this rank.
-        divided_again: True after a pipeline schedule has divided gradients that were divided before.
+        divided_twice: True after a pipeline schedule has divided gradients that were divided before.
         grads_checked: True after all ranks have checked the gradients of a window together, in the first step.
     """
 
@@ -246,7 +246,7 @@ class Window:
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
         self.has_stale_grads = self.sync_skipped = self.several = self.captured = self.saw_grads = (
-            self.divided_again
+            self.divided_twice
         ) = False
         self.entered = self.grads_checked = False
         self.scale: Tensor | None = None
@@ -466,7 +466,7 @@ class Window:
         try:
             with ExitStack() as stack:
                 if several:
-                    stack.enter_context(watching_stages(self, params))
+                    stack.enter_context(detect_double_division(self, params))
                 for enter in around:
                     stack.enter_context(enter(self))
                 yield

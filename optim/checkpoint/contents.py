@@ -192,7 +192,13 @@ def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of which this rank has parts: ``{offsets: part}``, rectangles that do not overlap."""
+    """A tensor of which this rank has parts.
+
+    Args:
+        shape: Shape of the full tensor.
+        dtype: Its dtype.
+        parts: This rank's parts by offsets: rectangles that do not overlap.
+    """
 
     shape: Shape
     dtype: torch.dtype
@@ -201,7 +207,13 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """The rectangles of a full tensor that a rank has, without their elements."""
+    """The rectangles of a full tensor that a rank has, without their elements.
+
+    Args:
+        shape: Shape of the full tensor.
+        dtype: Its dtype.
+        boxes: The rectangles.
+    """
 
     shape: Shape
     dtype: torch.dtype
@@ -666,8 +678,8 @@ class SharedRecord:
 
     Some values differ between ranks, such as batch norm's running statistics over data-parallel ranks, or a learning rate
     over pipeline stages. On the same mesh, a rank gets the values of its coordinates. On another mesh, it gets the values
-    of the saved ranks with the same coordinates along every axis of equal size, and coordinate 0 along other data-parallel
-    axes. If these values differ, it is an error.
+    of certain saved ranks. These have the same coordinates along every axis of equal size, and coordinate 0 along other
+    data-parallel axes. If their values differ, it is an error.
 
     Args:
         content: The result of `merge`.

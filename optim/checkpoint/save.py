@@ -85,9 +85,9 @@ def save_checkpoint(
     The checkpoint is written to a separate directory, synchronized to disk, and then renamed. If ranks or the machine crash
     at any moment, the newest complete checkpoint is the previous one or this one.
 
-    It contains the model's parameters and persistent buffers, the optimizer's state and hyper-parameters, float32 master
-    weights, the loss scale, the number of skipped steps, the schedule, and the random states of every rank. It does not
-    contain gradients, so call it after `step`, at the beginning of an accumulation window.
+    It contains the model's parameters and persistent buffers, and the optimizer's state, hyper-parameters and float32
+    master weights. It also contains the loss scale, the number of skipped steps, the schedule, and the random states of
+    every rank. It does not contain gradients, so call it after `step`, at the beginning of an accumulation window.
 
     Args:
         path: A directory that only this run uses, in a file system that all ranks share. It is created if it does not
@@ -104,10 +104,10 @@ def save_checkpoint(
     Returns:
         The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
-        ValueError: On every rank: gradients were accumulated since the last `step`; the schedule's state or ``extra``
-            contains an object that could not be read back; ranks disagree on the parameters, have shards of unequal sizes,
-            or don't share ``path``; or the newest checkpoint there is another run's, which this run has neither saved nor
-            loaded. The previous checkpoint stays.
+        ValueError: On every rank: gradients were accumulated since the last `step`. Or the schedule's state or ``extra``
+            contains an object that could not be read back. Or ranks disagree on the parameters, have shards of unequal
+            sizes, or don't share ``path``. Or the newest checkpoint there belongs to another run: this run has neither
+            saved nor loaded it. The previous checkpoint stays.
         RuntimeError: On every rank, if a rank could not write. The previous checkpoint stays.
         TypeError: The optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks.

@@ -31,7 +31,7 @@ from .contents import find_master_weights, portable_entries
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class ParameterStates:
     """A model parameter, and the location of this rank's optimizer states of it.
 
     Args:
@@ -180,8 +180,8 @@ class TorchStates(torch.optim.Optimizer):
         optimizer: The optimizer. Keep its registry open while you use this object. Create a new `TorchStates` after
             `add_param_group`.
     Raises:
-        ValueError: On every rank: shards of a parameter have unequal sizes that are not declared, or a state is neither a
-            number nor of the shard's shape. Also in `state_dict`: a number differs between shards. `save_checkpoint`
+        ValueError: On every rank: shards of a parameter have unequal sizes that are not declared. Or a state is neither a
+            number nor of the shard's shape. Or, in `state_dict`, a number differs between shards. `save_checkpoint`
             supports all of these.
     Collectives: an object all-gather, here and in both methods. With `Sharded` the methods also run an all-reduce per
         state.
@@ -224,7 +224,7 @@ class TorchStates(torch.optim.Optimizer):
 
     # Locations of states ----------------------------------------------------------------------------------------------
 
-    def _parameters_by_group(self) -> Iterator[Iterator[LaidOut]]:
+    def _parameters_by_group(self) -> Iterator[Iterator[ParameterStates]]:
         optimizer = self._optimizer
         links = optimizer.transforms.links
         held: dict[int, list[tuple[int, SteppedTensor]]] = {}
@@ -232,10 +232,10 @@ class TorchStates(torch.optim.Optimizer):
             held.setdefault(id(row.param), []).append((position, row))
         entries = iter(optimizer.model_plan.entries)
 
-        def one(param: Tensor) -> LaidOut:
+        def one(param: Tensor) -> ParameterStates:
             local = local_parameter(param)
             cut = next((axes for link in links if (axes := link.cut_over(local))), None)
-            return LaidOut(self.registry, param, local, next(entries), held.get(id(local), []), cut)
+            return ParameterStates(self.registry, param, local, next(entries), held.get(id(local), []), cut)
 
         return ((one(param) for param in group) for group in optimizer.model_param_groups)
 
@@ -278,7 +278,7 @@ class TorchStates(torch.optim.Optimizer):
                 found.setdefault(name, set()).update(names)
         return {item.entry.name: sorted(found[item.entry.name]) for item, _ in own}
 
-    def _own_states(self) -> list[tuple[LaidOut, dict[str, list[tuple[SteppedTensor, Any]]]]]:
+    def _own_states(self) -> list[tuple[ParameterStates, dict[str, list[tuple[SteppedTensor, Any]]]]]:
         """Return for each parameter its states on this rank, including master weights: a value per shard, by name."""
         state = self._optimizer.state_dict()
         masters = find_master_weights(state["meshstep"]["weights"])
@@ -333,7 +333,7 @@ class TorchStates(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def _check(
-        self, own: list[tuple[LaidOut, dict[str, list[tuple[SteppedTensor, Any]]]]]
+        self, own: list[tuple[ParameterStates, dict[str, list[tuple[SteppedTensor, Any]]]]]
     ) -> dict[str, dict[str, Any]]:
         """Return the numbers, by parameter and name. Raise ValueError for a state that a DTensor does not support."""
         numbers: dict[str, dict[str, Any]] = {}
@@ -419,7 +419,7 @@ class TorchStates(torch.optim.Optimizer):
                 )
         return found
 
-    def _parts(self, item: LaidOut, key: str, value: Any) -> Iterator[tuple[int, Any]]:
+    def _parts(self, item: ParameterStates, key: str, value: Any) -> Iterator[tuple[int, Any]]:
         """Yield (position, state) of each shard on this rank, from a saved state."""
         if not isinstance(value, Tensor) or _is_number(key, value, item.local):
             for position, _ in item.held:

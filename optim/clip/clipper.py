@@ -4,7 +4,7 @@
     inverse = D / W / loss scale
 
 Before clipping, a gradient still contains the loss scale. It was also divided by the number D of data-parallel ranks
-instead of the window's total weight W. (Without weights, W is D times the number of micro-batches whose mean is taken.)
+instead of the window's total weight W. Without weights, W is D times the number of micro-batches whose mean is taken.
 Rules and `GradStats` receive norms of the final, unscaled gradients before clipping.
 """
 
@@ -90,7 +90,7 @@ class SkipVote:
             vetoed = (sums["veto"][0] > 0).float()
         if self.watch is None:
             return vetoed, None
-        self.watch.look([values for name, values in sums.items() if name.startswith("fingerprints")], finite)
+        self.watch.record([values for name, values in sums.items() if name.startswith("fingerprints")], finite)
         return vetoed, self.watch.parted
 
 
@@ -286,7 +286,7 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
 
 @dataclass(frozen=True)
 class MeasurementSpec:
-    """The values that one measurement computes besides the norms of the total and of param groups."""
+    """The values that one measurement computes besides the norms of the total and of param groups. See `Clip`."""
 
     norm_type: float
     level: Level = "total"

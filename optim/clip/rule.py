@@ -49,6 +49,15 @@ Thresholds are in units of the unscaled gradient.
 class OfEachParameter(NamedTuple):
     """Initial state with one number per logical parameter, in the order of ``norms.parameters``. It is saved by name.
 
+        class MeanNorms(Clip):
+            level = "parameters"
+
+            def initial(self):
+                return {"mean": OfEachParameter(0.0)}
+
+            def decide(self, norms, state):
+                return Decision(None, {"mean": 0.9 * state["mean"] + 0.1 * norms.parameters})
+
     Args:
         value: The initial value of each number.
     """
@@ -64,6 +73,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 class Decision(NamedTuple):
     """The result of a rule in one step.
+
+        Decision(factors=(1.0 / norms.total).clamp(max=1.0), skip=norms.total > 100)  # in `Clip.decide`
 
     Args:
         factors: Factors on gradients, of the shape of the norms at the rule's level. None: gradients are unchanged.

@@ -42,6 +42,8 @@ from .rule import (
 class ByValue(Clip):
     """Clamps every element to [-clip_value, clip_value], after the norm was measured.
 
+        ParallelOptimizer(adamw, registry, max_norm=ByValue(0.5))
+
     Args:
         clip_value: The bound, in units of the unscaled gradient; finite, > 0.
     """
@@ -154,6 +156,8 @@ class PerParameter(Clip):
 @dataclass(frozen=True)
 class Adaptive(Clip):
     """Clips each unit's gradient to a fraction of the norm of the unit's weights (adaptive gradient clipping).
+
+        ParallelOptimizer(sgd, registry, max_norm=Adaptive(0.01))
 
         factor = min(1, clipping * max(||w||, eps) / ||g||)        Brock et al. 2021, arXiv:2102.06171
 
@@ -352,6 +356,8 @@ def check_packed(clip: Clip | None, reduction: str) -> None:
 @dataclass(frozen=True)
 class AdaGC(Clip):
     """Clips each parameter's gradient to ``times`` the exponential mean of the norms of its clipped gradients.
+
+        ParallelOptimizer(adamw, registry, max_norm=AdaGC())
 
         in the first ``warm_up`` steps:   h_t = min(1, max_norm / total_norm)
                                           mean[i] <- min(mean[i], h_t ||g_i||)
@@ -571,13 +577,15 @@ class WarmUp:
 class ZClip(Clip):
     """Clips norms that are more than ``z`` standard deviations above their mean; larger outliers are clipped harder.
 
+        ParallelOptimizer(adamw, registry, max_norm=ZClip())
+
         z_t = (g_t - mean) / sqrt(var)                       g_t: the total norm
         c_t = mean + z^2 / z_t sqrt(var)  if z_t > z, else g_t          reciprocal clipping
         mean <- decay mean + (1 - decay) c_t
         var  <- decay var  + (1 - decay) (c_t - mean)^2      with the new mean
                                                              Kumar et al. 2025, arXiv:2504.02507
 
-    In the first ``warm_up`` steps only ``max_norm`` clips; mean and variance are the population mean and variance of all
+    In the first ``warm_up`` steps only ``max_norm`` clips. The statistics are then the population mean and variance of all
     norms so far, as in the authors' code. Spikes enter the statistics as their clipped norm c_t. Skipped steps do not.
 
     Args:

@@ -3,8 +3,8 @@
     replicated states   every rank needs the sum of the full bucket         --all-reduce-->       the parameters' gradients
     sharded states      every rank needs its slice of the sum               --reduce-scatter-->   a slice
 
-Only parameters with equal layout (distinct axes, owners, ties), dtype and device share a bucket. So all ranks with a
-replica of one of its parameters have a replica of each of them, and their buffers are identical in length and order.
+Only parameters with equal layout (distinct axes, owners, ties), dtype and device share a bucket. So a rank with a
+replica of one of its parameters has a replica of each of them. The buffers of these ranks have equal length and order.
 Replicas get bitwise identical sums, in whatever order a backend adds.
 """
 
@@ -170,7 +170,10 @@ class Exchange(ABC):
 
 
 class Exact(Exchange):
-    """Sums gradients in their own dtype. This is the default hook."""
+    """Sums gradients in their own dtype. This is the default hook.
+
+    ParallelOptimizer(..., overlap=True, compression=Exact())
+    """
 
     def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
         work: Any = dist.all_reduce(flat, group=group, async_op=True)

@@ -34,6 +34,9 @@ from .powers import HIGH, accumulation_dtype, are_alike, local_powers, p_norm
 class GlobalNorm:
     """Computes the global norms of the gradients of one plan.
 
+        norm = GlobalNorm(optimizer.plan, optimizer.registry)
+        norms = norm([row.grad_tensor.grad for row in optimizer.pieces()])
+
     Args:
         plan: The reduction plan. All ranks must agree on it (`norm.plan_agreement.agree`) for ``reduction="per_group"`` and
             ``per_parameter=True``, whose collectives depend on it.

@@ -21,6 +21,9 @@ Level = Literal["total", "groups", "parameters", "named", "units"]
 class Norms(NamedTuple):
     """Global p-norms of gradients: device tensors of the accumulation dtype.
 
+        norms = GlobalNorm(plan, registry)(gradients)
+        print(float(norms.total))
+
     Args:
         total: 0-dim: the norm of all parameters.
         groups: [param groups].
@@ -96,9 +99,9 @@ class Fingerprints:
 
     Limits:
 
-    * A shard without a replica is not compared: sharded weights on a mesh without data-parallel axes, states sharded by
-      `Sharded` (the full weights are compared), and everything in a single process. If nothing can be compared, a warning
-      is issued.
+    * A shard without a replica is not compared. Examples are sharded weights on a mesh without data-parallel axes, states
+      sharded by `Sharded`, and everything in a single process. With `Sharded` the full weights are compared. If nothing can
+      be compared, a warning is issued.
     * A gradient that was wrong before it was averaged is equally wrong on all replicas.
     * With master weights, a flipped bit in a half-precision weight lasts for one step only.
     * Only tensors in the optimizer's ``state`` are compared.
@@ -145,8 +148,8 @@ class GradStats:
         print(stats)  # norm 0.913, clipped x0.548
 
     No field was read by the host. ``float(stats.total_norm)`` and ``str(stats)`` read fields, and wait for the device. Each
-    step returns new tensors, except a step captured in a CUDA graph: every replay overwrites its tensors, so clone the
-    tensors that you want to keep.
+    step returns new tensors, except a step captured in a CUDA graph. Every replay overwrites its tensors; clone the tensors
+    that you want to keep.
 
     Args:
         total_norm: 0-dim float64 (float32 on a device without float64): the global p-norm of the unscaled gradients before

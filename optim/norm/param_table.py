@@ -19,6 +19,9 @@ from .plan import ParameterEntry, ReductionPlan
 class ParamPosition:
     """A position in the param groups, while parameter transforms replace its tensor.
 
+        for position in optimizer.pieces():  # `SteppedTensor` is a subclass
+            print(position.name, tuple(position.tensor.shape))
+
     Args:
         index: Number of the model parameter, in the order in which the optimizer was given parameters.
         name: Name of the model parameter.
@@ -55,8 +58,11 @@ class ParamPosition:
 class SteppedTensor(ParamPosition):
     """A tensor that the optimizer steps, and its place in the model; see `ParamPosition` for the first arguments.
 
-    ``tensor`` is 1-dim where optimizer states are sharded, and of the parameter's shape otherwise. It is float32 where it
-    is a master weight.
+        for row in optimizer.pieces():
+            print(row.name, row.region)
+
+    ``tensor`` is 1-dim if optimizer states are sharded, and has the parameter's shape otherwise. It is float32 if it is a
+    master weight.
 
     Args:
         entry: The layout of the tensor whose gradient is measured: its spec, shape, dtype, param group, and whether it is

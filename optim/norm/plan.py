@@ -5,8 +5,12 @@ different parameters. Every distinct shard counts exactly once, however many ran
 
     total_norm^p = sum over parameters, over distinct shards, of ||shard||_p^p
 
-The plan describes two ways to compute this sum. *Packed*: every rank divides the power of each shard by its replication
-factor, and one all-reduce over all ranks sums them. *Per group*, the textbook form: the powers of each bucket are
+The plan describes two ways to compute this sum.
+
+*Packed*: every rank divides the power of each shard by its replication
+factor, and one all-reduce over all ranks sums them.
+
+*Per group*, the textbook form: the powers of each bucket are
 all-reduced over exactly the axes that index the bucket's shards.
 """
 
@@ -38,6 +42,8 @@ _UNDECLARED = Annotation(P(), declared=False)
 @dataclass(frozen=True)
 class ParameterEntry:
     """The layout of one parameter on this rank.
+
+        ParameterEntry("weight", P("tensor"), shape=(4, 8), full_shape=(8, 8))  # one of two shards
 
     Args:
         name: Name of the parameter.
@@ -179,6 +185,8 @@ T = TypeVar("T")
 class Bucket:
     """The parameters whose powers are reduced over the same ranks.
 
+        Bucket.of(P("tensor"), Topology(data=2, tensor=2))  # reduced over the ranks of the axis "tensor"
+
     Args:
         distinct: The axes that index the shards, in the topology's order.
         owned: As in `P`: the (axis, coordinate) pairs of the owner ranks. Other ranks do not hold the parameters.
@@ -222,6 +230,9 @@ class Bucket:
 @dataclass(frozen=True)
 class ReductionPlan:
     """The reduction plan of one rank. It needs no process groups.
+
+        entries = [ParameterEntry("weight", P("tensor"), shape=(4, 8)), ParameterEntry("bias", P(), shape=(8,))]
+        print(ReductionPlan.of(entries, Topology(data=2, tensor=2), rank=0))
 
     Args:
         topology: The mesh.

@@ -98,13 +98,22 @@ class Called(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The data about a rank's plan that `agree` compares over ranks."""
+    """The data about a rank's plan that `agree` compares over ranks.
+
+    Args:
+        digests: A digest of the declarations, by holders.
+        shapes: A digest of the full shapes, by holders.
+        buckets: The plan's buckets.
+        num_groups: Number of param groups.
+        weighted: Number of elements, each divided by its replication factor.
+        named: Names of the parameters. None: ranks do not agree on names.
+    """
 
     digests: dict[Holders, str]
-    shapes: dict[Holders, str]  # digests of the full shapes
+    shapes: dict[Holders, str]
     buckets: tuple[Bucket, ...]
     num_groups: int
-    weighted: Fraction  # elements, each divided by its replication factor
+    weighted: Fraction
     named: Called | None
 
     @classmethod

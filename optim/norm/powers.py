@@ -1,7 +1,9 @@
 """The sums of |g|^p of one rank's gradients, computed in one pass over the gradients, without a collective.
 
 `reference_powers` is the plain reference, in float64 throughout. `powers_by_torch` computes the same values with torch's
-kernels. No finite gradient overflows or underflows, whatever its memory layout. (One float32 accumulator over a full
+kernels. No finite gradient overflows or underflows, whatever its memory layout.
+
+(One float32 accumulator over a full
 gradient, which a plain ``vector_norm`` uses on a CPU, is off by 1e-5 at a million elements and by 3e-4 at ten million.)
 For p >= `HIGH`, p-th powers leave the range of float64 too. There p-norms replace powers, and they are combined after their
 maximum is factored out.

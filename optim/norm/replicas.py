@@ -1,8 +1,8 @@
 """Find replicas that differ, with the same collective that computes the gradient norm.
 
 Replicas of one shard must be bitwise identical: the parameter, its gradient and its optimizer state. Each rank hashes its
-replica (`TensorHash`). Along each replicate axis of n ranks, the replica at coordinate 0 adds -(n - 1) times its hash to a
-slot, and each other replica adds its hash. Equal replicas cancel exactly, because integers below 2^53 are exact in float64.
+replica (`TensorHash`). Along a replicate axis of n ranks, the replica at coordinate 0 adds -(n - 1) times its hash to a
+slot. Each other replica adds its hash. Equal replicas cancel exactly, because integers below 2^53 are exact in float64.
 A slot other than 0 names a parameter and an axis along which its replicas differ.
 """
 
@@ -34,7 +34,18 @@ ADVICE = (
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas of a parameter, its gradient or its optimizer state differ; ``mismatches`` lists them."""
+    """Replicas of a parameter, its gradient or its optimizer state differ; ``mismatches`` lists them.
+
+        try:
+            optimizer.step()
+        except ReplicaMismatchError as error:
+            print(error.mismatches[0].name, error.mismatches[0].ranks)
+
+    Args:
+        mismatches: The parameters that differ.
+        since: First line of the message: the steps that were skipped.
+        advice: Last line of the message: possible causes.
+    """
 
     def __init__(
         self, mismatches: Sequence[Mismatch], since: str = "replicas differ, nothing was stepped", advice: str = ADVICE
@@ -234,7 +245,7 @@ class FingerprintMonitor:
         self._numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
         return [check.weighted(numbers) for check, numbers in zip(self.checks, self._numbers, strict=True)]
 
-    def look(self, totals: Sequence[Tensor], finite: Tensor) -> None:
+    def record(self, totals: Sequence[Tensor], finite: Tensor) -> None:
         """Update ``parted`` from the summed slots.
 
         Args:

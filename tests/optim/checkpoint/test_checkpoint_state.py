@@ -169,7 +169,7 @@ def test_odd_state_belongs_to_its_piece(world: World, tmp_path: Path) -> None:
         same(found, saved) for found, saved in zip(world.run(2, load_odd, tmp_path / "two", TENSOR), two, strict=True)
     )
     message = error_of(load_odd, tmp_path / "two", ONE)
-    assert "history of weight differed between pieces" in message or "rows of weight belongs to pieces" in message
+    assert "history of weight differed between shards" in message or "rows of weight belongs to shards" in message
 
 
 def adafactor(path: Path, resume: bool) -> list[float]:

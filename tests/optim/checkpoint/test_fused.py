@@ -231,7 +231,7 @@ def refused(mixed: bool) -> str:
 def test_blocks_that_the_piece_can_not_have_are_refused_on_every_rank(world: World) -> None:
     first, second = world.run(2, refused, False)
     assert first == second
-    assert "P(blocks('tensor', (2, 1))) can't cut dim 0, of length 8" in first
+    assert "P(blocks('tensor', (2, 1))) can't shard dim 0, of length 8" in first
     assert "multiple of 3" in first
 
 

@@ -43,9 +43,9 @@ class HalfStates(Placement):
     `Sharded` divides these further. A step also needs float32 copies of the states of 4 million elements, or of one larger
     parameter. Step counts and other scalars are unchanged.
 
-    Rounding is stochastic, because ``v += 0.001 * (g * g - v)`` changes ``v`` by less than half a unit in the last place,
-    so rounding to nearest loses these changes. After 2000 steps of a small network, AdamW's second moments were 3.4 times
-    the float32 ones with rounding to nearest, and 1.0 to 1.06 times with stochastic rounding.
+    Rounding is stochastic. ``v += 0.001 * (g * g - v)`` changes ``v`` by less than half a unit in the last place, which
+    rounding to nearest loses. After 2000 steps of a small network, AdamW's second moments were 3.4 times the float32 ones
+    with rounding to nearest. With stochastic rounding they were 1.0 to 1.06 times the float32 ones.
 
     Replicas of a parameter draw equal random bits, because the seed depends on its name and the step. A CPU draws other
     bits than a GPU: replicas that `Offloaded` steps on different devices diverge more than by the kernels' rounding.

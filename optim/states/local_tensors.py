@@ -1,8 +1,8 @@
 """The parameter transform that replaces an optimizer's DTensor parameters by their local tensors.
 
-FSDP2 and torch's tensor parallelism create DTensor parameters. With local tensors an optimizer may mix both kinds of
-parameters (torch's fused optimizers reject a mix), an update issues no hidden collectives, and later transforms handle
-plain tensors only.
+FSDP2 and torch's tensor parallelism create DTensor parameters. With local tensors an optimizer may mix
+both kinds of parameters, which torch's fused optimizers reject otherwise. An update then issues no hidden collectives, and
+later transforms handle plain tensors only.
 """
 
 from __future__ import annotations

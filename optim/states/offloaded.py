@@ -4,8 +4,8 @@
     CPU                                      +--> step of the copies ----+
 
 The parameters stay on the device, where their gradients are reduced, measured and clipped. A step copies the gradients of
-offloaded parameters to the CPU, steps device and CPU with their own fused kernels, and copies the new weights back in the
-parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
+offloaded parameters to the CPU, and steps device and CPU with their own fused kernels. It then copies the new weights back
+in the parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
 
 Transfers use buckets of 32 MiB of gradients, with one copy per direction. They overlap with the CPU's updates:
 
@@ -186,9 +186,9 @@ class Offloaded(Placement):
     stages with a tied embedding, owned parameters). CPU and GPU kernels may round differently; ``fraction=1.0`` avoids
     this.
 
-    torch's fused optimizers step bucket by bucket. All parameters are stepped at once, after all gradients have arrived,
-    by other optimizers, with `HalfStates` or stochastic rounding (whose random numbers depend on the step count), and if
-    the optimizer has step hooks.
+    torch's fused optimizers step bucket by bucket. All parameters are stepped at once, after all gradients have
+    arrived, in these cases: with other optimizers; with `HalfStates` or stochastic rounding, whose random numbers depend on
+    the step count; and if the optimizer has step hooks.
 
     Args:
         fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require gradients.

@@ -53,8 +53,8 @@ class Replayable(Placement):
 def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
     """Repeat the last update that was not skipped, and compare its result bitwise with the present values, which stay.
 
-    The update runs on this rank only, on the stepped tensors (masters and shards if there are any), with the gradients,
-    clip coefficient and param-group options that it had. Step hooks of the wrapped optimizer run again.
+    The update runs on this rank only, on the stepped tensors (masters and shards if there are any). It uses the gradients,
+    clip coefficient and param-group options of the original update. Step hooks of the wrapped optimizer run again.
 
         names = replay(optimizer)  # [] or names such as "layer.weight: exp_avg"
 

@@ -4,8 +4,8 @@
     ZeRO-2    the same, but each bucket is reduced as soon as backward has filled it, and its gradients are freed
 
 An all-reduce consists of a reduce-scatter and an all-gather, so the communication volume is the same as with replicated
-data parallelism. The work of the update and the memory for optimizer states and masters are divided by the axis size N, up
-to a few elements per bucket.
+data parallelism. With an axis of size N, each rank has 1 / N of the update's work and of the memory for optimizer
+states and masters, up to a few elements per bucket.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 """
@@ -376,9 +376,9 @@ class Sharded(Placement):
     This applies to parameters that require gradients and are replicated over the axis. Unsharded stay parameters that the
     axis already shards, that one of its coordinates owns, or that are tied over it; and DTensors if gradients are sharded.
 
-    A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis, so plans, norms and clipping
-    treat it like any parameter. It shares memory with a contiguous parameter. Masters are made per shard. The optimizer's
-    update must be elementwise.
+    A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis. Plans, norms and clipping treat
+    it like any parameter. It shares memory with a contiguous parameter. Masters are made per shard. The optimizer's update
+    must be elementwise.
 
     Args:
         axis: An axis or alias. Default ``"data"``. From an alias only the axes are used on which a parameter is replicated:

@@ -187,7 +187,7 @@ def test_groups_made_in_the_order_of_first_use_would_deadlock_if_making_them_wer
         assert eager(recorded(replace(drawn, asks=False))) is None
 
 
-@pytest.mark.parametrize(("number", "option"), [(61, "data_parallel"), (25, "states")])
+@pytest.mark.parametrize(("number", "option"), [(61, "overlap"), (25, "states")])
 def test_gradients_that_did_not_wait_for_the_end_of_backward_would_deadlock(number: int, option: str) -> None:
     """Of a model with experts: those of whole states with overlap, and of sharded ones."""
     drawn = drawn_of(number)

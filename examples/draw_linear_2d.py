@@ -84,7 +84,7 @@ def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -
         place: Any = Place(topology, rank)
         elements = tuple(shard(full, spec, place).flatten().tolist())
         entries = [ParameterEntry(title, spec, local_shape(shape, spec, topology))] if elements else []
-        weights = ReductionPlan.of(entries, topology, rank).weights
+        weights = ReductionPlan.of(entries, topology, rank).replica_weights
         held.append(Held(elements, Fraction(weights[0]) if weights else Fraction(0)))
     axes = Bucket.of(spec, topology).axes(topology)
     groups = tuple(sorted({tuple(topology.peers(rank, *axes)) for rank in range(topology.world_size)}))

@@ -496,7 +496,8 @@ def test_hashes_of_copies_elsewhere_travel_together() -> None:
 @pytest.mark.filterwarnings("ignore:in the first 16 steps no rank had a gradient")  # five come later
 def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In more steps than there are constants kept."""
-    monkeypatch.setattr(SkipMonitor, "_before", lambda monitor: (0, 0, 0, 0))  # it would read memory that is not there
+    # It would read memory that is not there.
+    monkeypatch.setattr(SkipMonitor, "_earlier_counts", lambda monitor: (0, 0, 0, 0))
     with fake_cuda(collectives_on=CPU) as logging:
         dtypes = (torch.float32, torch.bfloat16, torch.float64)
         params = [nn.Parameter(torch.ones(4, 3, device="cuda", dtype=dtypes[index % 3])) for index in range(9)]

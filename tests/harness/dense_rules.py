@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from math import inf, sqrt
+from types import EllipsisType
 from typing import Any
 
 from meshstep.optim import (
@@ -71,7 +72,8 @@ class DenseRule:
             assert rule.then is None or isinstance(rule.then, Clip)
             self.inner[""] = DenseRule(rule.then)
         if isinstance(rule, ByName):
-            self.inner = {pattern: DenseRule(own) for pattern, own in (*rule.groups, ("", rule.others))}
+            others = None if isinstance(rule.others, EllipsisType) else rule.others
+            self.inner = {pattern: DenseRule(own) for pattern, own in (*rule.groups, ("", others))}
 
     def __call__(self, norms: Norms) -> Factors | None:
         factors = self._start(norms)

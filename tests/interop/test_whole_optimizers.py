@@ -171,7 +171,7 @@ def refusal(layout: Layout, make: Make) -> str:
     """What `ParallelOptimizer` says of it."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
-        with pytest.raises(ValueError, match="split") as refused:
+        with pytest.raises(ValueError, match="sharded") as refused:
             ParallelOptimizer(make(model.named_parameters()), registry)
         return str(refused.value)
 

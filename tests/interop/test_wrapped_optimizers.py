@@ -47,7 +47,7 @@ def test_on_bare_pieces_it_is_another_optimizer(world: World, kind: str) -> None
         ("timm.optim", "Lamb", "max_grad_norm=1.0 clips by the norm of all"),
         ("pytorch_optimizer", "Prodigy", "from all parameters together"),
         ("pytorch_optimizer", "DAdaptAdam", "from all parameters together"),
-        ("pytorch_optimizer", "SPlus", "between training and evaluation"),
+        ("pytorch_optimizer", "SPlus", r"it switches the weights with train\(\) and eval\(\)"),
     ],
 )
 def test_what_looks_beyond_a_tensor_is_refused(package: str, name: str, says: str) -> None:

@@ -276,7 +276,9 @@ def classifier_equals_dense(topology: Topology, dtype: torch.dtype, tied: bool) 
         assert_same_grads(head, dense, registry)
         assert_same_grads(table, dense_table, registry)
         assert spec_of(head.weight) == P("row", "col")
-        with pytest.raises(ValueError, match=r"the input of Classifier2D has shape \(2, 14\), but its last dim must be"):
+        with pytest.raises(
+            ValueError, match=r"the input of Classifier2D has shape \(2, 14\), but its last dim must be"
+        ):
             head(torch.randn(2, 14))
 
 

@@ -14,6 +14,7 @@ On a CPU the decision is known at once, and nothing is deferred.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakMethod, finalize
 
@@ -233,6 +234,7 @@ class HoldOnSkip(LRScheduler):
 
     Raises:
         ValueError: The schedule's optimizer is no `ParallelOptimizer`.
+        TypeError: The schedule's ``step`` needs an argument, as that of `ReduceLROnPlateau` does.
 
     Collectives: none; all ranks see the same skipped steps, so their schedules agree.
     Host synchronization: one per step.
@@ -244,6 +246,18 @@ class HoldOnSkip(LRScheduler):
             raise ValueError(
                 f"{type(schedule).__name__} was created with a {type(schedule.optimizer).__name__}, which doesn't report "
                 "skipped steps; create the schedule with the ParallelOptimizer"
+            )
+        required = [
+            name
+            for name, parameter in signature(schedule.step).parameters.items()
+            if parameter.default is Parameter.empty
+            and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        ]
+        if required:
+            name = type(schedule).__name__
+            raise TypeError(
+                f"{name}.step needs {', '.join(required)}, and HoldOnSkip calls step() without arguments; call the step of "
+                f"{name} yourself, after steps that were not skipped"
             )
         self.schedule, self.optimizer = schedule, schedule.optimizer
         self._hold = Hold(schedule.optimizer, schedule.step)

@@ -21,7 +21,16 @@ from meshstep.optim import (
 from meshstep.optim.schedule import hold as taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from world import World
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -188,3 +197,11 @@ def test_a_plain_optimizer_is_refused_because_it_does_not_say_what_it_skipped() 
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(ValueError, match="StepLR was created with a SGD, which doesn't report skipped steps"):
         HoldOnSkip(StepLR(sgd, 2))
+
+
+def test_a_schedule_whose_step_needs_a_metric_is_refused() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = ParallelOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), registry)
+        with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step needs metrics, and HoldOnSkip calls step\(\)"):
+            HoldOnSkip(ReduceLROnPlateau(optimizer))

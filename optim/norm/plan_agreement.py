@@ -7,6 +7,7 @@ its parameters. Only if digests differ do ranks exchange all declarations, to na
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,9 @@ class Holders(NamedTuple):
         where |= {axis: spec.tied_coordinates(axis, plan.topology) for axis, _ in spec.tied}
         diagonal = tuple((axis, other) for axis, other in spec.owned if isinstance(other, str))
         return cls(tuple(sorted(where.items())), bool(spec.tied), diagonal)
+
+
+_GROUP = re.compile(r"param group (\d+)")
 
 
 class Declaration(NamedTuple):
@@ -263,7 +267,27 @@ def _first_disagreement(
     return None
 
 
+def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration]) -> tuple[str, str, str] | None:
+    """Return a parameter's name and its param groups on two ranks, if their declarations differ in nothing else."""
+    without_groups = [sorted((of.name, _GROUP.sub("", of.text)) for of in declared) for declared in (mine, theirs)]
+    if without_groups[0] != without_groups[1]:
+        return None
+    other_texts = {declaration.name: declaration.text for declaration in theirs}
+    for name, text in mine:
+        own, other = _GROUP.search(text), _GROUP.search(other_texts[name])
+        if own is not None and other is not None and own[1] != other[1]:
+            return name, own[1], other[1]
+    return None
+
+
 def _difference(first: int, mine: list[Declaration], second: int, theirs: list[Declaration], tied: bool) -> str:
+    if not tied and (regrouped := _first_regrouped(mine, theirs)):
+        name, own_group, other_group = regrouped
+        return (
+            f"ranks {first} and {second} hold the same parameters in different param groups, first {name}: in group "
+            f"{own_group} on rank {first}, in group {other_group} on rank {second}; put each parameter into the same param "
+            "group on all ranks"
+        )
     for index in range(max(len(mine), len(theirs))):
         one = mine[index] if index < len(mine) else None
         other = theirs[index] if index < len(theirs) else None

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from arguments import arguments
 from cases import Case, cases
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from meshstep.optim import ParallelOptimizer, ParameterEntry, ReductionPlan
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from properties import number_of_cases
 from scenarios import SCENARIOS, build
+from torch import nn
 from world import World
 
 GRID = Topology(data=2, row=2, col=2)
@@ -116,3 +118,25 @@ def test_all_ranks_agree_on_buckets_count_and_names(world: World, name: str, num
     assert len(set(reports[0][1])) == names
     if "tied" in name:
         assert set(reports[0][1]) == {"layer@pipe=0", "layer@pipe=1", "tied"}
+
+
+def regrouped(swap: bool) -> str:
+    """Rank 1 puts "b" into the group of "a", or has the groups the other way round."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        a, b, c = ((name, nn.Parameter(torch.ones(2))) for name in "abc")
+        groups = [[a, c], [b]] if registry.global_rank == 0 else [[b], [a, c]] if swap else [[a, b, c], []]
+        optimizer = torch.optim.SGD([{"params": group} for group in groups if group], lr=0.1)
+        with pytest.raises(ValueError, match="ranks") as caught:
+            ParallelOptimizer(optimizer, registry)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("swap", "first"),
+    [(True, "a: in group 0 on rank 0, in group 1 on rank 1"), (False, "b: in group 1 on rank 0, in group 0 on rank 1")],
+)
+def test_parameters_in_different_param_groups_are_told_from_other_declarations(
+    world: World, swap: bool, first: str
+) -> None:
+    for text in world.run(2, regrouped, swap):
+        assert f"ranks 0 and 1 hold the same parameters in different param groups, first {first}; put each" in text

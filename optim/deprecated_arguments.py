@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..parallel.mesh.call_tracker import level_of_caller
 from .gradients.buckets import Exchange
 from .norm.measure import CheckReplicas, Commit, Reduction
 
@@ -102,12 +102,3 @@ def _is_same(value: object, default: object) -> bool:
 def _text_of(arguments: Mapping[str, object]) -> str:
     """Return arguments as a call has them; a function by its name."""
     return ", ".join(f"{name}={getattr(value, '__name__', None) or repr(value)}" for name, value in arguments.items())
-
-
-def level_of_caller() -> int:
-    """Return the ``stacklevel`` with which the caller warns about the first frame outside this package."""
-    package = __name__.split(".")[0]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level

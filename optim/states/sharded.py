@@ -28,10 +28,10 @@ from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import annotate
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.call_tracker import level_of_caller
 from ...parallel.mesh.process_group_collectives import ALL_GATHER
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from ..deprecated_arguments import level_of_caller
 from ..gradients.buckets import (
     BUCKET_BYTES,
     Exact,

@@ -445,6 +445,15 @@ def receiver_of_caller(method: Callable[..., object]) -> Any:
     return frame.f_locals["self"] if frame.f_code is getattr(method, "__code__", None) else None
 
 
+def level_of_caller() -> int:
+    """Return the ``stacklevel`` with which the caller warns about the innermost frame outside this package."""
+    package = __name__.split(".")[0]
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def format_thread_stack(thread: int | None) -> str:
     """Return the stack of a thread of this process as text; ``thread`` is its `threading.Thread.ident`."""
     frame = sys._current_frames().get(thread or 0)

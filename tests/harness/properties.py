@@ -34,7 +34,6 @@ C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
 CASES_OF_A_TEST = 2  # in the default run, of a test with ranks; a test of the files below has one
-TESTS_OF_A_FILE = 3  # in the sample on the oldest torch
 CASES_OF_A_FILE = 1  # in a sample, of the files below: they start processes or train: seconds of Python's
 STARTS_PROCESSES = (
     "docs/test_gpu_suite.py",
@@ -133,10 +132,10 @@ def starts_processes(file: str) -> bool:
 
 
 def sample(items: Sequence[Item]) -> list[Item]:
-    """Return one case of each test, of at most `TESTS_OF_A_FILE` tests per file.
+    """Return one case of each test; of a file that `STARTS_PROCESSES` only `CASES_OF_A_FILE`.
 
-    A file that `STARTS_PROCESSES` has `CASES_OF_A_FILE`. The case is from the second half of a test's list, because tests
-    list one process first and the layouts of many ranks last. A hash of the name decides which tests and which case.
+    The case is from the second half of a test's list, because tests
+    list one process first and the layouts of many ranks last. A hash of the name decides which case.
     """
     by_test: dict[str, list[Item]] = {}
     for item in items:
@@ -147,7 +146,7 @@ def sample(items: Sequence[Item]) -> list[Item]:
     return [
         item
         for file, chosen in by_file.items()
-        for item in _some_of(chosen, CASES_OF_A_FILE if starts_processes(file) else TESTS_OF_A_FILE)
+        for item in (_some_of(chosen, CASES_OF_A_FILE) if starts_processes(file) else chosen)
     ]
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from properties import (
     CASES_OF_A_FILE,
     CASES_OF_A_TEST,
-    TESTS_OF_A_FILE,
     default_cases,
     number_of_cases,
     random_cases,
@@ -104,9 +103,9 @@ def item(test: str, **arguments: object) -> Any:
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_a_sample_has_a_late_case_of_a_few_tests_of_each_file_the_same_in_every_process() -> None:
-    tests = [[item(f"file {index}::test", mode=mode) for mode in range(20)] for index in range(100)]
-    pair, alone = [item("pair::test", mode=mode) for mode in range(2)], item("alone::test")
+def test_a_sample_has_every_test_and_of_each_a_late_case_the_same_in_every_process() -> None:
+    tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
+    pair, alone = [item("pair", mode=mode) for mode in range(2)], item("alone")
     every = [*(case for cases in tests for case in cases), *pair, alone]
     chosen = sample(every)
     assert [sum(case in chosen for case in cases) for cases in [*tests, pair, [alone]]] == [1] * 102
@@ -114,12 +113,6 @@ def test_a_sample_has_a_late_case_of_a_few_tests_of_each_file_the_same_in_every_
     modes = {case.callspec.params["mode"] for cases in tests for case in cases if case in chosen}
     assert modes == set(range(10, 20)), "of another test another one"
     assert sample(every) == chosen
-    of_one_file = [item(f"file::test {index}", mode=mode) for index in range(9) for mode in range(20)]
-    assert (
-        len({case.nodeid.partition("[")[0] for case in sample(of_one_file)})
-        == len(sample(of_one_file))
-        == TESTS_OF_A_FILE
-    )
 
 
 def drawn_from(
@@ -171,7 +164,7 @@ def test_of_a_file_that_starts_processes_a_sample_has_a_few_tests() -> None:
     every = [item(name.format(index)) for name in (starts, others) for index in range(10)]
     chosen = [case.nodeid for case in sample(every)]
     assert sum(name.startswith("tests/examples/") for name in chosen) == CASES_OF_A_FILE
-    assert sum(name.startswith("tests/parallel/") for name in chosen) == TESTS_OF_A_FILE
+    assert sum(name.startswith("tests/parallel/") for name in chosen) == 10
 
 
 def test_repetitions_are_left_out_of_shorter_runs_only(monkeypatch: pytest.MonkeyPatch) -> None:

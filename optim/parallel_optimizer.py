@@ -144,7 +144,6 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _device: torch.device
     _clip: ClipState | None  # the rule of ``max_norm`` and its state
     # `_bind` makes these again when param groups are added:
-    _plan: ReductionPlan
     _table: ParamTable
     _states: TransformChain
     _completion: GradientCompletion
@@ -233,7 +232,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._setup = Setup(optimizer, registry, **options, wrong_call=wrong)
         self._groups = [named_params_of([group]) for group in self.param_groups]
         with unchanged(optimizer):
-            self._plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups)
+            plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups)
         self._clip, self.precision = in_use(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
@@ -241,7 +240,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
         self._states = self._setup.chain(self.precision)
-        self._bind(thresholds)
+        self._bind(plan, thresholds)
         self._skips = SkipMonitor(self._device)
         self.last_stats: GradStats | None = None
         guard_calls(optimizer, self)
@@ -580,16 +579,16 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     # Binding ---------------------------------------------------------------------------------------------------------
 
-    def _bind(self, thresholds: AgreedThresholds) -> None:
+    def _bind(self, plan: ReductionPlan, thresholds: AgreedThresholds) -> None:
         """Make the objects that depend on the plan: the table of stepped tensors, gradient reduction and clipping."""
-        self._model_params = [param for group in self._groups for _, param in group]
-        self._table = self._states.table(self._plan)
+        self._model_params = self._states.params
+        self._table = self._states.table(plan)
         full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         if full:
             full[0].bind_all(full, self._table, self.registry)
         lay_out_states(self.optimizer)
         if self._clip is not None:
-            self._clip.bind(self._plan.parameter_names)
+            self._clip.bind(plan.parameter_names)
         self._completion = self._setup.completion(self._table, self._states, self._agreement)
         self._clipping = self._setup.clipping(self._table, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
@@ -628,9 +627,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         finally:
             del self.param_groups[before:]
         self._states.add_param_group(group)
-        self._plan, self._agreement = plan, agreement
+        self._agreement = agreement
         self._groups.append(added)
-        self._bind(thresholds)
+        self._bind(plan, thresholds)
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:
@@ -716,11 +715,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     @max_norm.setter
     def max_norm(self, value: ClipSpec) -> None:
         setup = replace(self._setup, max_norm=value)
-        plan = setup.plan_for_clip(self._plan)
-        if plan is not self._plan:
+        plan = setup.plan_for_clip(self.model_plan)
+        if plan is not self.model_plan:
             self._table = self._states.table(plan)
             self._clipping.replan(self._table.plan)
-        self._setup, self._plan, new = setup, plan, in_use(value)
+        self._setup, new = setup, in_use(value)
         if new is None or new.rule != self.clip:
             self._clip = new
         if self._agreement is not None:
@@ -803,7 +802,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     @property
     def model_plan(self) -> ReductionPlan:
         """Return the plan of the parameters in `model_param_groups`, in their order; a new one after `add_param_group`."""
-        return self._plan
+        return self._table.model_plan
 
     @property
     def transforms(self) -> TransformChain:
@@ -865,9 +864,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         step counts, coordinates. Host synchronization: a few.
         """
         saved = self._saved()
-        given = (param for group in self._groups for _, param in group)
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
-        check_caller(calling_module(), saved.coordinates, self._states.stepped, given, makes_states=makes_states)
+        check_caller(
+            calling_module(), saved.coordinates, self._states.stepped, self._model_params, makes_states=makes_states
+        )
         return saved.state_dict(self._skips.state_dict())
 
     @public_call

@@ -16,7 +16,6 @@ from torch import Tensor
 from ...amp.capture import is_captured
 from ...parallel.interop.local_parameters import local_gradients, local_parameters
 from ...parallel.layout.annotation import Annotation, annotate
-from ...parallel.layout.regions import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
@@ -155,7 +154,7 @@ class StatefulClipper:
         no_groups: Any = SimpleNamespace(param_groups=[])
         self.clipping = GradientClipper(
             listed.params,
-            _regions(plan),
+            [entry.region(plan.topology, plan.coordinate) for entry in plan.entries],
             plan,
             registry,
             AgreedThresholds((), True),
@@ -200,16 +199,6 @@ class StatefulClipper:
 
 def _key(listed: OneShotParams) -> tuple[object, ...]:
     return *map(id, listed.annotations), *listed.sizes
-
-
-def _regions(plan: ReductionPlan) -> list[Region | None]:
-    """Return for each entry its part of the full tensor; None if shards have unequal sizes."""
-    return [
-        None
-        if entry.full_shape is None
-        else Region.of_shard(entry.full_shape, entry.shape, entry.spec, plan.topology, plan.coordinate, entry.name)
-        for entry in plan.entries
-    ]
 
 
 # Functions without an optimizer ---------------------------------------------------------------------------------------

@@ -252,10 +252,8 @@ class ByName(Clip):
     @property
     def unclipped(self) -> tuple[str, ...]:
         """Return the patterns without a rule, and ``"others"`` if the rule for other parameters is None."""
-        return tuple(pattern or "others" for pattern, rule in self._all if rule is None and self._may_match(pattern))
-
-    def _may_match(self, pattern: str) -> bool:
-        return pattern != "" or self.others is None
+        others = ("others",) if self.others is None else ()
+        return *(pattern for pattern, rule in self.groups if rule is None), *others
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise ValueError if a pattern matches no parameter, or if ``others`` was not given and some match no pattern."""

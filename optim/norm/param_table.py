@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...parallel.layout.regions import Region
 from ...parallel.layout.spec import P
-from ...parallel.mesh.topology import Topology
 from .plan import ParameterEntry, ReductionPlan
 
 
@@ -189,11 +188,8 @@ def make_table(
 
 def _region(position: ParamPosition, entry: ParameterEntry, plan: ReductionPlan) -> Region | None:
     """Return the stepped tensor's part of the full tensor; None where shards have unequal sizes."""
-    if entry.full_shape is None:
-        return None
-    topology: Topology = plan.topology
     try:
-        shard = Region.of_shard(entry.full_shape, entry.shape, entry.spec, topology, plan.coordinate, entry.name)
+        shard = entry.region(plan.topology, plan.coordinate)
     except ValueError:  # the full shape is not known from a shard that differs in size from other shards
         return None
-    return shard.run(position.offset, position.tensor.numel())
+    return None if shard is None else shard.run(position.offset, position.tensor.numel())

@@ -70,6 +70,16 @@ class ParameterEntry:
         """Return the number of elements that this rank holds."""
         return prod(self.shape)
 
+    def region(self, topology: Topology, coordinate: dict[str, int]) -> Region | None:
+        """Return the part of the full tensor that the rank at ``coordinate`` holds; None if the full shape is not known.
+
+        Raises:
+            ValueError: A shard of this shape does not fit the full shape.
+        """
+        if self.full_shape is None:
+            return None
+        return Region.of_shard(self.full_shape, self.shape, self.spec, topology, coordinate, self.name)
+
 
 def entries_of(
     param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology, *, compared: bool = False
@@ -276,8 +286,8 @@ class ReductionPlan:
         entries = tuple(replace(e, spec=kinds[e.spec, len(e.shape)]) if topology.aliases else e for e in given)
         layouts: dict[P, Bucket] = {}
         for entry in entries:
-            if entry.spec.blocks and entry.full_shape is not None:
-                Region.of_shard(entry.full_shape, entry.shape, entry.spec, topology, coordinate, entry.name)
+            if entry.spec.blocks:
+                entry.region(topology, coordinate)  # raises if blocks do not fit
             if entry.spec in layouts:
                 continue
             if not entry.spec.holds(coordinate, topology):
@@ -335,7 +345,7 @@ class ReductionPlan:
                 answers[entry.spec] = answer(entry.spec)
         return tuple(answers[entry.spec] for entry in self.entries)
 
-    @property
+    @cached_property
     def coordinate(self) -> dict[str, int]:
         """Return this rank's coordinate per axis."""
         return self.topology.coordinate(self.rank)

@@ -7,7 +7,6 @@ its parameters. Only if digests differ do ranks exchange all declarations, to na
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,22 +53,25 @@ class Holders(NamedTuple):
         return cls(tuple(sorted(where.items())), bool(spec.tied), diagonal)
 
 
-_GROUP = re.compile(r"param group (\d+)")
-
-
 class Declaration(NamedTuple):
     """A rank's declaration of a parameter. Names of tied parameters may differ between stages."""
 
     name: str
-    text: str
+    layout: str
+    group: int
+    trained: bool
 
     @classmethod
     def of(cls, entry: ParameterEntry, spec: str) -> Declaration:
         """Return the declaration of ``entry``. It omits sizes of sharded dims, because shards may be uneven."""
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
-        frozen = "" if entry.trained else ", frozen"
-        shape = f"shape ({', '.join(sizes)})"
-        return cls(entry.name, f"{spec}, {shape}, {str(entry.dtype)[6:]}, param group {entry.group}{frozen}")
+        layout = f"{spec}, shape ({', '.join(sizes)}), {str(entry.dtype)[6:]}"
+        return cls(entry.name, layout, entry.group, entry.trained)
+
+    @property
+    def text(self) -> str:
+        """Return the declaration without the name."""
+        return f"{self.layout}, param group {self.group}{'' if self.trained else ', frozen'}"
 
 
 class Called(NamedTuple):
@@ -267,17 +269,12 @@ def _first_disagreement(
     return None
 
 
-def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration]) -> tuple[str, str, str] | None:
+def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration]) -> tuple[str, int, int] | None:
     """Return a parameter's name and its param groups on two ranks, if their declarations differ in nothing else."""
-    without_groups = [sorted((of.name, _GROUP.sub("", of.text)) for of in declared) for declared in (mine, theirs)]
-    if without_groups[0] != without_groups[1]:
+    if sorted(of._replace(group=0) for of in mine) != sorted(of._replace(group=0) for of in theirs):
         return None
-    other_texts = {declaration.name: declaration.text for declaration in theirs}
-    for name, text in mine:
-        own, other = _GROUP.search(text), _GROUP.search(other_texts[name])
-        if own is not None and other is not None and own[1] != other[1]:
-            return name, own[1], other[1]
-    return None
+    group_of = {of.name: of.group for of in theirs}
+    return next(((of.name, of.group, group_of[of.name]) for of in mine if of.group != group_of[of.name]), None)
 
 
 def _difference(first: int, mine: list[Declaration], second: int, theirs: list[Declaration], tied: bool) -> str:
@@ -298,7 +295,7 @@ def _difference(first: int, mine: list[Declaration], second: int, theirs: list[D
             ]
             return (
                 f"ranks {first} and {second} hold the same parameters but declare them differently, first in "
-                f"{(one or other or Declaration('?', '')).name}: rank {first} has [{shown[0]}], rank {second} has "
+                f"{(one or other or mine[0]).name}: rank {first} has [{shown[0]}], rank {second} has "
                 f"[{shown[1]}]; "
                 "declare the same parameters in the same order on both, or declare their ranks with owned= or tied="
             )

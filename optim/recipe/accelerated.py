@@ -100,7 +100,7 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
     given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
 
     def check() -> None:
-        own = _params(optimizer)
+        own = optimizer.transforms.params
         missing = sum(id(param) not in given for param in own)
         if missing:
             raise ValueError(
@@ -121,16 +121,12 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
         check()
 
 
-def _params(optimizer: ParallelOptimizer[Any]) -> list[Tensor]:
-    return [param for group in optimizer.model_param_groups for param in group]
-
-
 def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
     """Raise ValueError if a parameter that is sharded over ranks is inside a DistributedDataParallel over them.
 
     accelerate does not report which models it wrapped.
     """
-    found = find_misplaced_ddp(_params(optimizer), optimizer.model_plan.entries, optimizer.registry)
+    found = find_misplaced_ddp(optimizer.transforms.params, optimizer.model_plan.entries, optimizer.registry)
     if found is not None:
         name, ranks = found
         raise ValueError(

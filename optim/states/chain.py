@@ -19,6 +19,7 @@ from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
 from ...amp.master_weights import label_of
 from ...amp.precision import Precision
 from ...parallel.layout.annotation import annotation_of
+from ...parallel.mesh.call_tracker import level_of_caller
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import PLAIN, resolve_
 from ..norm.param_table import ParamPosition, ParamTable, make_table
@@ -470,7 +471,7 @@ class TransformChain:
         ]
 
     def _install(self, link: Link, groups: list[dict[str, Any]], positions: list[ParamPosition]) -> list[ParamPosition]:
-        stand_ins = _install_by(link, self.optimizer, positions)
+        stand_ins: Replacements = _call_with_positions(link.install, self.optimizer, positions)
         for tensor, targets in stand_ins.items():
             link.move_state(self.optimizer, tensor, targets)
         for group in groups:
@@ -525,7 +526,7 @@ class TransformChain:
             parameter_slots=tuple(slots[at.index] for at in self.positions) if slots else (),
         )
         for link in self.links:
-            plan = _derive_by(link, plan, self.positions)
+            plan = _call_with_positions(link.derive, plan, self.positions)
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
@@ -597,32 +598,19 @@ class TransformChain:
             link.publish()
 
 
-def _install_by(link: Link, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-    """Call the transform's `install`, also in its deprecated form (optimizer, positions, tensors)."""
-    if len(signature(link.install).parameters) != 3:
-        return link.install(optimizer, positions)
-    _warn_of_tensors(link, "install(self, optimizer, positions)")
-    install: Callable[..., Replacements] = link.install
-    return install(optimizer, positions, [at.tensor for at in positions])
-
-
-def _derive_by(link: Link, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-    """Call the transform's `derive`, also in its deprecated form (plan, positions, tensors)."""
-    if len(signature(link.derive).parameters) != 3:
-        return link.derive(plan, positions)
-    _warn_of_tensors(link, "derive(self, plan, positions)")
-    derive: Callable[..., ReductionPlan] = link.derive
-    return derive(plan, positions, [at.tensor for at in positions])
-
-
-def _warn_of_tensors(link: Link, wanted: str) -> None:
-    name = wanted.partition("(")[0]
+def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPosition]) -> Any:
+    """Call a transform's `install` or `derive`, also in the deprecated form with a list of tensors as third argument."""
+    if len(signature(method).parameters) != 3:
+        return method(first, positions)
+    name = method.__name__
+    wanted = f"{name}({', '.join(signature(getattr(Link, name)).parameters)})"
     warnings.warn(
-        f"{type(link).__name__}.{name} takes a list of tensors as its third argument, which is deprecated: write {wanted}; "
-        "each position has its tensor as position.tensor",
+        f"{type(method.__self__).__name__}.{name} takes a list of tensors as its third argument, which is deprecated: "
+        f"write {wanted}; each position has its tensor as position.tensor",
         DeprecationWarning,
-        stacklevel=2,
+        stacklevel=level_of_caller(),
     )
+    return method(first, positions, [at.tensor for at in positions])
 
 
 def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:
@@ -632,7 +620,7 @@ def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:
     warnings.warn(
         f"{type(link).__name__}.step(update) is deprecated: write step(self, request, update) and call update(request)",
         DeprecationWarning,
-        stacklevel=2,
+        stacklevel=level_of_caller(),
     )
     step: Callable[[Callable[[], object]], object] = link.step  # type: ignore[assignment]
     return lambda request, update: step(partial(update, request))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from glob import escape
 from math import frexp, inf, sqrt
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ...parallel.layout.regions import Box, Shape
 from ...parallel.layout.spec import P
 from ...parallel.mesh.text import some
+from ..states.chain import named_params_of
 from .exchange import Homes, Matrix
 from .layout import Blocks, LogicalTensor, matrices_of
 from .optimizer import ADAMW, LazyTensors, Slot, Update, WholeOptimizer, adamw_update, moments
@@ -291,8 +293,7 @@ class Muon(WholeOptimizer):
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         heads = [name for name, param in named if id(param) not in embeddings and tuple(param.shape) in shapes]
         found = [name for name, param in named if id(param) in embeddings] + heads[-1:]
-        # Brackets in a name are escaped, so that each name matches itself only.
-        exact = [_unwrapped(name).replace("[", "[[]") for name in found]
+        exact = [escape(_unwrapped(name)) for name in found]  # globs that match these names only
         return cls(named, *args, no_matrices=(*no_matrices, *exact), **options)
 
     def assignment(self) -> dict[str, str]:
@@ -302,10 +303,8 @@ class Muon(WholeOptimizer):
         """
         found = {}
         for index, group in enumerate(self.param_groups):
-            names = group.get("param_names")
-            for position in range(len(group["params"])):
-                name = names[position] if names else f"parameter {position} of group {index}"
-                found[name] = group["algorithm"]
+            for position, (name, _) in enumerate(named_params_of([group])):
+                found[name or f"parameter {position} of group {index}"] = group["algorithm"]
         return found
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -36,8 +37,9 @@ PLACED = {
 }
 
 
-def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]]]:
-    """This rank's, and for each its name and whether ``param`` and ``offset`` lead to the same values."""
+def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]], Fraction, int | None]:
+    """Return this rank's pieces; for each its name and whether ``param`` and ``offset`` lead to the same values; the sum of
+    elements / replicas, and the elements that the plan counts on all ranks."""
     layout = LAYOUTS[placed.layout]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank)
@@ -55,7 +57,8 @@ def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]]]:
             run = piece.param.detach().flatten()[piece.offset :][: piece.tensor.numel()]
             same = model.get_parameter(piece.name) is piece.param and torch.equal(run.float(), piece.tensor.flatten())
             told.append((piece.name, same))
-        return parts(layout, optimizer), told
+        weighted = sum((Fraction(row.tensor.numel(), row.num_replicas) for row in optimizer.pieces()), Fraction())
+        return parts(layout, optimizer), told, weighted, optimizer.plan.counted
 
 
 def elements(part: Part) -> tuple[int, ...]:
@@ -86,13 +89,14 @@ def assert_tiled(by_rank: list[list[Part]], placed: Placed, values_of: Any = sta
 def test_pieces_of_all_ranks_are_each_logical_tensor_once_a_copy(world: World, name: str) -> None:
     placed = PLACED[name]
     by_rank = world.run(LAYOUTS[placed.layout].topology.world_size, pieces_of, placed)
-    assert_tiled([own for own, _ in by_rank], placed)
-    assert all(same for _, told in by_rank for _, same in told)
-    assert {piece for _, told in by_rank for piece, _ in told} == set(SHAPES)
+    assert_tiled([own for own, *_ in by_rank], placed)
+    assert all(same for _, told, *_ in by_rank for _, same in told)
+    assert {piece for _, told, *_ in by_rank for piece, _ in told} == set(SHAPES)
+    assert {counted for *_, counted in by_rank} == {sum(weighted for _, _, weighted, _ in by_rank)}
 
 
 def test_a_region_that_is_moved_by_one_is_found(world: World) -> None:
-    by_rank = [own for own, _ in world.run(2, pieces_of, PLACED["ZeRO-1"])]
+    by_rank = [own for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"])]
     moved = next(part for part in by_rank[1] if part.region is not None and part.region.start > 0)
     assert moved.region is not None
     moved.region = moved.region.run(-1, moved.region.numel)
@@ -102,9 +106,9 @@ def test_a_region_that_is_moved_by_one_is_found(world: World) -> None:
 
 def test_sharded_pieces_are_few_elements_and_whole_ones_are_all(world: World) -> None:
     total = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    for own, _ in world.run(2, pieces_of, PLACED["ZeRO-1"]):
+    for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"]):
         assert 0.25 * total < sum(part.value.numel() for part in own) < 0.75 * total
-    for own, _ in world.run(2, pieces_of, PLACED["data"]):
+    for own, *_ in world.run(2, pieces_of, PLACED["data"]):
         assert sum(part.value.numel() for part in own) == total
 
 

@@ -110,11 +110,9 @@ class ParameterStates:
         return region.offsets[0] - self._region().offsets[0] if region.numel else 0
 
     def _region(self) -> Region:
-        entry, registry = self.entry, self.registry
-        assert entry.full_shape is not None
-        return Region.of_shard(
-            entry.full_shape, entry.shape, entry.spec, registry.topology, registry.coordinate, entry.name
-        )
+        region = self.entry.region(self.registry.topology, self.registry.coordinate)
+        assert region is not None
+        return region
 
     def _combine_shards(self, parts: Mapping[int, Tensor]) -> Tensor:
         """Return the flattened local tensor, combined from the shards of the axis' ranks, by offset. It is bitwise exact.

@@ -1,4 +1,4 @@
-"""The batch scripts of docs/CLUSTERS.md: run by bash, with an srun that starts its tasks on this machine as Slurm would."""
+"""The batch scripts of CLUSTERS.md: run by bash, with an srun that starts its tasks on this machine as Slurm would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snippets import blocks
 from torch.distributed.run import config_from_args, parse_args
 
 ROOT = Path(__file__).parent.parent.parent
-BY_HAND, SLURM, BOTH = (text for text, _ in blocks("bash", (ROOT / "docs" / "CLUSTERS.md").read_text()))
+BY_HAND, SLURM, BOTH = (text for text, _ in blocks("bash", (ROOT / "docs" / "howto" / "CLUSTERS.md").read_text()))
 JOB, NODES = 4321, "node[07-08]"
 
 SRUN = """#!/bin/bash

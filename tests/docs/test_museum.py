@@ -18,7 +18,8 @@ from meshstep.parallel import P, ProcessGroupRegistry, declare
 from proof_models import Drawn, build
 from world import World
 
-PAGE = Path(__file__).parent.parent.parent / "optim" / "proof" / "MUSEUM.md"
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "optim" / "proof" / "MUSEUM.md"
 EXHIBIT = re.compile(r"^### (.*?)\n(.*?^```python\n# on (\d+) ranks\n(.*?)^```\n\n)```text\n(.*?)^```$", re.M | re.S)
 NORMS = re.compile(r"norm ([\d.]+), right: ([\d.]+) ")
 
@@ -64,7 +65,7 @@ def test_an_exhibit_is_wrong_in_silence_and_prove_says_what_is_shown(
 
 
 def test_the_page_of_prove_shows_one_of_them() -> None:
-    page = (PAGE.parent / "README.md").read_text()
+    page = (ROOT / "docs" / "howto" / "VERIFY_A_LAYOUT.md").read_text()
     before, _, after = page.partition("## A wrong layout\n")[2].partition("```text\n")
     assert "MUSEUM.md" in before
     (shown,) = [found for found in EXHIBIT.findall(PAGE.read_text()) if after.partition("```")[0] in found[4]]

@@ -31,7 +31,7 @@ ELSEWHERE = {  # page -> who runs its Python
     "optim/proof/MUSEUM.md": "docs/test_museum.py",
     "optim/SCALE.md": "docs/test_scale.py",
     "docs/FIRST_MLP.md": "docs/test_first_mlp.py",
-    "docs/CLUSTERS.md": "docs/test_clusters.py",
+    "docs/howto/CLUSTERS.md": "docs/test_clusters.py",
     "MIGRATING.md": "docs/test_readme.py",
     "docs/howto/PARAMETER_GROUPS.md": "docs/test_howto.py",
     "docs/howto/FINE_TUNING.md": "docs/test_howto.py",
@@ -177,7 +177,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def test_a_dead_link_would_be_noticed() -> None:
-    links = ("optim/README.md#accumulation", "optim/NONE.md", "README.md#none", "#here")
+    links = ("docs/README.md#how-to", "optim/NONE.md", "README.md#none", "#here")
     page = "# Here\n" + " ".join(f"[a]({link})" for link in links) + " ![e](docs/none.svg)\n"
     assert dead("PAGE.md", page) == ["optim/NONE.md", "README.md#none", "docs/none.svg"]
 

@@ -1,4 +1,4 @@
-"""The table "What works with what" is what happens: each cell of it is run, in every precision mode.
+"""The table of combinations in SUPPORT.md is what happens: each cell of it is run, in every precision mode.
 
 The table says of each layout and form of data parallelism in which modes it works. Those must end where one process ends
 in the same mode, within its rounding; all others must be refused, with an error that says what to do instead.
@@ -15,8 +15,7 @@ import torch
 from support_cells import FORMS, LAYOUTS, MAX_NORM, MODES, SOME, Run, differences, run_cells, topology_of
 from world import World
 
-PAGE = (Path(__file__).parent.parent.parent / "optim" / "recipe" / "README.md").read_text()
-HEADING = "## What works with what"
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "SUPPORT.md").read_text()
 REFUSALS = {  # by what the cell says
     "—": r"needs a data axis, and Topology\(.*\) has none; give data_parallel=None",
     "[^1]": r"needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out",
@@ -24,7 +23,7 @@ REFUSALS = {  # by what the cell says
 
 
 def section() -> str:
-    return PAGE.partition(f"{HEADING}\n")[2].partition("\n## ")[0]
+    return PAGE.partition("\n## ")[0]
 
 
 def table() -> dict[tuple[str, str], str]:

@@ -14,7 +14,7 @@ from whole_services import each_trained
 from whole_table import LAYOUTS, OPTIMIZERS, PLACEMENTS, fitting
 from world import World
 
-PAGE = (Path(__file__).parent.parent.parent / "optim" / "whole" / "README.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "FULL_TENSOR_TABLE.md").read_text()
 EXACT = 1e-12
 
 

@@ -103,14 +103,14 @@ def test_numbers_that_a_graph_reads_are_kept_for_it() -> None:
     assert constants("other", lambda: [1.0, 2.0], torch.float64, CPU) is not other
 
 
-# The recipes of optim/GRAPHS.md -----------------------------------------------------------------------------------------
+# The recipes of CUDA_GRAPHS.md -------------------------------------------------------------------------------------------
 
 
 def recipes() -> dict[str, Any]:
-    page = (Path(__file__).parents[2] / "optim" / "GRAPHS.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "CUDA_GRAPHS.md").read_text()
     namespace: dict[str, Any] = {"torch": SimpleNamespace(cuda=CUDA_OF_THE_CPU)}
     for text in re.findall(r"^```python\n(def \w+_by_graph.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        exec(compile(text, "optim/GRAPHS.md", "exec"), namespace)
+        exec(compile(text, "CUDA_GRAPHS.md", "exec"), namespace)
     return namespace
 
 

@@ -1,4 +1,4 @@
-"""The tutorial docs/FIRST_MLP.md, as one file on 4 ranks: rank 0 prints what the page shows.
+"""The tutorial docs/tutorials/FIRST_MLP.md, as one file on 4 ranks: rank 0 prints what the page shows.
 
 ``python tests/docs/test_first_mlp.py``, with ``tests/harness`` on the path, writes what is printed into the page.
 """
@@ -12,7 +12,7 @@ from meshstep.parallel import unshard
 from snippets import blocks, printed_by
 from world import World
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "FIRST_MLP.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "tutorials" / "FIRST_MLP.md"
 RANKS = 4
 
 

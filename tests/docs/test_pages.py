@@ -26,30 +26,25 @@ PAGES = {
     for path in sorted((ROOT / folder).glob("*.md") if folder == "." else (ROOT / folder).rglob("*.md"))
 }
 PROGRAMS = ("README.md",)
-ELSEWHERE = {  # page -> who runs its Python
-    "TROUBLESHOOTING.md": "docs/test_troubleshooting.py",
+ELSEWHERE = {  # page -> the tests that run its Python, or whose harness does
     "optim/proof/MUSEUM.md": "docs/test_museum.py",
     "optim/SCALE.md": "docs/test_scale.py",
-    "docs/FIRST_MLP.md": "docs/test_first_mlp.py",
     "docs/howto/CLUSTERS.md": "docs/test_clusters.py",
-    "MIGRATING.md": "docs/test_readme.py",
     "docs/howto/PARAMETER_GROUPS.md": "docs/test_howto.py",
     "docs/howto/FINE_TUNING.md": "docs/test_howto.py",
     "docs/howto/LOGGING.md": "docs/test_howto.py",
     "docs/howto/TESTING.md": "docs/test_howto.py",
-}
-# Of MIGRATING.md, which needs other packages: heading -> who runs what is under it.
-MIGRATED = {
-    "From plain torch": "docs/test_readme.py",
-    "From ColossalAI": "docs/test_readme.py",
-    "From Megatron-core": "docs/test_readme.py interop/test_megatron.py",
-    "From DeepSpeed": "docs/test_readme.py",
-    "From Transformers": "interop/test_transformers.py",
-    "torchtitan": "interop/run_torchtitan.py",
-    "Transformers' Trainer": "harness/trainer_runs.py",
-    "accelerate": "interop/run_accelerate.py",
-    "Lightning Fabric": "interop/run_fabric.py",
-    "timm": "interop/run_timm.py",
+    "docs/integrations/PYTORCH.md": "docs/test_readme.py",
+    "docs/integrations/COLOSSALAI.md": "docs/test_readme.py",
+    "docs/integrations/MEGATRON_CORE.md": "docs/test_readme.py interop/test_megatron.py",
+    "docs/integrations/DEEPSPEED.md": "docs/test_readme.py",
+    "docs/integrations/TRANSFORMERS.md": "interop/test_transformers.py harness/trainer_runs.py",
+    "docs/integrations/TORCHTITAN.md": "interop/run_torchtitan.py",
+    "docs/integrations/ACCELERATE.md": "interop/run_accelerate.py",
+    "docs/integrations/LIGHTNING_FABRIC.md": "interop/run_fabric.py",
+    "docs/integrations/TIMM.md": "interop/run_timm.py",
+    "docs/reference/ERRORS.md": "docs/test_troubleshooting.py",
+    "docs/tutorials/FIRST_MLP.md": "docs/test_first_mlp.py",
 }
 # What is shown, and by whom it is run, where it is neither Python nor what Python prints.
 OTHERS = {"text", "bash", "sh", "diff", "console", "yaml"}
@@ -79,18 +74,15 @@ def test_the_snippets_print_what_the_page_shows(name: str) -> None:
             torch.distributed.destroy_process_group()
 
 
-def test_pages_that_others_run_are_named_there() -> None:
+def test_pages_that_other_tests_run_are_named_in_those_tests() -> None:
     for page, tests in ELSEWHERE.items():
-        assert Path(page).name in (ROOT / "tests" / tests).read_text(), f"{tests} does not run {page}"
-
-
-def test_every_section_of_migrating_is_run() -> None:
-    sections = re.split(r"^##+ (.*)\n", PAGES["MIGRATING.md"], flags=re.MULTILINE)
-    headings = [heading for heading, text in zip(sections[1::2], sections[2::2], strict=True) if "\n```" in text]
-    assert headings == [*MIGRATED]
-    for heading, tests in MIGRATED.items():
         for test in tests.split():
-            assert heading.removeprefix("From ") in (ROOT / "tests" / test).read_text(), f"{test}: {heading}"
+            assert Path(page).name in (ROOT / "tests" / test).read_text(), f"{test} does not run {page}"
+
+
+def test_every_diff_and_snippet_of_an_integration_is_run() -> None:
+    with_code = {name for name, page in PAGES.items() if name.startswith("docs/integrations/") and blocks("diff", page)}
+    assert with_code <= {*ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", PAGES)

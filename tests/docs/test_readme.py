@@ -1,6 +1,6 @@
-"""The README's commands are those of the CI; its change to a training loop does what it says, as do those of MIGRATING.md.
+"""The README's commands are the commands of the CI, and its diff and the diffs of docs/integrations train as shown.
 
-That snippets print what is shown, of these pages and all others, is in test_pages.py.
+test_pages.py checks what the snippets of all pages print.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from world import World
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
-MIGRATING = (ROOT / "MIGRATING.md").read_text()
+INTEGRATIONS = ROOT / "docs" / "integrations"
 PAGES = {
     package: page.read_text()
     for package in ("parallel", "amp", "optim")
@@ -176,13 +176,12 @@ def test_the_diff_is_short() -> None:
 # Moving from elsewhere ------------------------------------------------------------------------------------------------
 
 
-def change_from(heading: str, which: int = 0) -> tuple[str, str]:
-    """Before and after of a diff under a heading of MIGRATING.md."""
-    section = MIGRATING.partition(f"## From {heading}\n")[2].partition("\n## ")[0]
-    return sides_of(blocks("diff", section)[which][0])
+def change_from(page: str, which: int = 0) -> tuple[str, str]:
+    """Return the code before and after a diff of a page of docs/integrations."""
+    return sides_of(blocks("diff", (INTEGRATIONS / page).read_text())[which][0])
 
 
-def run_migrated(heading: str, axes: dict[str, int], micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
+def run_migrated(page: str, axes: dict[str, int], micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
     """The loop after the change, on this rank: full parameters at the end and the last norm; groups are closed."""
     parts = [(x[part::micro_batches], y[part::micro_batches]) for x, y in batches(5) for part in range(micro_batches)]
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
@@ -192,7 +191,7 @@ def run_migrated(heading: str, axes: dict[str, int], micro_batches: int = 1) -> 
             "build_model": dense_model,
         }
         torch.manual_seed(3)
-        exec(compile(change_from(heading)[1], "MIGRATING.md", "exec"), namespace)
+        exec(compile(change_from(page)[1], page, "exec"), namespace)
         model, optimizer = namespace["model"], namespace["optimizer"]
         optimizer.registry.close()
         specs = HandWritten.specs if "tensor" in axes else {}
@@ -205,19 +204,19 @@ def run_migrated(heading: str, axes: dict[str, int], micro_batches: int = 1) -> 
 
 def run_torch_loop() -> dict[str, Tensor]:
     """The loop before the change, on this rank and a CPU: full parameters at the end."""
-    code = change_from("plain torch")[0].replace('"cuda"', '"cpu"').replace("GradScaler()", 'GradScaler("cpu")')
+    code = change_from("PYTORCH.md")[0].replace('"cuda"', '"cpu"').replace("GradScaler()", 'GradScaler("cpu")')
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         local = [(shard(x, P("data"), registry), shard(y, P("data"), registry)) for x, y in batches(5)]
     namespace: dict[str, Any] = {"batches": local, "build_model": dense_model}
     with mock.patch("torch.distributed.init_process_group"):  # there is one already
-        exec(compile(code, "MIGRATING.md", "exec"), namespace)
+        exec(compile(code, "PYTORCH.md", "exec"), namespace)
     return {name.removeprefix("module."): param.detach() for name, param in namespace["model"].named_parameters()}
 
 
 def test_the_loop_of_plain_torch_trains_the_same_before_and_after(world: World) -> None:
     expected = world.run(2, run_torch_loop)[0]
     start = dict(dense_model().named_parameters())
-    for found, norm in world.run(2, run_migrated, "plain torch", {"data": 2}):
+    for found, norm in world.run(2, run_migrated, "PYTORCH.md", {"data": 2}):
         assert norm > 1.5, "it should clip"
         for name, value in expected.items():
             assert (value - start[name]).abs().max() > 1e-2
@@ -238,21 +237,19 @@ def plain_torch() -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "axes", "micro_batches"),
-    [("Megatron-core", {"data": 2, "tensor": 2}, 1), ("DeepSpeed", {"data": 2}, 2)],
+    ("page", "axes", "micro_batches"),
+    [("MEGATRON_CORE.md", {"data": 2, "tensor": 2}, 1), ("DEEPSPEED.md", {"data": 2}, 2)],
 )
 def test_a_loop_that_moved_trains_as_plain_torch(
-    world: World, heading: str, axes: dict[str, int], micro_batches: int
+    world: World, page: str, axes: dict[str, int], micro_batches: int
 ) -> None:
-    before, _ = change_from(heading)
-    compile(before, heading, "exec")
+    before, _ = change_from(page)
+    compile(before, page, "exec")
     assert "meshstep" not in before
     start = {name: param.detach() for name, param in dense_model().named_parameters()}
     expected, norm = plain_torch()
     assert norm > 1.5, "it should clip"
-    for found, measured in world.run(
-        Topology(roles=None, **axes).world_size, run_migrated, heading, axes, micro_batches
-    ):
+    for found, measured in world.run(Topology(roles=None, **axes).world_size, run_migrated, page, axes, micro_batches):
         assert measured == pytest.approx(norm, rel=0.02)
         for name, value in expected.items():
             moved = (value - start[name]).abs().max()
@@ -270,7 +267,7 @@ def run_recipe() -> tuple[dict[str, Tensor], list[float]]:
         "build_model": dense_model,
     }
     with mock.patch.dict("sys.modules"):
-        exec(compile(change_from("ColossalAI")[1], "MIGRATING.md", "exec"), namespace)
+        exec(compile(change_from("COLOSSALAI.md")[1], "COLOSSALAI.md", "exec"), namespace)
     namespace["booster"].registry.close()
     model = namespace["model"]
     full = {name.removeprefix("module."): param.detach().clone() for name, param in model.named_parameters()}
@@ -278,8 +275,8 @@ def run_recipe() -> tuple[dict[str, Tensor], list[float]]:
 
 
 def test_the_recipe_that_moved_has_the_curve_of_one_process(world: World) -> None:
-    before, after = change_from("ColossalAI")
-    compile(before, "MIGRATING.md", "exec")
+    before, after = change_from("COLOSSALAI.md")
+    compile(before, "COLOSSALAI.md", "exec")
     loop = before.partition(" = build_model()")[2]
     assert loop == after.partition(" = build_model()")[2], "below the imports and the plugin nothing changes"
     ((expected, rates),) = world.run(1, run_recipe)
@@ -310,7 +307,7 @@ def run_with_a_stand_in_for_deepspeed() -> tuple[list[str], dict[str, Any]]:
         mock.patch.dict("sys.modules", deepspeed=SimpleNamespace(initialize=initialize)),
     ):
         namespace: dict[str, Any] = {"config": {}, "build_model": lambda: HandWritten(full, registry)}
-        exec(compile(change_from("DeepSpeed", 1)[1], "MIGRATING.md", "exec"), namespace)
+        exec(compile(change_from("DEEPSPEED.md", 1)[1], "DEEPSPEED.md", "exec"), namespace)
         mpu = given["mpu"]
         answers = {name: getattr(mpu, f"get_{name}")() for name in ("model_parallel_rank", "data_parallel_world_size")}
         namespace["registry"].close()

@@ -1,4 +1,4 @@
-"""Every entry of TROUBLESHOOTING.md ends in the error that it shows, on as many ranks as it says.
+"""Every entry of docs/reference/ERRORS.md ends in the error that it shows, on as many ranks as it says.
 
 An entry is a heading of the third level, then a Python block (its first line may be ``# on N ranks``), then directly a
 text block: the error's type and text, with ``...`` for what is left out.
@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from world import World
 
-PAGE = (Path(__file__).parent.parent.parent / "TROUBLESHOOTING.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "ERRORS.md").read_text()
 ENTRY = re.compile(r"^### (.*?)\n.*?^```python\n(?:# on (\d+) ranks\n)?(.*?)^```\n\n```text\n(.*?)\n```$", re.M | re.S)
 BEGINNING = PAGE.partition("```python\n")[2].partition("```")[0]
 

@@ -11,7 +11,7 @@ Four outcomes are allowed, and every one of them is checked on real ranks:
 * `Right`: no error, no warning, and the weights are those of a dense model in float64.
 * `Error`: an exception on every rank whose text says what to write; no wrong update before it.
 * `Warned`: a warning says what to write; the weights are right, or what ``then`` says.
-* `AsTorch`: torch alone gives the same result for the same mistake; docs/LIMITS.md lists it.
+* `AsTorch`: torch alone gives the same result for the same mistake; docs/reference/LIMITS.md lists it.
 
 Replicas must be bitwise identical after each of them, if they were at the start.
 """
@@ -512,7 +512,7 @@ def matches(shown: str, text: str) -> bool:
 
 
 def table(mistakes: Iterable[Mistake]) -> str:
-    """The rows of a section of docs/MISTAKES.md."""
+    """The rows of a section of docs/reference/MISTAKES.md."""
     rows = [f"| {one.says.replace('|', BAR)} | {one.outcome.seen()} | {one.write} |" for one in mistakes]
     return "\n".join(["| mistake | what you see | what to write |", "|---|---|---|", *rows]) + "\n"
 

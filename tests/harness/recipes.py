@@ -1,4 +1,4 @@
-"""Recipes of MIGRATING.md for other trainers: what it says is what the tests run, in processes of torchrun."""
+"""Recipes of docs/integrations for other trainers, which the tests run in processes that torchrun starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 ROOT = Path(__file__).parent.parent.parent
 
 
-def recipe(heading: str) -> dict[str, Any]:
-    """What the Python blocks of a section of MIGRATING.md define."""
-    names: dict[str, Any] = {"__name__": heading}
-    for code in _blocks(heading):
-        exec(compile(code, f"MIGRATING.md, {heading}", "exec"), names)
+def recipe(page: str, heading: str | None = None) -> dict[str, Any]:
+    """Run the Python blocks of a page of docs/integrations and return the names they define.
+
+    With ``heading``, run the blocks of that section only.
+    """
+    names: dict[str, Any] = {"__name__": page}
+    for code in _blocks(page, heading):
+        exec(compile(code, page, "exec"), names)
     return names
 
 
-def _blocks(heading: str) -> list[str]:
-    _, _, after = (ROOT / "MIGRATING.md").read_text().partition(f"\n### {heading}\n")
-    section = re.split(r"^##+ ", after, flags=re.MULTILINE)[0]
-    found = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    assert found, f"MIGRATING.md has no Python under {heading}"
+def _blocks(page: str, heading: str | None) -> list[str]:
+    text = (ROOT / "docs" / "integrations" / page).read_text()
+    if heading is not None:
+        text = re.split(r"^## ", text.partition(f"\n## {heading}\n")[2], flags=re.MULTILINE)[0]
+    found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/integrations/{page} has no Python block under {heading or 'any heading'}"
     return found
 
 

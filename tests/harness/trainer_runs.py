@@ -1,4 +1,4 @@
-"""Steps of Transformers' Trainer, by itself or with the recipe of MIGRATING.md."""
+"""Steps of Transformers' Trainer, by itself or with the recipe of docs/integrations/TRANSFORMERS.md."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(
     model = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=split, dtype=torch.float32)
     given = {"train_dataset": rows(32), "data_collator": default_data_collator}
     if ours:
-        make = recipe("Transformers' Trainer")["make_trainer" if mesh is None else "make_split_trainer"]
+        make = recipe("TRANSFORMERS.md", "Inside the Trainer")["make_trainer" if mesh is None else "make_split_trainer"]
         trainer = make(model, arguments, adamw, **given)
     else:
         trainer = Trainer(model, arguments, optimizers=(adamw(model.parameters()), None), **given)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers.distributed import DistributedConfig
 
 MAX_NORM, EPOCHS = 0.05, 2
-RECIPE = recipe("accelerate")
+RECIPE = recipe("ACCELERATE.md")
 Run = tuple[list[float], list[Tensor]]
 
 

@@ -35,7 +35,7 @@ def main(how: str, folder: Path, first: int, last: int) -> None:
     folder = folder / how
     folder.mkdir(exist_ok=True)
     if how == "ours":
-        fabric, model, optimizer = recipe("Lightning Fabric")["set_up"](build_model, sgd, MAX_NORM)
+        fabric, model, optimizer = recipe("LIGHTNING_FABRIC.md")["set_up"](build_model, sgd, MAX_NORM)
     else:
         fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy())
         fabric.launch()

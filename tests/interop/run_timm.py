@@ -35,7 +35,7 @@ def main(how: str, folder: Path, first: int, last: int) -> None:
     sizes = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 5}
     model: nn.Module = create_model("vit_tiny_patch16_224", **sizes)
     loss_of = nn.functional.cross_entropy
-    steps = recipe("timm")
+    steps = recipe("TIMM.md")
     if how == "ours":
         optimizer, schedule, scaler, average = steps["set_up"](model, MAX_NORM, EPOCHS)
         train = steps["train_one_epoch"]

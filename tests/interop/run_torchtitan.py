@@ -149,7 +149,7 @@ def main(how: str, folder: Path, layout: str, resumed: bool) -> None:
     on_cpus()
     config = config_of(folder / how, layout)
     if how == "ours":
-        config.optimizer = recipe("torchtitan")["Optimizers"].Config(param_groups=config.optimizer.param_groups)
+        config.optimizer = recipe("TORCHTITAN.md")["Optimizers"].Config(param_groups=config.optimizer.param_groups)
     trainer = Trainer(config)
     exact: list[float] = []
     clip = dist_utils.clip_grad_norm_

@@ -1,4 +1,4 @@
-"""A loop of accelerate's with the recipe of MIGRATING.md, beside its own run."""
+"""A loop of accelerate's with the recipe of docs/integrations/ACCELERATE.md, beside its own run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric with the recipe of MIGRATING.md, beside its own run."""
+"""Lightning Fabric with the recipe of docs/integrations/LIGHTNING_FABRIC.md, beside its own run."""
 
 from __future__ import annotations
 

@@ -457,11 +457,11 @@ def test_the_recipe_of_the_page_runs(world: World) -> None:
 
 
 def recipe() -> float:
-    page = (Path(__file__).parents[2] / "MIGRATING.md").read_text()
-    code = page.partition("## From Megatron-core")[2].partition("```python\n")[2].partition("```")[0]
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "MEGATRON_CORE.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
     with megatron(tensor_model_parallel_size=2):
         namespace: dict[str, Any] = {"model": gpt(tensor_model_parallel_size=2)}
-        exec(compile(code, "MIGRATING.md", "exec"), namespace)
+        exec(compile(code, "MEGATRON_CORE.md", "exec"), namespace)
         optimizer, registry = namespace["optimizer"], namespace["registry"]
         with registry:
             optimizer.backward(loss_of(namespace["model"], registry.rank("data")))

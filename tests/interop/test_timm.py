@@ -1,4 +1,4 @@
-"""timm's loop with the recipe of MIGRATING.md, beside its own run."""
+"""timm's loop with the recipe of docs/integrations/TIMM.md, beside its own run."""
 
 from __future__ import annotations
 

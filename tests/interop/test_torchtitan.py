@@ -1,4 +1,4 @@
-"""torchtitan's trainer with the recipe of MIGRATING.md, beside its own run."""
+"""torchtitan's trainer with the recipe of docs/integrations/TORCHTITAN.md, beside its own run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with the recipe of MIGRATING.md, beside its own runs."""
+"""Transformers' Trainer with the recipe of docs/integrations/TRANSFORMERS.md, beside its own runs."""
 
 from __future__ import annotations
 

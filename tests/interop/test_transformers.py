@@ -102,11 +102,11 @@ def split_run(
 
 
 def run_recipe(path: str) -> int:
-    """The lines of MIGRATING.md under "From Transformers", on this rank: how many ranks its registry has; and a step."""
-    page = (Path(__file__).parents[2] / "MIGRATING.md").read_text()
-    code = page.partition("## From Transformers\n")[2].partition("```python\n")[2].partition("```")[0]
+    """Run the first snippet of docs/integrations/TRANSFORMERS.md and a step; return the world size of its registry."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "TRANSFORMERS.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {"path": path}
-    exec(compile(code, "MIGRATING.md", "exec"), names)
+    exec(compile(code, "TRANSFORMERS.md", "exec"), names)
     model, optimizer = names["model"], names["optimizer"]
     with optimizer.registry as registry:
         optimizer.backward(loss_of(model, tokens_of(0)[registry.rank("fsdp") :: 2]))

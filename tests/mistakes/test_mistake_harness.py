@@ -1,4 +1,4 @@
-"""Negative controls: the harness finds what it is made to find, and docs/MISTAKES.md and docs/LIMITS.md list all mistakes.
+"""Negative controls: the harness finds what it is made to find, and MISTAKES.md and LIMITS.md list all mistakes.
 
 ``PYTHONPATH=tests/harness:tests/mistakes python tests/mistakes/test_mistake_harness.py`` writes the tables of the page.
 """
@@ -35,7 +35,7 @@ FILES = {
     "Clipping, learning rates, precision": "test_number_mistakes",
     "Changes during training, checkpoints, reports": "test_state_mistakes",
 }
-DOCS = Path(__file__).parent.parent.parent / "docs"
+REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
 SECTION = re.compile(r"(?<=\n)\| mistake \|.*?\n(?=\n|\Z)", re.DOTALL)
 
 
@@ -172,7 +172,7 @@ def test_at_least_sixty_different_mistakes_are_listed() -> None:
 
 
 def test_page_of_mistakes_shows_what_the_tests_check() -> None:
-    page = (DOCS / "MISTAKES.md").read_text()
+    page = (REFERENCE / "MISTAKES.md").read_text()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [*FILES]
     assert SECTION.findall(page) == tables()
 
@@ -180,11 +180,11 @@ def test_page_of_mistakes_shows_what_the_tests_check() -> None:
 def test_limits_list_every_silent_mistake() -> None:
     tables()
     silent = {one.says for one in MISTAKES if isinstance(one.outcome, AsTorch)}
-    listed = (DOCS / "LIMITS.md").read_text().partition("## Silent in torch, and here")[2].partition("\n## ")[0]
+    listed = (REFERENCE / "LIMITS.md").read_text().partition("## Silent in torch, and here")[2].partition("\n## ")[0]
     assert {" ".join(row.split()) for row in re.findall(r"^\* (.*?)$", listed, re.MULTILINE)} == silent
 
 
 if __name__ == "__main__":
     found = iter(tables())
-    page = DOCS / "MISTAKES.md"
+    page = REFERENCE / "MISTAKES.md"
     page.write_text(SECTION.sub(lambda _: next(found), page.read_text()))

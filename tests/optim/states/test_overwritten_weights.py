@@ -124,7 +124,7 @@ def test_write_before_the_16th_step_raises_there(world: World) -> None:
 
 @pytest.mark.parametrize("case", ["bf16", "ZeRO-1"])
 def test_write_before_another_step_is_not_seen(world: World, case: str) -> None:
-    """The limit that docs/LIMITS.md names."""
+    """The limit that docs/reference/LIMITS.md names."""
     assert world.run(2, written_before, case, 3, (0, 1), 4) == [([], True)] * 2
 
 

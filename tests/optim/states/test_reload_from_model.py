@@ -80,7 +80,7 @@ def test_reload_from_model_takes_weights_written_through_data(world: World, stat
 
 @pytest.mark.parametrize(("mode", "states"), [("bf16", "whole"), ("fp32", "offload"), ("bf16", "ZeRO-2")])
 def test_weights_written_through_data_are_undone_without_reload(world: World, mode: str, states: str) -> None:
-    """The limit that docs/LIMITS.md names."""
+    """The limit that docs/reference/LIMITS.md names."""
     assert all(isinstance(off, float) and off > 0.5 for off in world.run(2, written, mode, STATES[states], False))
 
 

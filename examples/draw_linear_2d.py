@@ -1,6 +1,6 @@
 """Draw who holds what of a 2-D linear layer, and over which ranks the power of each part's gradient is summed.
 
-    python examples/draw_linear_2d.py parallel/linear_2d.svg
+    python examples/draw_linear_2d.py docs/pictures/linear_2d.svg
 
 Nothing in the picture is drawn from memory: the specs are those that `Linear2D` declares, `shard` says which elements a
 rank holds, and the groups and weights are read off the `ReductionPlan`. No process is started.

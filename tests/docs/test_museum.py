@@ -1,4 +1,4 @@
-"""Every exhibit of optim/proof/MUSEUM.md prints what it shows, on as many ranks as it says.
+"""Every exhibit of docs/explanation/MUSEUM.md prints what it shows, on as many ranks as it says.
 
 An exhibit is a heading of the third level with a Python block, whose first line is ``# on N ranks``, and directly below it
 what rank 0 prints. ``python tests/docs/test_museum.py``, with ``tests/harness`` on the path, writes that into the page.
@@ -19,7 +19,7 @@ from proof_models import Drawn, build
 from world import World
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "optim" / "proof" / "MUSEUM.md"
+PAGE = ROOT / "docs" / "explanation" / "MUSEUM.md"
 EXHIBIT = re.compile(r"^### (.*?)\n(.*?^```python\n# on (\d+) ranks\n(.*?)^```\n\n)```text\n(.*?)^```$", re.M | re.S)
 NORMS = re.compile(r"norm ([\d.]+), right: ([\d.]+) ")
 

@@ -27,8 +27,8 @@ PAGES = {
 }
 PROGRAMS = ("README.md",)
 ELSEWHERE = {  # page -> the tests that run its Python, or whose harness does
-    "optim/proof/MUSEUM.md": "docs/test_museum.py",
-    "optim/SCALE.md": "docs/test_scale.py",
+    "docs/explanation/MUSEUM.md": "docs/test_museum.py",
+    "docs/explanation/SCALE.md": "docs/test_scale.py",
     "docs/howto/CLUSTERS.md": "docs/test_clusters.py",
     "docs/howto/PARAMETER_GROUPS.md": "docs/test_howto.py",
     "docs/howto/FINE_TUNING.md": "docs/test_howto.py",

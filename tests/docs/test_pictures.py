@@ -47,7 +47,7 @@ def on_a_rank(name: str, function: str, *arguments: Any) -> Any:
 
 def test_each_has_a_script() -> None:
     layouts = {f"layout_{name}" for name in script("who_holds_what").LAYOUTS}
-    assert {path.stem for path in PICTURES} == {*MEASURED, *layouts}
+    assert {path.stem for path in PICTURES} == {*MEASURED, *layouts, "linear_2d"}
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -97,7 +97,7 @@ def test_the_wrong_norms_are_those_of_a_run(world: World) -> None:
 
 
 def test_what_pages_say_of_a_picture_are_its_figures() -> None:
-    readme, page = ((ROOT / name).read_text() for name in ("README.md", "parallel/README.md"))
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/explanation/NORMS_OF_LAYOUTS.md"))
     (_, truth), *rows = kept("wrong_norms")
     off = [f"{norm / truth - 1:+.2%}" for _, norm in rows]
     assert f"is {off[0][1:]} to {off[3][1:]} too small" in readme

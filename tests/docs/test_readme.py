@@ -25,11 +25,7 @@ from world import World
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 INTEGRATIONS = ROOT / "docs" / "integrations"
-PAGES = {
-    package: page.read_text()
-    for package in ("parallel", "amp", "optim")
-    if (page := ROOT / package / "README.md").exists()
-}
+NORMS = (ROOT / "docs" / "explanation" / "NORMS_OF_LAYOUTS.md").read_text()
 
 
 def test_the_quickstart_is_the_first_that_is_shown_after_the_diff() -> None:
@@ -74,7 +70,7 @@ def compare_norms() -> list[tuple[str, float]]:
 
 
 def test_the_norms_are_as_printed(world: World) -> None:
-    text = next(text for text, _ in blocks("text", PAGES["parallel"]) if text.startswith("dense layer"))
+    text = next(text for text, _ in blocks("text", NORMS) if text.startswith("dense layer"))
     rows = [re.fullmatch(r"(.*?) {2,}([\d.]+)( +[-+][\d.]+%)?", line) for line in text.splitlines()]
     printed = {row[1]: float(row[2]) for row in rows if row is not None}
     found = dict(world.run(4, compare_norms)[0])

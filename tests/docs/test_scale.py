@@ -1,4 +1,4 @@
-"""The cost model of optim/SCALE.md prints what it shows, and says what steps do: on 1 to 8 ranks, and at 65,536."""
+"""The cost model of docs/explanation/SCALE.md prints its output, and equals what steps count on 1 to 8 and 65,536 ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
 
-PAGE = Path(__file__).parent.parent.parent / "optim" / "SCALE.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "explanation" / "SCALE.md"
 NUMELS = {"split": [512, 4096, 1024], "copied": [256, 2048, 512, 256]}
 BUCKET = 4096 * 4
 
@@ -40,7 +40,7 @@ def page() -> dict[str, Any]:
     """What the page's snippets define."""
     session: dict[str, Any] = {"__name__": "scale"}
     for code, output in blocks("python", PAGE.read_text()):
-        assert printed_by(code, "optim/SCALE.md", session) == output
+        assert printed_by(code, "docs/explanation/SCALE.md", session) == output
     return session
 
 

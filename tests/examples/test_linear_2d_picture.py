@@ -15,17 +15,18 @@ from run_example import example
 from world import World
 
 ROOT = Path(__file__).parent.parent.parent
-PICTURE = ROOT / "parallel" / "linear_2d.svg"
+PICTURE = ROOT / "docs" / "pictures" / "linear_2d.svg"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_file_is_what_the_script_draws() -> None:
     drawn = example("draw_linear_2d").draw()
-    assert PICTURE.read_text(encoding="utf-8") == drawn, "run: python examples/draw_linear_2d.py parallel/linear_2d.svg"
+    command = "python examples/draw_linear_2d.py docs/pictures/linear_2d.svg"
+    assert PICTURE.read_text(encoding="utf-8") == drawn, f"run: {command}"
 
 
 def test_the_page_shows_it() -> None:
-    assert "(../linear_2d.svg)" in (ROOT / "parallel" / "layout" / "README.md").read_text()
+    assert "(../pictures/linear_2d.svg)" in (ROOT / "docs" / "explanation" / "NORMS_OF_LAYOUTS.md").read_text()
 
 
 def test_everything_is_inside_the_frame() -> None:

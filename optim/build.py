@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Mode, Precision, precision_of
 from ..amp.stochastic_rounding import check_named
-from ..parallel.interop.fsdp_division import divide_once
-from ..parallel.interop.local_parameters import has_dtensors
+from ..parallel.interop.local_parameters import divide_once, has_dtensors
 from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks, on_all_ranks_with
 from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds

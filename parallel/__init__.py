@@ -9,12 +9,10 @@ from .layers.cross_entropy import cross_entropy_2d, cross_entropy_3d, vocab_para
 from .layers.embedding import Classifier2D, Embedding2D, VocabParallelEmbedding
 from .layers.layer_norm import LayerNorm2D
 from .layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
-from .layers.tensor_2d import BiasLayout, Linear2D
-from .layers.tensor_2p5d import Classifier2p5D, Embedding2p5D, LayerNorm2p5D, Linear2p5D
+from .layers.tensor_2d import BiasLayout, Classifier2p5D, Embedding2p5D, LayerNorm2p5D, Linear2D, Linear2p5D
 from .layers.tensor_3d import Classifier3D, Embedding3D, LayerNorm3D, Linear3D
 from .layout.annotation import annotate, declare
-from .layout.regions import Region
-from .layout.shard import full_shape, join, local_shape, shard, unshard
+from .layout.shard import Region, full_shape, join, local_shape, shard, unshard
 from .layout.spec import P, blocks
 from .mesh.agreement import gather_objects, on_all_ranks
 from .mesh.collectives import (

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.interop.local_parameters import local_parameter
 from ...parallel.layout.annotation import Annotation, annotation_of
-from ...parallel.layout.regions import Box, Region, Shape
+from ...parallel.layout.shard import Box, Region, Shape
 from ...parallel.layout.spec import Span
 from ...parallel.mesh.agreement import on_all_ranks, on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry

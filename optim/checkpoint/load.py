@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...parallel.layout.regions import Region, Shape
+from ...parallel.layout.shard import Region, Shape
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.random_state import check_random_state, random_state, set_random_state

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Box, Shape
+from ...parallel.layout.shard import Box, Shape
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable

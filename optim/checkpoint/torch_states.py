@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...amp.master_weights import SCALAR_STATE
 from ...parallel.interop.local_parameters import has_dtensors, local_parameter
-from ...parallel.layout.regions import Region
+from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry

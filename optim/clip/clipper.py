@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Region
+from ...parallel.layout.shard import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import keep_complete_marks, scale_each, widen_gradients
 from ..kernels.device_constants import Constants

@@ -11,7 +11,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Region
+from ...parallel.layout.shard import Region
 from ...parallel.mesh.text import some
 from ..kernels.device_constants import Constants
 from .plan import ReductionPlan

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ...parallel.layout.regions import Region
+from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import P
 from .plan import ParameterEntry, ReductionPlan
 

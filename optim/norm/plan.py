@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.layout.annotation import Annotation, annotation_of, attach
-from ...parallel.layout.regions import Region
+from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import Owned, P, owns
 from ...parallel.mesh.text import aligned, some
 from ...parallel.mesh.topology import Topology

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...parallel.launch.start import read_environment
+from ...parallel.launch import read_environment
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import aligned, named_ranks, printable

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel.interop.local_parameters import local_gradients, local_parameter, spec_of
-from ...parallel.layout.regions import Region
+from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry

@@ -45,7 +45,7 @@ from torch.utils.data import (
 )
 
 from ...amp.precision import Mode, Precision, precision_of
-from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
+from ...parallel.data import ShardedDataLoader, prepare_dataloader
 from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks

@@ -68,8 +68,7 @@ class LocalTensors(Link):
         If the DTensor has no gradient, a gradient that was set on the local parameter stays: trainers create states before
         loading them by a step with zero gradients.
         """
-        from ...parallel.interop.dtensor import local_parameter
-        from ...parallel.interop.dtensor_gradients import poison_gradient, share_gradient
+        from ...parallel.interop.dtensor import local_parameter, poison_gradient, share_gradient
 
         problem = None
         for param, _ in self._pairs:
@@ -87,7 +86,7 @@ class LocalTensors(Link):
 
     def step(self, request: UpdateRequest, update: Update) -> None:
         """Call ``update`` and give the DTensors their gradients back, so that clearing these frees the memory."""
-        from ...parallel.interop.dtensor_gradients import return_gradient
+        from ...parallel.interop.dtensor import return_gradient
 
         update(request)
         for param, piece in self._pairs:

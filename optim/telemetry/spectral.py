@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Box, Region
+from ...parallel.layout.shard import Box, Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_finite, dict_of
 from ..whole.layout import LogicalTensor

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Shape
+from ...parallel.layout.shard import Shape
 from .optimizer import Slot, Update, WholeOptimizer, moments
 from .tensors import Request, WholeTensors
 

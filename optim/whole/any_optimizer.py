@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel.layout.regions import Box, Shape
+from ...parallel.layout.shard import Box, Shape
 from ...parallel.layout.spec import P
 from ..states.elementwise import check_each_alone
 from ..step.combined_optimizer import asks_other_ranks

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Box, Shape
+from ...parallel.layout.shard import Box, Shape
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ..states.chain import params_of

@@ -13,7 +13,7 @@ from itertools import accumulate, combinations
 from math import prod
 from typing import Any
 
-from ...parallel.layout.regions import Box, Region, Shape
+from ...parallel.layout.shard import Box, Region, Shape
 from ...parallel.layout.spec import P
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...parallel.layout.regions import Box, Shape
+from ...parallel.layout.shard import Box, Shape
 from ...parallel.layout.spec import P
 from ...parallel.mesh.text import some
 from ..states.chain import named_params_of

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Shape
+from ...parallel.layout.shard import Shape
 from .at_home import FACTORISATION, HomeOptimizer, Sides, gram, into, inverse_root, moments_at_home, named, sides_of
 from .exchange import Matrix
 from .layout import Blocks

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Shape
+from ...parallel.layout.shard import Shape
 from .at_home import (
     FACTORISATION,
     HomeOptimizer,

@@ -1,4 +1,4 @@
-"""Plain local parameters and specs of any parameters, DTensors and others.
+"""Plain local parameters, gradients and specs of any parameters, DTensors and others.
 
 The module imports DTensor support only if DTensors are in use, because the import takes most of a second.
 """
@@ -6,7 +6,7 @@ The module imports DTensor support only if DTensors are in use, because the impo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ def local_gradients(params: Sequence[Tensor], topology: Topology) -> Gradients:
     """
     if not has_dtensors(params):
         return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
-    from .dtensor_gradients import of_each
+    from .dtensor import of_each
 
     return Gradients(*of_each(params, topology))
 
@@ -134,7 +134,6 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
         yield list(params)
         return
     from . import dtensor
-    from .dtensor_gradients import return_gradient, share_gradient
 
     pairs = [
         (param, dtensor.local_parameter(param, topology)) for param in params if isinstance(param, dtensor.DTensor)
@@ -142,11 +141,11 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
     local = {id(param): piece for param, piece in pairs}
     try:
         for param, piece in pairs:
-            share_gradient(param, piece, to_sum=to_sum)
+            dtensor.share_gradient(param, piece, to_sum=to_sum)
         yield [local.get(id(param), param) for param in params]
     finally:
         for param, piece in pairs:
-            return_gradient(param, piece)
+            dtensor.return_gradient(param, piece)
 
 
 def sums_seen(params: Sequence[Tensor]) -> Sums:
@@ -155,13 +154,13 @@ def sums_seen(params: Sequence[Tensor]) -> Sums:
     Args:
         params: Any parameters.
     Raises:
-        ValueError: A gradient's placements are not supported; see `meshstep.parallel.interop.dtensor_gradients`.
+        ValueError: A gradient's placements are not supported; see `meshstep.parallel.interop.dtensor`.
     """
     if not has_dtensors(params):
         return {}
-    from . import dtensor_gradients
+    from . import dtensor
 
-    return dtensor_gradients.sums_seen(params)
+    return dtensor.sums_seen(params)
 
 
 def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
@@ -175,6 +174,45 @@ def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
     """
     if not has_dtensors(params):
         return False
-    from . import dtensor_gradients
+    from . import dtensor
 
-    return dtensor_gradients.settle(params, seen)
+    return dtensor.settle(params, seen)
+
+
+# Gradients that `fully_shard` divides twice ---------------------------------------------------------------------------
+
+# On a shard mesh of size 1, torch divides gradients twice by a custom factor. Examples of such a mesh are experts that
+# only this rank holds, and `replicate`. torch 2.15 divides by the factor of ``set_gradient_divide_factor`` in place of
+# the omitted reduce-scatter. It divides again around the all-reduce, unless the collective itself divides: in float64
+# and float16, and with ``set_force_sum_reduction_for_comms``. The gradient is then too small by this factor.
+
+
+def divide_once(model: nn.Module) -> None:
+    """Make modules whose shard mesh has size 1 divide their gradients by the custom factor once, in every dtype.
+
+    Call it before the first backward; gradients that were already divided stay unchanged.
+
+    Args:
+        model: The root module that `fully_shard` was applied to. Other modules are not changed.
+    Collectives: none. Host synchronization: none.
+    """
+    for module in fully_sharded(model):
+        state: Any = module._get_fsdp_state()  # no public API returns the factor
+        groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            factor = getattr(group, "gradient_divide_factor", None)
+            if factor in (None, 1.0) or getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+                continue
+            group.gradient_divide_factor = 1.0
+            group._all_reduce_hook = _dividing(factor, group._all_reduce_hook)
+
+
+def _dividing(factor: float, hook: Callable[[Tensor], None] | None) -> Callable[[Tensor], None]:
+    """Return an all-reduce hook that divides the gradient by ``factor``, then calls the previous ``hook``."""
+
+    def divide(reduced: Tensor) -> None:
+        reduced.div_(factor)
+        if hook is not None:
+            hook(reduced)
+
+    return divide

@@ -25,7 +25,7 @@ from ..layout.annotation import annotate, annotation_of
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .fsdp_division import divide_once
+from .local_parameters import divide_once
 
 _DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")

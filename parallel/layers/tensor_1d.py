@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layout.annotation import annotate
-from ..layout.regions import joined_in_order
-from ..layout.shard import shard, spans_of_pieces
+from ..layout.shard import joined_in_order, shard, spans_of_pieces
 from ..layout.spec import P
 from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to

@@ -30,8 +30,9 @@ References: Xu et al. 2021 (Optimus), arXiv:2104.05343; Wang et al. 2021 (Tesser
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from ..layout.spec import P
 from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
+from .embedding import Classifier2D, Embedding2D
 from .initialization import (
     check_features,
     depth_axes,
@@ -50,6 +52,7 @@ from .initialization import (
     keep_shard,
     sizes_of,
 )
+from .layer_norm import LayerNorm2D
 from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
@@ -162,3 +165,64 @@ class Linear2D(nn.Module):
     def extra_repr(self) -> str:
         sizes = sizes_of(self.registry, self.row, self.col)
         return f"{self.in_features}, {self.out_features}, bias={self.bias_layout!r}, {sizes}"
+
+
+# Deprecated names of the 2.5-D layers ---------------------------------------------------------------------------------
+
+
+def _warn(old: str, new: str, depth: str) -> None:
+    warnings.warn(
+        f"{old} is deprecated and will be removed in the next version; write {new}(..., depth={depth!r})",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
+class Linear2p5D(Linear2D):
+    """Deprecated: `Linear2D` with ``depth="depth"``."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        registry: ProcessGroupRegistry,
+        *,
+        depth: str = "depth",
+        **options: Any,
+    ) -> None:
+        _warn("Linear2p5D", "Linear2D", depth)
+        super().__init__(in_features, out_features, registry, depth=depth, **options)
+
+
+class LayerNorm2p5D(LayerNorm2D):
+    """Deprecated: `LayerNorm2D` with ``depth="depth"``."""
+
+    def __init__(self, features: int, registry: ProcessGroupRegistry, *, depth: str = "depth", **options: Any) -> None:
+        _warn("LayerNorm2p5D", "LayerNorm2D", depth)
+        super().__init__(features, registry, depth=depth, **options)
+
+
+class Embedding2p5D(Embedding2D):
+    """Deprecated: `Embedding2D` with ``depth="depth"``."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        registry: ProcessGroupRegistry,
+        *,
+        depth: str = "depth",
+        **options: Any,
+    ) -> None:
+        _warn("Embedding2p5D", "Embedding2D", depth)
+        super().__init__(num_embeddings, embedding_dim, registry, depth=depth, **options)
+
+
+class Classifier2p5D(Classifier2D):
+    """Deprecated: `Classifier2D` with ``depth="depth"``."""
+
+    def __init__(
+        self, in_features: int, classes: int, registry: ProcessGroupRegistry, *, depth: str = "depth", **options: Any
+    ) -> None:
+        _warn("Classifier2p5D", "Classifier2D", depth)
+        super().__init__(in_features, classes, registry, depth=depth, **options)

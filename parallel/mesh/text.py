@@ -1,8 +1,13 @@
-"""Format tables, ranks and lists of names as plain text."""
+"""Format tables, ranks, lists of names and topologies as plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .topology import Topology
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -61,3 +66,167 @@ def some(names: Iterable[str], most: int = 5) -> str:
     names = [printable(name) for name in names]
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+# The grid of ranks of a topology --------------------------------------------------------------------------------------
+
+#     data 0           data 1
+#           col 0 1          col 0 1
+#     row 0     0 1    row 0     4 5
+#     row 1     2 3    row 1     6 7
+#
+# The two fastest axes span a block, and the slower axes number the blocks. Axes of size 1 are not in the grid. Long axes
+# are elided, so that the text fits on a screen and takes the same time for a world of a million ranks.
+
+_WIDTH = 100
+_BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
+_ELIDED = "..."  # ASCII, for terminals without Unicode
+
+
+def render(topology: Topology, rank: int | None = None) -> str:
+    """Return the text of `Topology.table`.
+
+    Args:
+        topology: The topology to show.
+        rank: Mark this rank, and show only the groups that contain it. None: show the groups of all ranks.
+    """
+    place = topology.coordinate(rank) if rank is not None else {}
+    ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
+    lines = [f"{topology!r}: {ranks}", "", *_grid(topology, rank, place)]
+    if topology.axes:
+        lines += ["", *_groups(topology, rank)]
+    for axis in topology.untold_expert_axes:
+        lines += [
+            "",
+            f"{axis} has no role, so it is a model axis: its ranks see the same samples, and the gradients of replicas are",
+            f'not averaged over it. If its ranks see different samples, write roles={{"{axis}": "data"}}; else "model".',
+        ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _grid(topology: Topology, rank: int | None, place: dict[str, int]) -> list[str]:
+    """Return the lines of all blocks. Blocks that differ only along the third-fastest axis are side by side."""
+    axes = _grid_axes(topology)
+    slow, fast = axes[:-2], axes[-2:]
+    block_size = topology.size(*fast)
+    count = topology.world_size // block_size
+    keep = None if rank is None else rank // block_size
+    blocks = []
+    for index in _elide(count, _BLOCKS, keep, head=2):
+        if index is None:
+            blocks.append([_ELIDED])
+            continue
+        first = topology.coordinate(index * block_size)
+        blocks.append(_block(topology, {axis: first[axis] for axis in slow}, rank, place))
+    side_by_side = topology.size(slow[-1]) if slow and count <= _BLOCKS else 1
+    return _flow(blocks, side_by_side)
+
+
+def _grid_axes(topology: Topology) -> tuple[str, ...]:
+    return tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
+
+
+def _block(topology: Topology, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
+    """Return the lines of one grid over the two fastest axes, at the coordinate ``where`` of the slower axes."""
+    axes = _grid_axes(topology)
+    column_axis = axes[-1] if axes else "rank"
+    row_axis = axes[-2] if len(axes) > 1 else None
+    most = 72 // (len(str(topology.world_size - 1)) + 2)
+    columns = _elide(topology.size(*axes[-1:]), min(16, most), place.get(column_axis))
+    rows = _elide(topology.size(row_axis), _ROWS, place.get(row_axis)) if row_axis else [0]
+    cells = [[_ELIDED if column is None else str(column) for column in columns]]
+    for row in rows:
+        fixed = dict.fromkeys(topology.axes, 0) | where | ({row_axis: row} if row_axis and row is not None else {})
+        line = []
+        for column in columns:
+            if row is None or column is None:
+                line.append(_ELIDED)
+                continue
+            here = topology.rank(**fixed | ({column_axis: column} if axes else {}))
+            line.append(f"[{here}]" if here == rank else str(here))
+        cells.append(line)
+    if rank is not None:  # keeps numbers aligned with the number in brackets
+        cells = [[cell if cell.endswith("]") else cell + " " for cell in line] for line in cells]
+    width = max(len(cell) for line in cells for cell in line)
+    heads = [f"{row_axis} {_ELIDED if row is None else row} " if row_axis else "" for row in rows]
+    heads = [f"{head:{max(map(len, heads))}}{' ' * len(column_axis)}" for head in heads]
+    heads = [f"{column_axis:>{len(heads[0])}}", *heads]
+    title = [", ".join(f"{axis} {value}" for axis, value in where.items())] if where else []
+    return title + [
+        f"{head} {' '.join(f'{c:>{width}}' for c in line)}" for head, line in zip(heads, cells, strict=True)
+    ]
+
+
+def _groups(topology: Topology, rank: int | None) -> list[str]:
+    """Return one line per axis, per alias, and per set of axes over which gradients are reduced."""
+    sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
+    sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}
+    together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
+    if topology.pipe_axes and topology.model_axes:
+        together.append(tuple(axis for axis in topology.axes if axis not in topology.data_axes))
+    title = "ranks of each group" if rank is None else f"ranks of the group of rank {rank}"
+    table = [("axes", "role", "size", "groups", title)]
+    for alias, atoms in topology.aliases.items():
+        if len(atoms) == 1:
+            sets[atoms] += f" = {alias}"
+    for axes in dict.fromkeys([*sets, *together]):
+        size = topology.size(*axes)
+        count = topology.world_size // size
+        roles = "+".join(dict.fromkeys(topology.role(axis) for axis in axes))
+        if rank is None:
+            text = " | ".join(_members(group) for group in islice(topology.groups(*axes), _GROUPS))
+            text += f" | {_ELIDED}" if count > _GROUPS else ""
+        else:
+            text = _members(topology.peers(rank, *axes), rank)
+        table.append((sets.get(axes, " x ".join(axes)), roles, f"{size:,}", f"{count:,}", text))
+    heads = aligned([row[:-1] for row in table], right=(2, 3))
+    return [
+        f"{head}  {_shorten(text, max(_WIDTH - len(head) - 2, 40))}"
+        for head, (*_, text) in zip(heads, table, strict=True)
+    ]
+
+
+def _members(group: Sequence[int], rank: int | None = None) -> str:
+    shown = _elide(len(group), _MEMBERS, None if rank is None else group.index(rank))
+    return " ".join(_ELIDED if index is None else str(group[index]) for index in shown)
+
+
+def _elide(size: int, limit: int, keep: int | None = None, head: int | None = None) -> list[int | None]:
+    """Return the indices 0..size-1, with None for each gap if there are more than ``limit``.
+
+    Args:
+        size: Number of indices.
+        limit: Largest number of indices to return without gaps.
+        keep: Index that is always included. None: no such index.
+        head: Number of first indices to include, in addition to the last one. None: ``limit - 3``.
+    """
+    if size <= limit:
+        return list(range(size))
+    shown = {*range(head or limit - 3), size - 1, *(() if keep is None else (keep,))}
+    indices: list[int | None] = []
+    before = -1
+    for index in sorted(shown):
+        if index != before + 1:
+            indices.append(None)
+        indices.append(index)
+        before = index
+    return indices
+
+
+def _shorten(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    return f"{text[: width - len(_ELIDED)].rpartition(' ')[0].rstrip(' |.')} {_ELIDED}"
+
+
+def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
+    """Return the lines of all blocks, with at most ``side_by_side`` blocks in a row if they fit into the width."""
+    gap = "    "
+    width = max(len(line) for block in blocks for line in block)
+    side_by_side = max(1, min(side_by_side, (_WIDTH + len(gap)) // (width + len(gap))))
+    lines: list[str] = []
+    for start in range(0, len(blocks), side_by_side):
+        row = blocks[start : start + side_by_side]
+        lines += [""] if lines else []
+        lines += [gap.join(f"{text:{width}}" for text in texts) for texts in zip(*row, strict=True)]
+    return lines

@@ -24,7 +24,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, overload
 
 from .refinement import agreed_dims, refined
-from .table import render
+from .text import render
 
 # A topology as one line of text: ``edp=2,mid=2,tensor=2,data=edp+mid`` ------------------------------------------------
 

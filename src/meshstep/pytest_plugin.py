@@ -30,8 +30,7 @@ _launched = pytest.StashKey[bool]()
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Provide a pool of processes over gloo, or the processes of a launcher, as `meshstep.testing.Ranks`."""
-    from meshstep.parallel.ranks.launched import LaunchedRanks
-    from meshstep.parallel.ranks.run import ranks_of_this_process
+    from meshstep.parallel.ranks.run import LaunchedRanks, ranks_of_this_process
 
     found = ranks_of_this_process()
     yield found
@@ -72,8 +71,7 @@ def pytest_runtest_makereport(
     at_end = call.when == "call" or (call.when == "setup" and not report.passed)
     if not (at_end and item.config.stash[_launched] and "ranks" in getattr(item, "fixturenames", ())):
         return report
-    from meshstep.parallel.ranks.launched import LaunchedRanks
-    from meshstep.parallel.ranks.run import ranks_of_this_process
+    from meshstep.parallel.ranks.run import LaunchedRanks, ranks_of_this_process
 
     found = ranks_of_this_process()
     assert isinstance(found, LaunchedRanks)
@@ -86,6 +84,6 @@ def pytest_runtest_makereport(
 
 
 def _was_launched() -> bool:
-    from meshstep.parallel.ranks.launched import was_launched
+    from meshstep.parallel.ranks.run import was_launched
 
     return was_launched()

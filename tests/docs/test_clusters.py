@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from meshstep.parallel.launch.start import read_environment
+from meshstep.parallel.launch import read_environment
 from snippets import blocks
 from torch.distributed.run import config_from_args, parse_args
 

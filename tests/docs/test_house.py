@@ -314,7 +314,7 @@ def test_an_import_of_a_type_is_no_circle(tmp_path: Path) -> None:
         ("amp/casting.py", "from .fp8.mode import Fp8\n", "amp/fp8/mode.py"),
         ("amp/precision.py", "from .master_weights import MasterWeights\n", "amp/master_weights.py"),
         ("amp/fp8/linear.py", "from ...optim.norm import plan\n", "optim/norm/plan.py"),
-        ("parallel/launch/start.py", "from ..mesh.topology import Topology\n", "parallel/mesh/topology.py"),
+        ("parallel/launch.py", "from .mesh.topology import Topology\n", "parallel/mesh/topology.py"),
         ("parallel/layers/tensor_1d.py", "from .. import P\n", "parallel/__init__.py"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from cases import slice_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, Topology, annotate
-from meshstep.parallel.layout.regions import Region
+from meshstep.parallel.layout.shard import Region
 from torch import Tensor, nn
 
 SHAPES: dict[str, tuple[int, ...]] = {

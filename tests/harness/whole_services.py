@@ -13,7 +13,7 @@ from cases import axes_of, slice_of
 from hypothesis import strategies as st
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
-from meshstep.parallel.layout.regions import Region
+from meshstep.parallel.layout.shard import Region
 from meshstep.testing.strategies import Kind, specs, topologies
 from planted import SHAPES, Layout, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads

@@ -46,7 +46,7 @@ from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.optim.states import offloaded
 from meshstep.optim.step.skips import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.interop import dtensor, dtensor_gradients
+from meshstep.parallel.interop import dtensor
 from meshstep.parallel.layers.summa import Grid, Part, _Reduction, summa
 from meshstep.parallel.mesh import collectives as linear_maps
 from meshstep.parallel.mesh.collectives import Over
@@ -135,7 +135,7 @@ def sharded_fully(registry: ProcessGroupRegistry) -> Iterator[Callable[[torch.Te
 
     with (
         mock.patch.object(dtensor, "check_mesh", check_outside),
-        mock.patch.object(dtensor_gradients, "mesh_ranks", ranks_outside),
+        mock.patch.object(dtensor, "mesh_ranks", ranks_outside),
     ):
         yield lambda piece: DTensor.from_local(piece, mesh, (Shard(0),), run_check=False)
 

@@ -10,14 +10,14 @@ from itertools import chain
 from typing import Any
 from unittest import mock
 
-import meshstep.parallel.data.loader as loader_module
+import meshstep.parallel.data as loader_module
 import numpy
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from meshstep.parallel import ProcessGroupRegistry, ShardedDataLoader, Topology, prepare_dataloader
-from meshstep.parallel.data.loader import Batch, ShardedBatchSampler, step_bounds
+from meshstep.parallel.data import Batch, ShardedBatchSampler, step_bounds
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from world import World

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from forked_python import Forked
 from free_ports import LOOPBACK, free_port
 from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, get_dist_logger, init_distributed
-from meshstep.parallel.launch.start import LaunchEnvironment, first_host, read_environment
+from meshstep.parallel.launch import LaunchEnvironment, first_host, read_environment
 from world import World
 
 PREFIXES = (

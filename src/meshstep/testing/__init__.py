@@ -3,10 +3,9 @@
 from ..optim.proof.exact import assert_exact
 from ..optim.proof.findings import Finding, Proof
 from ..optim.proof.prove import Inferred, infer, prove
-from ..parallel.ranks.fake import fake_world
 from ..parallel.ranks.interface import Ranks, RanksError
 from ..parallel.ranks.pool import RankPool
-from ..parallel.ranks.run import run_ranks
+from ..parallel.ranks.run import fake_world, run_ranks
 
 __all__ = [
     "Finding",

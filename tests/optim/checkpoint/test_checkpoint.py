@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, blocks
-from meshstep.parallel.layout.regions import Region, boxes_of_run
+from meshstep.parallel.layout.shard import Region, boxes_of_run
 from meshstep.testing.strategies import AXES, specs, topologies
 from properties import WITHOUT_SHRINKING, random_cases
 from scenarios import SCENARIOS, backward, batch, build

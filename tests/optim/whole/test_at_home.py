@@ -18,7 +18,7 @@ from meshstep.optim import SOAP, ParallelOptimizer, Shampoo, Sharded
 from meshstep.optim.whole import Homes, WholeTensors
 from meshstep.optim.whole.layout import logical_tensors
 from meshstep.parallel import P, ProcessGroupRegistry
-from meshstep.parallel.layout.regions import Region
+from meshstep.parallel.layout.shard import Region
 from planted import LAYOUTS, Layout, Planted, parts, run_step
 from probes import collectives, no_host_reads
 from properties import number_of_cases, repetitions

@@ -16,7 +16,7 @@ from gathered_objects import objects_gathered_by, said_by_all
 from meshstep.optim import CAME, LAMB, LARS, Adafactor, Muon, ParallelOptimizer, Sharded, StableAdamW
 from meshstep.optim.whole import tensors as of_tensors
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.layout.regions import Region
+from meshstep.parallel.layout.shard import Region
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -15,7 +15,7 @@ from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.exchange import Buffers
 from meshstep.optim.whole.layout import LogicalTensor
 from meshstep.parallel import ProcessGroupRegistry
-from meshstep.parallel.layout.regions import Box
+from meshstep.parallel.layout.shard import Box
 from planted import Layout, Part, Planted, parts, run_step
 from torch import Tensor
 from whole_runs import STATES, WHOLE_LAYOUTS, Make, alone, copies_differ, largest_error, muon

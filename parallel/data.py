@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from ..mesh.agreement import gather_objects, on_all_ranks
-from ..mesh.call_tracker import in_call
-from ..mesh.random_state import cpu_random_state_kept, seed_cpu_generators
-from ..mesh.registry import ProcessGroupRegistry
-from ..mesh.value_checks import wrong
+from .mesh.agreement import gather_objects, on_all_ranks
+from .mesh.call_tracker import in_call
+from .mesh.random_state import cpu_random_state_kept, seed_cpu_generators
+from .mesh.registry import ProcessGroupRegistry
+from .mesh.value_checks import wrong
 
 # The samples of each data coordinate in each step of each epoch (arithmetic only) --------------------------------------
 

@@ -50,8 +50,7 @@ from .telemetry.writers import CsvFile, JsonLines, TensorBoardWriter, Terminal, 
 from .whole.adafactor import CAME, Adafactor
 from .whole.layerwise import LAMB, LARS, StableAdamW
 from .whole.muon import Muon
-from .whole.shampoo import Shampoo
-from .whole.soap import SOAP
+from .whole.shampoo_soap import SOAP, Shampoo
 
 __all__ = [
     "CAME",

@@ -23,8 +23,7 @@ from torch import Tensor
 from ...parallel.layout.shard import Box, Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_finite, dict_of
-from ..whole.layout import LogicalTensor
-from ..whole.tensors import WholeTensors, narrowed
+from ..whole.tensors import LogicalTensor, WholeTensors, narrowed
 from .labels import world_sum
 
 

@@ -19,10 +19,8 @@ from ..states.elementwise import check_each_alone
 from ..step.combined_optimizer import asks_other_ranks
 from ..step.torch_engine import step_within
 from ..step.update import check_steps_without_closure
-from .at_home import HomeOptimizer
-from .layout import LogicalTensor
-from .optimizer import Slot, Update
-from .tensors import WholeTensors
+from .optimizer import HomeOptimizer, Slot, Update
+from .tensors import LogicalTensor, WholeTensors
 
 # Flattening of a nested optimizer state into tensors ------------------------------------------------------------------
 

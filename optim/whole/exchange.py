@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel.layout.shard import Box, Shape
-from .layout import LogicalTensor
-from .tensors import WholeTensors, narrowed
+from ...parallel.layout.regions import Box, Shape
+from .tensors import LogicalTensor, WholeTensors, narrowed
 
 # Flat communication buffers, kept from one step to the next -----------------------------------------------------------
 

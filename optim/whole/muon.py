@@ -25,9 +25,8 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.text import some
 from ..states.chain import named_params_of
 from .exchange import Homes, Matrix
-from .layout import Blocks, LogicalTensor, matrices_of
 from .optimizer import ADAMW, LazyTensors, Slot, Update, WholeOptimizer, adamw_update, moments
-from .tensors import WholeTensors, narrowed
+from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
 
 # Newton-Schulz iteration: five steps of a polynomial that moves all singular values to about 1 ------------------------
 

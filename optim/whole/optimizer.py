@@ -1,16 +1,20 @@
-"""Base class of optimizers whose update needs full tensors.
+"""Base classes of optimizers whose update needs full tensors.
 
 A subclass defines a step in `WholeOptimizer.updates`, in terms of `WholeTensors`. The same code runs in a single
 process, where each parameter is a full tensor, and on many ranks, where `meshstep.optim.ParallelOptimizer` binds the
 optimizer to shards.
+
+`HomeOptimizer` is the base class of those that keep a full matrix state on the matrix's owner rank only.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,12 +22,15 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ...amp.casting import is_half
+from ...parallel.layout.regions import Box, Shape
 from ...parallel.layout.spec import P
+from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan_agreement import with_names
 from ..states.chain import named_params_of, params_of
-from .tensors import WholeTensors
+from .exchange import Homes, Matrix
+from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of
 
 
 @dataclass
@@ -359,3 +366,156 @@ class LazyTensors(Mapping[int, Tensor]):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+
+# Base class of optimizers that keep a full matrix state on the matrix's owner rank only -------------------------------
+
+# The state is stored under the first shard of the tensor that the owner rank holds. Its key is "<name>.<number of the
+# matrix>", followed by ".<index>" if there are several of one name. It belongs to the full tensor: a checkpoint contains
+# it once, and after loading in any layout the matrix's owner rank there receives it.
+
+_AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
+
+
+class HomeOptimizer(WholeOptimizer):
+    """Assigns an owner rank to every matrix, and keeps it as long as the owner rank has the matrix's state.
+
+    Attributes:
+        lists: Number of tensors per matrix that are sent to the owner rank, such as 1 for the gradient alone.
+        blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names.
+        homes: The owner ranks and the exchanges with them.
+        taken: The number of steps taken.
+
+    Collectives: when the optimizer is bound, an object all-gather in addition to the base class's.
+    """
+
+    lists = 1
+    blocks: Blocks = MappingProxyType({})
+    not_captured = "counts steps on the host, and does more in some than in others"
+    _with_others = False
+
+    def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
+        """Return the matrices of a tensor; none if it has fewer than two dims."""
+        return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
+
+    def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
+        """Return the matrices of a tensor; empty if it has none."""
+        return tensor.metadata or ()
+
+    def cost(self, shape: Shape) -> float:
+        """Return the approximate relative cost of a step of one matrix; the choice of owner ranks balances it."""
+        raise NotImplementedError
+
+    def bound(self, tensors: WholeTensors) -> None:
+        """Choose the owner ranks.
+
+        Raises:
+            ValueError: On every rank: the optimizer has stepped in a single process before.
+        """
+        super().bound(tensors)
+        self.homes = Homes(tensors, self.boxes, self.cost, self.lists, settled=self._agreed(self._settled(tensors)))
+        self.taken = StepsTaken()
+        self._own: dict[int, list[Matrix]] = {}
+        for matrix in self.homes.own:
+            self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
+
+    def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """Return the rank that has the state of each matrix, by tensor name and number."""
+        registry = self.tensors.registry
+        if registry is None:
+            return dict.fromkeys(own, 0)
+        ranks = gather_objects((own, bool(own) and not self._with_others), registry)
+        self._with_others = True
+        if alone := [rank for rank, (_, stepped_alone) in enumerate(ranks) if stepped_alone]:
+            raise ValueError(
+                f"{type(self).__name__} has stepped without ParallelOptimizer on rank {alone[0]}, and has states; pass it "
+                "to ParallelOptimizer before its first step, or continue from a checkpoint (load_checkpoint)"
+            )
+        return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
+
+    def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
+        """Return the matrices whose states are on this rank already, when it is bound again for another param group."""
+        return {
+            (tensor.name, number)
+            for tensor, param in zip(tensors.tensors, params_of(self.param_groups), strict=True)
+            for number in map(_number, self.state.get(param, {}))
+            if number is not None
+        }
+
+    def own(self, slot: Slot) -> list[Matrix]:
+        """Return the matrices whose state is stored at a position, the first position of a tensor on its owner rank."""
+        return self._own.get(slot.position, [])
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def is_whole_state(self, key: str) -> bool:
+        return _number(key) is not None
+
+    def keeps(self, param: Tensor, key: str) -> bool:
+        assert self.tensors, "the property binds the optimizer"
+        position = next(index for index, other in enumerate(params_of(self.param_groups)) if other is param)
+        return _number(key) in {matrix.number for matrix in self._own.get(position, [])}
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
+        """Return a function from a matrix to the slot that stores its state."""
+        by_position = {slot.position: slot for slot in slots}
+        return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
+
+
+def _number(key: str) -> int | None:
+    found = _AT_HOME.match(key)
+    return int(found[2]) if found else None
+
+
+class StepsTaken:
+    """Number of steps by position, known on the host without waiting for the current step.
+
+    At the end of a step the device counts are copied to the host asynchronously; the copies are complete by the next
+    step. If a count was changed in between, for example by a checkpoint, it is read again.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Tensor, int]] = {}  # by position: the device count and its version
+        self._copies: dict[int, Tensor] = {}
+        self._arrived: dict[torch.device, torch.cuda.Event] = {}
+
+    def of(self, slot: Slot) -> int:
+        """Return the number of steps before this one.
+
+        Host synchronization: one in the first step and one after loading; otherwise the wait for the previous step.
+        """
+        count, seen = slot.state["step"], self._seen.get(slot.position)
+        if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:
+            return _number_in(count.detach().cpu())
+        self._arrived[count.device].synchronize()
+        return _number_in(self._copies[slot.position])
+
+    def note(self, slots: Sequence[Slot]) -> None:
+        """Start copying the step counts to the host. Call it after the step's last update."""
+        for slot in slots:
+            count: Tensor = slot.state["step"]
+            if count.is_cuda:
+                copy = self._copies.setdefault(slot.position, torch.empty((), dtype=count.dtype, pin_memory=True))
+                copy.copy_(count, non_blocking=True)
+                self._seen[slot.position] = count, count._version
+        for device in {slot.state["step"].device for slot in slots if slot.state["step"].is_cuda}:
+            event = self._arrived[device] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+
+
+def _number_in(count: Tensor) -> int:
+    number: Any = count.tolist()
+    return int(number)
+
+
+def named(name: str, matrix: Matrix, which: Any = None) -> str:
+    """Return the state key of a matrix.
+
+    Args:
+        name: Name of the state.
+        matrix: The matrix.
+        which: Index, if the matrix has several states of that name. None: it has one.
+    """
+    return f"{name}.{matrix.number}" if which is None else f"{name}.{matrix.number}.{which}"

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from dtensors import registry_of
 from fake_cuda import CUDA, Log, fake_cuda
 from meshstep.optim import CAME, LAMB, LARS, Adafactor, StableAdamW
-from meshstep.optim.whole.layout import logical_tensors
-from meshstep.optim.whole.tensors import WholeTensors
-from meshstep.parallel.layout.shard import Region
+from meshstep.optim.whole.tensors import WholeTensors, logical_tensors
+from meshstep.parallel.layout.regions import Region
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from home_runs import adafactor, soap
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.whole import Homes, at_home
+from meshstep.optim.whole import Homes
 from meshstep.optim.whole import muon as of_muon
+from meshstep.optim.whole import optimizer as of_optimizer
 from meshstep.optim.whole.exchange import Buffers
-from meshstep.optim.whole.layout import LogicalTensor
+from meshstep.optim.whole.tensors import LogicalTensor
 from meshstep.parallel import ProcessGroupRegistry
 from meshstep.parallel.layout.shard import Box
 from planted import Layout, Part, Planted, parts, run_step
@@ -31,7 +32,7 @@ def in_small_rounds(layout: Layout, options: dict[str, Any], homes_of: list[str]
     with (
         ProcessGroupRegistry(layout.topology) as registry,
         mock.patch.object(of_muon, "Homes", small),
-        mock.patch.object(at_home, "Homes", small),
+        mock.patch.object(of_optimizer, "Homes", small),
     ):
         for make, name in zip(MAKES, homes_of, strict=True):
             model = Planted(layout, registry.global_rank, torch.float64)

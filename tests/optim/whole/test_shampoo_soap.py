@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import SOAP, ParallelOptimizer, Shampoo, Sharded
 from meshstep.optim.whole import Homes, WholeTensors
-from meshstep.optim.whole.layout import logical_tensors
+from meshstep.optim.whole.tensors import logical_tensors
 from meshstep.parallel import P, ProcessGroupRegistry
 from meshstep.parallel.layout.shard import Region
 from planted import LAYOUTS, Layout, Planted, parts, run_step

@@ -1,0 +1,420 @@
+"""Shampoo and SOAP: gradients preconditioned on each side of a matrix, with states kept on the matrix's owner rank.
+
+Shampoo multiplies gradients by inverse roots of preconditioners::
+
+    L <- b2 L + (1 - b2) G G^T                R <- b2 R + (1 - b2) G^T G        (b2 = 1: L + G G^T, R + G^T G)
+    m <- b1 m + (1 - b1) G                    m^ = m / (1 - b1^t)
+    P = L^(-1/4) m^ R^(-1/4)                  of L / (1 - b2^t) + eps, every ``precondition_frequency`` steps
+    A = m^ / (sqrt(v^) + graft_eps)           grafting: Adam's step, or m^ ("sgd")
+    w <- w - lr (wd w + P |A| / |P|)
+
+A tensor with k dims has k preconditioners, and the exponents are -1 / (2k). Vectors use the grafted step A.
+
+Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (arXiv:1802.09568). The epsilon of the roots,
+averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309.06497).
+
+SOAP is Adam in the eigenbasis of Shampoo's preconditioners::
+
+    L <- b3 L + (1 - b3) G G^T                R <- b3 R + (1 - b3) G^T G
+    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency`` steps
+    G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient
+    m <- b1 m + (1 - b1) G                    v <- b2 v + (1 - b2) G'^2
+    U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T
+    w <- (w - lr sqrt(1 - b2^k) / (1 - b1^k) U) (1 - lr wd)
+
+k counts the updates: the first step only computes the first bases. A tensor with four or more dims has a preconditioner
+per dim. A vector has none: it is stepped like Adam, from the second step on.
+
+Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11321), with the defaults of the authors'
+code.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.regions import Shape
+from .exchange import Matrix
+from .optimizer import HomeOptimizer, Slot, Update, moments, named
+from .tensors import Blocks
+
+# Preconditioners ------------------------------------------------------------------------------------------------------
+
+# Statistics of the rows and of the columns of a matrix, with their eigenbases and roots (Shampoo, SOAP).
+
+Sides = Sequence[Tensor | None]
+"""Per dim of a tensor, a square matrix of the dim's size; None for a dim without preconditioner."""
+
+FACTORISATION = 40.0
+"""Cost of a QR decomposition of a matrix [n, n] and the product before it, in operations of a matrix product per n^3."""
+
+
+def sides_of(shape: Shape) -> Shape:
+    """Return the sizes of the dims that may have preconditioners: the last two for a stack of matrices, else all."""
+    return tuple(shape[1:]) if len(shape) == 3 else tuple(shape)
+
+
+def gram(g: Tensor, dim: int) -> Tensor:
+    """Return the Gram matrix [side, side] of the slices along ``dim``."""
+    rows = g.movedim(dim, 0).flatten(1)
+    return rows @ rows.mT
+
+
+def into(x: Tensor, bases: Sides) -> Tensor:
+    """Return ``x`` in the coordinates of the bases: Q_L^T X Q_R."""
+    for q in bases:
+        x = x.movedim(0, -1) if q is None else torch.tensordot(x, q, ([0], [0]))
+    return x
+
+
+def out_of(x: Tensor, bases: Sides) -> Tensor:
+    """Return the inverse of `into`: Q_L X Q_R^T."""
+    return into(x, [None if q is None else q.mT for q in bases])
+
+
+def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors; arbitrary ones of a non-finite matrix, which occurs only in a skipped step."""
+    finite = torch.isfinite(symmetric).all()
+    eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)
+    values, vectors = torch.linalg.eigh(torch.where(finite, symmetric, eye))
+    return values, vectors
+
+
+def renewed(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the basis after one step of power iteration, and the order of the old basis's columns in it."""
+    product = symmetric @ basis
+    order = torch.argsort((basis * product).sum(0), descending=True)
+    return torch.linalg.qr(product[:, order])[0], order
+
+
+def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
+    """Return (S + epsilon)^(-1 / order) of a symmetric matrix whose eigenvalues are >= 0 except for rounding."""
+    values, vectors = eigh(symmetric)
+    root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)) @ vectors.mT
+    return root
+
+
+class PreconditionedOptimizer(HomeOptimizer):
+    """Base class of Shampoo and SOAP: each side of a matrix has a square matrix of statistics and one made of them.
+
+    Attributes:
+        square_names: Names of the states of a side: the statistics, and the root or basis that is made of them.
+        longest: Name of the option with the longest side that has these states.
+        product_cost: Cost of the products with one root or basis per step, per element and unit of length.
+    """
+
+    kept = ("blocks", "factor_dtype")
+    square_names: ClassVar[tuple[str, str]]
+    longest: ClassVar[str]
+    product_cost: ClassVar[float]
+
+    def __init__(self, params: Any, defaults: dict[str, Any], blocks: Blocks | None, factor_dtype: torch.dtype) -> None:
+        frequency = defaults["precondition_frequency"]
+        if frequency < 1 or factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"precondition_frequency={frequency}, factor_dtype={factor_dtype}: give >= 1, torch.float32 or "
+                "torch.float64"
+            )
+        self.blocks, self.factor_dtype = dict(blocks or {}), factor_dtype
+        super().__init__(params, defaults)
+
+    def cost(self, shape: Shape) -> float:
+        """Return the cost of the products in each step, and of a factorisation every few steps."""
+        often: int = self.defaults["precondition_frequency"]
+        numel, sides = torch.Size(shape).numel(), [n for n in sides_of(shape) if n <= self.defaults[self.longest]]
+        return sum(self.product_cost * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
+
+    def initial(self, slot: Slot) -> dict[str, Any]:
+        if not self.tensors.tensors[slot.position].metadata:
+            return moments(slot)
+        state: dict[str, Any] = {}
+        for matrix in self.own(slot):
+            zeros = slot.param.new_zeros(sides_of(matrix.shape))
+            state |= {named("exp_avg", matrix): zeros, named("exp_avg_sq", matrix): zeros.clone()}
+            for dim, side in enumerate(sides_of(matrix.shape)):
+                if side <= slot.group[self.longest]:
+                    square = slot.param.new_zeros((side, side), dtype=self.factor_dtype)
+                    state |= {named(name, matrix, dim): square.clone() for name in self.square_names}
+        return state
+
+    def squares(self, slot: Slot, matrix: Matrix) -> list[tuple[Tensor, Tensor] | None]:
+        """Return the two states of each side of a matrix; None for a side without them."""
+        found: list[tuple[Tensor, Tensor] | None] = []
+        for dim in range(len(sides_of(matrix.shape))):
+            statistics, made = (slot.state.get(named(name, matrix, dim)) for name in self.square_names)
+            found.append(None if statistics is None or made is None else (statistics, made))
+        return found
+
+    def directions(self, slots: Sequence[Slot], taken: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return the update directions of all tensors that consist of matrices, by position.
+
+        Args:
+            slots: The positions of the step.
+            taken: The number of earlier steps by position.
+        Collectives: the exchanges with the owner ranks.
+        """
+        slot_of = self.at_home(slots)
+
+        def compute(matrix: Matrix, lists: list[Tensor]) -> Tensor:
+            slot, (gradient,) = slot_of(matrix), lists
+            g = gradient.view(sides_of(matrix.shape)).to(slot.param.device, self.factor_dtype)
+            return self.direction(matrix, g, slot, taken[slot.position]).to(gradient).view(matrix.shape)
+
+        gradients = {slot.position: slot.grad for slot in slots if self.tensors.tensors[slot.position].metadata}
+        return dict(self.homes.map([gradients], compute))
+
+    @abstractmethod
+    def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
+        """Return the update direction of one matrix, and update its states.
+
+        Args:
+            matrix: The matrix, of which this rank is the owner.
+            g: The gradient in ``factor_dtype``.
+            slot: The position that stores the matrix's states.
+            taken: The number of earlier steps.
+        """
+
+
+# Shampoo --------------------------------------------------------------------------------------------------------------
+
+Grafting = Literal["adam", "sgd"]
+
+
+class Shampoo(PreconditionedOptimizer):
+    """Shampoo for matrices, the grafted method for vectors.
+
+        optimizer = ParallelOptimizer(Shampoo(model.named_parameters()), registry, max_norm=1.0)
+
+    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix
+    (preconditioners, their roots and the moments) are on its owner rank only.
+
+    Args:
+        params: Parameters, ``model.named_parameters()``, or param groups.
+        lr: A number or a 0-dim tensor.
+        betas: b1, b2; b2 = 1 sums the products, as in the paper.
+        epsilon: Added to the eigenvalues of the preconditioners.
+        weight_decay: Decoupled weight decay.
+        max_preconditioner_dim: Longer dims have no preconditioner.
+        precondition_frequency: Number of steps between new roots. The first step always computes roots.
+        grafting: The method that determines the norm of the update: "adam" or "sgd".
+        grafting_beta2, grafting_epsilon: Options of the grafted Adam step.
+        blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
+        factor_dtype: Dtype of preconditioners and roots: float32 or float64.
+
+    Raises:
+        ValueError: An option is out of range.
+
+    Collectives: as in `SOAP`.
+    Host synchronization: as in `SOAP`; on CUDA also one per new root, to check that the eigenvalue solver converged.
+    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements on the owner rank, none
+        on others.
+    """
+
+    square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        betas: tuple[float, float] = (0.9, 1.0),
+        epsilon: float = 1e-12,
+        weight_decay: float = 0.0,
+        max_preconditioner_dim: int = 1024,
+        precondition_frequency: int = 1,
+        grafting: Grafting = "adam",
+        grafting_beta2: float = 0.999,
+        grafting_epsilon: float = 1e-8,
+        *,
+        blocks: Blocks | None = None,
+        factor_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not lr >= 0 or not weight_decay >= 0 or not 0 <= betas[0] < 1 or not 0 < betas[1] <= 1:
+            raise ValueError(
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, in [0, 1) and (0, 1]"
+            )
+        if grafting not in ("adam", "sgd"):
+            raise ValueError(f"grafting={grafting!r}: give 'adam' or 'sgd'")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "epsilon": epsilon,
+            "weight_decay": weight_decay,
+            "max_preconditioner_dim": max_preconditioner_dim,
+            "precondition_frequency": precondition_frequency,
+            "grafting": grafting,
+            "grafting_beta2": grafting_beta2,
+            "grafting_epsilon": grafting_epsilon,
+        }
+        super().__init__(params, defaults, blocks, factor_dtype)
+
+    def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        taken = {slot.position: self.taken.of(slot) for slot in slots}
+        found = self.directions(slots, taken)
+        for slot in slots:
+            new: dict[str, Tensor] = {}
+            if slot.position not in found:
+                m, v, found[slot.position] = grafted(
+                    slot.state["exp_avg"], slot.state["exp_avg_sq"], slot.grad, slot.group, taken[slot.position] + 1
+                )
+                new = {"exp_avg": m, "exp_avg_sq": v}
+            lr, decay = slot.group["lr"], slot.group["weight_decay"]
+            yield Update(slot, slot.param * (1 - lr * decay) - lr * found[slot.position], new)
+        self.taken.note(slots)
+
+    def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
+        """Return P |A| / |P|, and update the matrix's states."""
+        group, t = slot.group, taken + 1
+        beta1, beta2 = group["betas"]
+        squares = self.squares(slot, matrix)
+        roots: list[Tensor | None] = [None] * len(squares)
+        order = 2 * max(1, len(squares) - squares.count(None))
+        for dim, pair in enumerate(squares):
+            if pair is None:
+                continue
+            factor, roots[dim] = pair
+            new = factor + gram(g, dim) if beta2 == 1 else factor.lerp(gram(g, dim), 1 - beta2)
+            if taken % group["precondition_frequency"] == 0:
+                mean = new if beta2 == 1 else new / (1 - beta2**t)
+                roots[dim] = made = inverse_root(mean, order, group["epsilon"])
+                self.write(pair[1], made)
+            self.write(factor, new)
+        m_key, v_key = named("exp_avg", matrix), named("exp_avg_sq", matrix)
+        m, v, a = grafted(slot.state[m_key].to(g), slot.state[v_key].to(g), g, group, t)
+        p = into(m / (1 - beta1**t), roots)
+        self.write(slot.state[m_key], m)
+        self.write(slot.state[v_key], v)
+        update: Tensor = p * (a.norm() / p.norm().clamp(min=1e-30))
+        return update
+
+
+def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the new moments, and A."""
+    beta1, beta2 = group["betas"][0], group["grafting_beta2"]
+    m, v = m.lerp(g, 1 - beta1), v.lerp(g.square(), 1 - beta2)
+    m_hat = m / (1 - beta1**t)
+    if group["grafting"] == "sgd":
+        return m, v, m_hat
+    return m, v, m_hat / ((v / (1 - beta2**t)).sqrt() + group["grafting_epsilon"])
+
+
+# SOAP -----------------------------------------------------------------------------------------------------------------
+
+
+class SOAP(PreconditionedOptimizer):
+    """SOAP for matrices, its Adam for vectors.
+
+        optimizer = ParallelOptimizer(SOAP(model.named_parameters()), registry, max_norm=1.0)
+
+    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix (L, R,
+    both bases and two moments) are on its owner rank only.
+
+    The first bases come from a single gradient. If that has fewer independent columns than rows, the rest of a basis is
+    arbitrary, as in the authors' code. It depends on the last bits of the gradient, so sums in another order give other
+    bases.
+
+    Args:
+        params: Parameters, ``model.named_parameters()``, or param groups.
+        lr: A number or a 0-dim tensor.
+        betas: b1, b2.
+        shampoo_beta: b3. Default -1: any negative value means b2.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        precondition_frequency: Number of steps between new bases.
+        max_precond_dim: Longer dims have no preconditioner.
+        blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
+        factor_dtype: Dtype of L, R and the bases, and of their products and factorisations: float32 or float64.
+
+    Raises:
+        ValueError: An option is out of range.
+
+    Collectives: as in `Muon`.
+    Host synchronization: one in the first step and one in the first step after loading. Otherwise the host waits for
+        the end of the previous step only.
+    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements on the owner rank, none
+        on others.
+    """
+
+    square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        shampoo_beta: float = -1,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        precondition_frequency: int = 10,
+        max_precond_dim: int = 10000,
+        *,
+        blocks: Blocks | None = None,
+        factor_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas) or shampoo_beta >= 1:
+            raise ValueError(
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}, shampoo_beta={shampoo_beta}: give >= 0, >= 0, in "
+                "[0, 1), < 1"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "shampoo_beta": shampoo_beta,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_precond_dim": max_precond_dim,
+        }
+        super().__init__(params, defaults, blocks, factor_dtype)
+
+    def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        taken = {slot.position: self.taken.of(slot) for slot in slots}
+        found = self.directions(slots, taken)
+        for slot in slots:
+            beta1, beta2 = slot.group["betas"]
+            lr, k, new = slot.group["lr"], taken[slot.position], {}
+            if slot.position in found:
+                u = found[slot.position]
+            elif k:
+                m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
+                v = slot.state["exp_avg_sq"].lerp(slot.grad.square(), 1 - beta2)
+                u, new = m / (v.sqrt() + slot.group["eps"]), {"exp_avg": m, "exp_avg_sq": v}
+            if not k:
+                yield Update(slot, slot.param, {})
+                continue
+            rate = lr * sqrt(1 - beta2**k) / (1 - beta1**k)
+            yield Update(slot, (slot.param - rate * u) * (1 - lr * slot.group["weight_decay"]), new)
+        self.taken.note(slots)
+
+    def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
+        """Return U, and update the matrix's states."""
+        group, squares = slot.group, self.squares(slot, matrix)
+        (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]
+        q = [None if pair is None else pair[1] for pair in squares]
+        u = torch.zeros_like(g)
+        v = slot.state[named("exp_avg_sq", matrix)]
+        if taken:
+            m = slot.state[named("exp_avg", matrix)].to(g).lerp(g, 1 - beta1)
+            v = v.to(g).lerp(into(g, q).square(), 1 - beta2)
+            u = out_of(into(m, q) / (v.sqrt() + group["eps"]), q)
+            self.write(slot.state[named("exp_avg", matrix)], m)
+        for dim, pair in enumerate(squares):
+            if pair is None:
+                continue
+            factor, basis = pair
+            new = factor.lerp(gram(g, dim), 1 - (beta2 if beta3 < 0 else beta3))
+            if taken == 0:
+                self.write(basis, eigh(new)[1].flip(1))  # the largest eigenvalue first
+            elif taken % group["precondition_frequency"] == 0:
+                turned, order = renewed(new, basis)
+                v = v.index_select(dim, order)
+                self.write(basis, turned)
+            self.write(factor, new)
+        if taken:
+            self.write(slot.state[named("exp_avg_sq", matrix)], v)
+        return u

@@ -44,8 +44,7 @@ from .step.update_request import UpdateRequest
 from .telemetry.coordinate_check import CoordinateCheck, Trial, coordinate_check
 from .telemetry.gradient_noise import NoiseScale
 from .telemetry.monitor import Flops, Monitor, Report
-from .telemetry.spectral import SpectralNorms
-from .telemetry.telemetry import Measurement, Telemetry
+from .telemetry.telemetry import Measurement, SpectralNorms, Telemetry
 from .telemetry.writers import CsvFile, JsonLines, TensorBoardWriter, Terminal, WeightsAndBiases
 from .whole.adafactor import CAME, Adafactor
 from .whole.layerwise import LAMB, LARS, StableAdamW

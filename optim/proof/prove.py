@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
-from .examination import examine
-from .findings import Proof, Shape, candidates, spec_of_contract, split_beside
+from .differences import Differences, Digits, M, Objective, Promise, find_wrong, in_float64, unequal_loss_axes
+from .explain import Explainer, Fault, ForwardOrder, ForwardRecord, HookPoint, cause_of, locate_fault
+from .findings import Cause, Finding, Proof, Shape, candidates, spec_of_contract, split_beside
 from .measured import GradientContract, KnownParameter, Measured, declared_contract
-from .objective import M
 
 
 def prove(
@@ -194,3 +197,348 @@ def shortened(rules: Mapping[str, P]) -> dict[str, P]:
 
 def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+# Texts of the findings ------------------------------------------------------------------------------------------------
+
+
+def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None) -> str:
+    """Return the text of a finding: the most likely mistake, and the correction.
+
+    Args:
+        cause: The kind of mistake.
+        axes: The mesh axes along which it happens.
+        factor: Factor by which the gradient is too large.
+        spec: The right spec; None if it is not known.
+        where: Description of the wrong backward; None if it was not located.
+    """
+    over = " x ".join(map(repr, axes)) or "some axis"
+    either = " or ".join(map(repr, axes)) or "no axis of this size"
+    becomes = "" if spec is None else f"; the right spec is {spec}"
+    text = {
+        "split, not declared": f"each rank of {over} has a different shard{becomes}",
+        "declared split, but a copy": f"the ranks of {over} hold replicas with equal values{becomes}",
+        "a sum is missing": (
+            f"each rank of {over} has only a partial gradient: add the missing all-reduce over {over} to backward "
+            f"(`copy_to` where a replica enters sharded computation), or declare P(partial=...){becomes}"
+        ),
+        "counted several times": (
+            f"the gradient is {factor:.4f} times too large: it is summed twice, or summed over {either} although it "
+            f"is complete there{becomes}"
+        ),
+        "divided too often": (
+            f"the gradient is {1 / factor if factor else 0:.4f} times too small: it is averaged over {either} and must "
+            "be summed"
+        ),
+        "added on every rank": (
+            f"the loss contains it once per rank of {over}, like a bias that every rank adds before the sum over "
+            f"{over}: add it after the sum, or on one rank only. Or its gradient is averaged and must be summed"
+        ),
+        "held by others": f"the ranks that hold it are not the ranks of its spec{becomes}",
+        "no gradient comes": "it has no gradient although the loss depends on it: it is detached in forward",
+        "copies differ": f"its replicas differ along {over}: start all ranks from the same weights, or declare it "
+        "sharded if each rank has its own values, like experts",
+        "backward is wrong": "no layout makes its gradient the derivative of the loss"
+        + (f": the ranks of {over} must have equal gradients, and theirs differ" if axes else ""),
+        "forward differs": (
+            f"the ranks of {over} must compute the same values, and theirs differ: a sum or a gather over {over} is "
+            "missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different batches"
+        ),
+    }[cause]
+    return text if where is None or cause == "copies differ" else f"{text} (see {where})"
+
+
+# The steps of a proof: predict derivatives from gradients, compare them with the loss, explain differences ------------
+
+# Number of wrong parameters that are explained. The others are mostly wrong for the same reason.
+EXPLAINED = 8
+
+
+@dataclass
+class Examined:
+    """Result of `examine`.
+
+    Args:
+        proof: The findings.
+        contracts: Contract of each parameter that is right or undecided, by label.
+        known: The parameters that were examined.
+    """
+
+    proof: Proof
+    contracts: dict[str, GradientContract]
+    known: list[KnownParameter]
+
+
+def examine(
+    model: M,
+    loss_fn: Callable[[M], Tensor | None],
+    registry: ProcessGroupRegistry,
+    most: int | None,
+    dtype: torch.dtype | None,
+    seed: int,
+    contracts_of: Callable[[Measured], dict[str, GradientContract]] | None = None,
+) -> Examined:
+    """Prove the gradients of a model; the result is the same on all ranks, and the model is unchanged afterwards.
+
+    Args:
+        model, loss_fn, registry, dtype, seed: As in `prove`.
+        most: ``max_parameters`` of `prove`.
+        contracts_of: Called once per rank, for the contract of each parameter by label. The declared specs are then
+            ignored, and a contract that fits better is no finding. None: use the declared specs.
+
+    Raises:
+        TypeError: ``dtype`` is neither None nor float64. Other errors as in `prove`.
+
+    Collectives: as in `prove`.
+    Host synchronization: yes.
+    """
+    if dtype not in (None, torch.float64):
+        raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
+    with in_float64(model) if dtype is not None else nullcontext():
+        objective = Objective(model, loss_fn, registry)
+        try:
+            return _Examination(model, objective, registry, most, seed, contracts_of).run()
+        finally:
+            objective.close()
+
+
+class _Examination:
+    """The state of one proof; all of it except the tensors is the same on all ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        registry: ProcessGroupRegistry,
+        most: int | None,
+        seed: int,
+        contracts_of: Callable[[Measured], dict[str, GradientContract]] | None,
+    ) -> None:
+        self.model, self.objective, self.registry, self.seed = model, objective, registry, seed
+        self.topology = registry.topology
+        self.digits = Digits.of(_lowest_dtype(model))
+        self.recorded = ForwardRecord(model)
+        with self.recorded.recording():
+            self.base = objective.differentiate()
+        self.measured = Measured.of_model(model, registry)
+        self.differences = Differences(objective, self.measured, self.base, self.digits)
+        self.explainer = Explainer(self.differences)
+        everything = self.measured.known
+        step = -(-len(everything) // most) if most else 1
+        self.known = everything[::step]
+        self.left_out = [known for known in everything if known not in self.known]
+        given = {} if contracts_of is None else contracts_of(self.measured)
+        self.inferring = contracts_of is not None
+        self.contracts = given or self._declared(model)
+
+    def _declared(self, model: nn.Module) -> dict[str, GradientContract]:
+        meshed = has_dtensors(list(model.parameters()))
+        undeclared = [known.label for known in self.known if known.first.spec is None and self.topology.world_size > 1]
+        if undeclared and not meshed:
+            raise ValueError(
+                f"no spec is declared for {some(undeclared)}: call declare(model, {{'name or pattern': P(...)}}), with "
+                "the rules that infer(model, loss_fn, registry) prints if you don't know them"
+            )
+        return {
+            known.label: declared_contract(known.first.spec or P(), known.first.averaged, self.topology)
+            for known in self.known
+        }
+
+    def run(self) -> Examined:
+        """Run the proof and return its result."""
+        unequal = unequal_loss_axes(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
+        if unequal:
+            return self._other_forward(self._forward_order(), unequal[0], None)
+        suspects, untold = self._suspects()
+        findings: list[Finding] = []
+        place: Fault | None = None
+        if suspects:
+            order = self._forward_order()
+            in_order = [known for known in order.sorted() if known.label in suspects]
+            findings = self._findings(in_order, suspects)
+            names = {finding.name for finding in findings}
+            place = self._place(order, [known for known in in_order if known.label in names], findings)
+            if place is not None and place.cause == "forward differs":
+                return self._other_forward(order, place.axes[0], place.wrong)
+            if place is not None:
+                findings = [self._placed(finding, place) for finding in findings]
+        left = [known.label for known in (*untold, *self.left_out)]
+        not_right = {*left, *(finding.name for finding in findings)}
+        proved = tuple(known.label for known in self.known if known.label not in not_right)
+        where = None if place is None else str(place)
+        proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
+        decided = (*proved, *(known.label for known in untold))
+        return Examined(proof, {label: self.contracts[label] for label in decided}, self.known)
+
+    def _forward_order(self) -> ForwardOrder:
+        """Gather the order in which all ranks' modules ran. Called only after a mistake was found, on all ranks.
+
+        Collectives: an object all-gather.
+        """
+        return ForwardOrder(self.recorded, self.known, self.registry)
+
+    def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
+        """Return the wrong parameters and the undecided ones.
+
+        The wrong ones are returned by label, with the cause if it is already certain.
+        """
+        suspects: dict[str, Cause | None] = {}
+        promises = []
+        for known, promise in self._promises():
+            if self._held_by_others(known):
+                suspects[known.label] = "held by others"
+            elif promise is None or self._contradicted(known, self.contracts[known.label]):
+                suspects[known.label] = None
+            else:
+                promises.append(promise)
+        self.differences.measure_noise(promises)
+        wrong, untold = find_wrong(self.differences, promises)
+        suspects.update((known.label, None) for known in wrong)
+        return suspects, untold
+
+    # Predictions of the gradients -------------------------------------------------------------------------------------
+
+    def _promises(self) -> list[tuple[KnownParameter, Promise | None]]:
+        """Return each parameter with its predicted derivative; None if ranks that must agree predict different values."""
+        directions = [
+            (known, self.measured.direction(known, self.contracts[known.label], self.seed)) for known in self.known
+        ]
+        found: list[tuple[KnownParameter, Promise | None]] = []
+        for (known, direction), products in zip(directions, self.measured.products(directions), strict=True):
+            value, spread = self.contracts[known.label].derivative(products, self.topology)
+            size = max(known.effect, *map(abs, products.values()))
+            alike = spread <= 10 * self.digits.relative * size or self.differences.never_tells(size)
+            found.append((known, Promise(known, direction, value, known.effect) if alike else None))
+        return found
+
+    def _held_by_others(self, known: KnownParameter) -> bool:
+        """Return True if the ranks that hold the parameter are not the ranks of its spec."""
+        spec = None if self.inferring else known.first.spec
+        if spec is None or self.topology.pipe_axes:
+            return False
+        places = map(self.topology.coordinate, range(self.topology.world_size))
+        return {rank for rank, at in enumerate(places) if spec.holds(at, self.topology)} != set(known.seen)
+
+    def _copies_differ(self, known: KnownParameter, contract: GradientContract) -> bool:
+        return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in contract.by_axis)
+
+    def _contradicted(self, known: KnownParameter, contract: GradientContract) -> bool:
+        """Return True if replicas of the parameter differ, or if its shards are equal without being constant."""
+        return self._copies_differ(known, contract) or self._pieces_alike(known, contract)
+
+    def _pieces_alike(self, known: KnownParameter, contract: GradientContract) -> bool:
+        if any(seen.constant for seen in known.seen.values()):
+            return False
+        return any(
+            known.equal_along(axis, self.topology) and known.shared_along(axis, self.topology)
+            for axis in contract.apart
+        )
+
+    # Findings ---------------------------------------------------------------------------------------------------------
+
+    def _findings(self, wrong: Sequence[KnownParameter], suspects: Mapping[str, Cause | None]) -> list[Finding]:
+        found: list[Finding] = []
+        few = wrong if self.inferring else (*wrong[-EXPLAINED // 2 :], *wrong[: EXPLAINED // 2])
+        explained = {known.label for known in few}
+        for known in wrong:
+            if known.label in explained:
+                finding = self._explained(known, suspects[known.label])
+            else:
+                finding = self._finding(known, "backward is wrong", (), 1.0, None)
+            found += [] if finding is None else [finding]
+        return found
+
+    def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
+        """Return the finding of one parameter; None if it is right after all, or right with another inferred contract."""
+        if not any(seen.gradient for seen in known.seen.values()):
+            return self._finding(known, "no gradient comes", (), 1.0, None)
+        declared = self.contracts[known.label]
+        doubtful = self.inferring or self._contradicted(known, declared)
+        explanation = self.explainer.explain(known, None if doubtful else declared)
+        if self.inferring and explanation.contract is not None and explanation.factor == 1.0:
+            self.contracts[known.label] = explanation.contract
+            return None
+        spec = None
+        if explanation.contract is not None and explanation.factor == 1.0:
+            spec, _ = spec_of_contract(known, explanation.contract, self.topology, {})
+        if cause is not None:
+            return self._finding(known, cause, (), 1.0, spec)
+        if explanation.contract == declared and explanation.factor == 1.0 and not doubtful:
+            return None  # right when moved alone along other directions
+        cause, axes = cause_of(known, declared, explanation, self.topology)
+        factor = explanation.factor
+        if cause == "counted several times" and factor == 1.0:
+            factor = float(self.topology.size(*axes))
+        if cause in ("divided too often", "added on every rank"):
+            factor = 1 / self.topology.size(*axes) if factor == 1.0 else factor
+            spec = None
+        return self._finding(known, cause, axes, factor, spec)
+
+    def _finding(
+        self, known: KnownParameter, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None
+    ) -> Finding:
+        return Finding(
+            known.label,
+            known.module,
+            None if self.inferring else known.first.spec,
+            spec,
+            cause,
+            axes,
+            factor if factor != 1.0 else None,
+            describe_cause(cause, axes, factor, spec, None),
+        )
+
+    # Location of a wrong backward -------------------------------------------------------------------------------------
+
+    def _place(self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]) -> Fault | None:
+        """Locate the last wrong backward, in forward order, that also makes the gradients of earlier modules wrong."""
+        flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
+        labels = {finding.name for finding in findings if finding.cause in flowing}
+        last = next((known for known in reversed(wrong) if known.label in labels), None)
+        several = len({finding.module for finding in findings if finding.name in labels}) > 1
+        if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
+            return None
+        sites, split = order.until_right(last, wrong), self._split()
+        place = locate_fault(self.model, self.differences, sites, split)
+        if place is None and split.get(last.module):  # the gradient at the module's output is right
+            into, out = HookPoint(last.module, "input"), HookPoint(last.module, "output")
+            return Fault(into, out, "a sum is missing", split[last.module], likely=True)
+        return place
+
+    def _split(self) -> dict[str, tuple[str, ...]]:
+        """Return the axes that shard each module's parameters."""
+        found: dict[str, tuple[str, ...]] = {}
+        for known in self.known:
+            apart = tuple(axis for axis in self.contracts[known.label].apart if axis in self.topology.model_axes)
+            found[known.module] = found.get(known.module) or apart
+        return found
+
+    def _placed(self, finding: Finding, place: Fault) -> Finding:
+        """Return the finding with the located cause, unless it has a more specific cause of its own."""
+        if finding.cause != "backward is wrong":
+            return finding
+        text = describe_cause("backward is wrong", finding.axes, 1.0, None, place.inside)
+        return replace(finding, cause=place.cause, axes=place.axes or finding.axes, text=text)
+
+    def _other_forward(self, order: ForwardOrder, axis: str, until: HookPoint | None) -> Examined:
+        """Return the result for ranks whose forwards differ along ``axis``, which makes a proof impossible.
+
+        Args:
+            order: The order of the modules.
+            axis: The axis along which they differ.
+            until: The first point known to differ; None: the loss.
+        """
+        last, modules = order.before_unequal(axis, until)
+        since = "They agree at no recorded tensor" if last is None else f"They agree last at {last}"
+        where = f"{since}; modules after that: {', '.join(modules) or 'none with parameters'}."
+        text = describe_cause("forward differs", (axis,), 1.0, None, None)
+        finding = Finding(
+            "the forward", modules[-1] if modules else "", None, None, "forward differs", (axis,), None, text
+        )
+        left = tuple(known.label for known in self.measured.known)
+        return Examined(Proof((), left, (finding,), where, self.objective.calls), {}, self.known)
+
+
+def _lowest_dtype(model: nn.Module) -> torch.dtype:
+    dtypes = {param.dtype for param in model.parameters()} or {torch.float64}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

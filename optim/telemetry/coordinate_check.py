@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import aligned
-from .labels import chosen, world_sum
+from .telemetry import chosen, world_sum
 
 
 class Trial(NamedTuple):

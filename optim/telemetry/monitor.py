@@ -33,8 +33,7 @@ from ...parallel.mesh.value_checks import check_count, fields
 from ..norm.measure import GradStats, check_every
 from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
-from .labels import world_sum
-from .telemetry import Measurement, Telemetry
+from .telemetry import Measurement, Telemetry, world_sum
 
 # Report ---------------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from math import ceil, floor, isfinite, log10
 from pathlib import Path
 
 from ...parallel.mesh.text import printable
-from .labels import TOTAL
+from .telemetry import TOTAL
 from .writers import read_json_lines
 
 # Style sheet, and the script that shows all values at the pointer -----------------------------------------------------

@@ -12,18 +12,23 @@ summed by logical parameter in one packed all-reduce:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...parallel.layout.regions import Box, Region
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
-from ...parallel.mesh.value_checks import check_count
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.value_checks import check_count, check_finite, dict_of
 from ..clip.clipper import inverse_weight
 from ..kernels.device_constants import Constants
+from ..norm.groupings import matches
 from ..norm.measure import check_every
 from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
@@ -33,6 +38,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import StepObserver
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window, place_of, window_fields
+from ..whole.tensors import LogicalTensor, WholeTensors, narrowed
 from .gradient_noise import (
     LocalGradients,
     NoiseScale,
@@ -45,8 +51,253 @@ from .gradient_noise import (
     kept,
     squares,
 )
-from .labels import TOTAL, By, Slots, checked_by, chosen, labelled, world_sum
-from .spectral import PowerIteration, SpectralNorms
+
+# Labels: per parameter, per layer, per param group, or by globs -------------------------------------------------------
+
+
+By = Literal["parameter", "layer", "group"] | Mapping[str, str]
+"""``"layer"``: all parameters of one module. A mapping: labels to globs over parameter names; the first match counts."""
+
+TOTAL = "total"
+
+
+def labelled(names: Sequence[str], groups: Sequence[int], by: By) -> tuple[list[str], list[int | None]]:
+    """Return the labels, and the index of each logical parameter's label (None: it has none).
+
+    Args:
+        names: Names of the logical parameters.
+        groups: Their param groups.
+        by: The kind of labels.
+
+    Raises:
+        ValueError: A glob matches nothing, or a label is ``"total"``.
+    """
+    if isinstance(by, Mapping):
+        found = [next((label for label, glob in by.items() if matches(glob, name)), None) for name in names]
+        for label, glob in by.items():
+            if not any(matches(glob, name) for name in names):
+                raise ValueError(
+                    f"by={{{label!r}: {glob!r}}} matches no parameter; there are {', '.join(names[:8])}..."
+                )
+        labels = list(by)
+    else:
+        found = [_label(name, group, by) for name, group in zip(names, groups, strict=True)]
+        labels = list(dict.fromkeys(label for label in found if label is not None))
+    if TOTAL in labels:
+        raise ValueError(f"by= has the label {TOTAL!r}, which is reserved for the full model; give another label")
+    where = {label: index for index, label in enumerate(labels)}
+    return labels, [None if label is None else where[label] for label in found]
+
+
+def checked_by(by: object) -> None:
+    """Raise ValueError if ``by`` is no valid kind of labels."""
+    if by not in ("parameter", "layer", "group") and not (isinstance(by, Mapping) and by):
+        raise ValueError(f"by={by!r}: give 'parameter', 'layer', 'group', or labels with globs, {{'mlp': '*.mlp.*'}}")
+
+
+def chosen(names: Sequence[str], globs: Sequence[str]) -> list[bool]:
+    """Return whether each name matches any of the globs."""
+    return [any(matches(glob, name) for glob in globs) for name in names]
+
+
+def _label(name: str, group: int, by: object) -> str:
+    if by == "group":
+        return f"group_{group}"
+    plain, at, stage = name.partition("@")
+    return (plain.rpartition(".")[0] or plain) + at + stage if by == "layer" else name
+
+
+# Sums by slot, and over the world -------------------------------------------------------------------------------------
+
+
+class Slots:
+    """Sums of values by slot, bitwise identical on every rank.
+
+    ``index_add_`` on a GPU would add in an arbitrary order.
+
+    Args:
+        slots: Slot of each value; None: the value belongs to no slot.
+        count: Number of slots.
+        device: Device of the values.
+    """
+
+    def __init__(self, slots: Sequence[int | None], count: int, device: torch.device) -> None:
+        members: list[list[int]] = [[] for _ in range(count)]
+        for index, slot in enumerate(slots):
+            if slot is not None:
+                members[slot].append(index)
+        longest = max(map(len, members), default=0)
+        nothing = len(slots)  # index of the zero that `__call__` appends
+        rows = [[*of_slot, *[nothing] * (longest - len(of_slot))] for of_slot in members]
+        self._members = torch.tensor(rows, dtype=torch.int64).reshape(count, longest).to(device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Sum [..., values] to [..., slots].
+
+        Host synchronization: none.
+        """
+        padded = torch.cat([values, values.new_zeros(*values.shape[:-1], 1)], -1)
+        return padded[..., self._members].sum(-1)
+
+
+def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
+    """Return the sum over all ranks, on the device of ``packed``.
+
+    Collectives: an all-reduce if there are several ranks.
+    """
+    if registry.topology.world_size == 1:
+        return packed
+    wire = packed.to(registry.device, copy=True)
+    dist.all_reduce(wire, group=registry.group(*registry.topology.axes))
+    return wire.to(packed.device)
+
+
+# Largest singular values of sharded matrices, by power iteration ------------------------------------------------------
+
+#     u = W v,    w = W^T u,    sigma = |w| / |u|,    v <- w / |w|
+#
+# Each rank multiplies the rectangles that it contributes, so that replicated elements count once. The products of all
+# matrices are summed over the world together. v is kept between measurements. So sigma, which is never too large, follows
+# the weights even with few iterations. A tensor with more than two dims is the matrix [first dim, all other dims].
+#
+# Reference: Miyato et al. 2018, "Spectral normalization for generative adversarial networks", arXiv:1802.05957, which
+# also keeps u and v.
+
+
+@dataclass(frozen=True)
+class SpectralNorms:
+    """Option of `Telemetry` to measure the largest singular values of matrices.
+
+        Telemetry(optimizer, spectral=SpectralNorms(("*.weight",)))
+
+    Args:
+        globs: Globs over parameter names; vectors are left out. Default: all matrices.
+        iterations: Number of iterations per measurement, >= 1. Default: 2.
+    """
+
+    globs: tuple[str, ...] = ("*",)
+    iterations: int = 2
+
+    def check(self) -> None:
+        """Raise ValueError if an option is out of range."""
+        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
+            raise ValueError(f"SpectralNorms(iterations={self.iterations!r}): give a whole number >= 1")
+        globs: object = self.globs
+        if not isinstance(globs, tuple) or not globs:
+            raise ValueError(f"SpectralNorms(globs={self.globs!r}): give a tuple of globs, such as ('*.weight',)")
+
+
+class PowerIteration:
+    """Power iteration for the matrices of one plan.
+
+    Args:
+        named: Per stepped tensor: the full tensor's name, the stepped tensor, and its region; see `WholeTensors.of`.
+        registry: The process groups.
+        iterations: Number of iterations per call.
+        device: Device of the results.
+
+    Raises:
+        ValueError: As `WholeTensors.of`.
+
+    Collectives: as in `WholeTensors.of`.
+    Memory: on every rank, one row per matrix; during a call, two rows and one column per matrix.
+
+    Attributes:
+        names: Names of the matrices, in the same order on all ranks.
+        vectors: v by name: float64, with the shape of all dims except the first, bitwise identical on every rank.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor, Region | None]],
+        registry: ProcessGroupRegistry,
+        iterations: int,
+        device: torch.device,
+    ) -> None:
+        self.registry, self.iterations, self.device = registry, iterations, device
+        self._tensors = WholeTensors.of(named, registry)
+        self._matrices = [self._tensors.everything[name] for name in sorted(self._tensors.everything)]
+        self._canonical_boxes = [
+            (matrix.name, position, boxes)
+            for matrix in self._matrices
+            if (boxes := matrix.sources().get(self._tensors.rank))
+            for position in self._tensors.positions(matrix)
+        ]
+        self.names = tuple(matrix.name for matrix in self._matrices)
+        self.vectors = {matrix.name: _start(matrix).to(device) for matrix in self._matrices}
+
+    def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return sigma of each matrix, [matrices] float64.
+
+        Args:
+            pieces: The current stepped tensors, in the order of ``named``.
+
+        Collectives: two all-reduces over the world per iteration, for all matrices together.
+        Host synchronization: none.
+        """
+        pieces = [piece.detach().contiguous() for piece in pieces]
+        found: dict[str, Tensor] = {}
+        for _ in range(self.iterations):
+            left = self._products(pieces, self.vectors, transposed=False)
+            for name, w in self._products(pieces, left, transposed=True).items():
+                length, u_length = _length(w), _length(left[name])
+                # a matrix of zeros leaves its vector unchanged
+                found[name] = torch.where(u_length > 0, length / u_length, torch.zeros_like(u_length))
+                self.vectors[name] = torch.where((length > 0) & length.isfinite(), w / length, self.vectors[name])
+        return torch.stack([*found.values()]) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
+
+    def _products(self, pieces: Sequence[Tensor], vectors: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
+        """Return W v, or W^T u, of each matrix by name, summed over the world."""
+        results: dict[str, Tensor] = {}
+        for matrix in self._matrices:
+            shape = matrix.shape[1:] if transposed else matrix.shape[:1]
+            results[matrix.name] = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        if not results:
+            return {}
+        for name, position, boxes in self._canonical_boxes:
+            for box, part in self._tensors.views(position, pieces[position], boxes):
+                row = Box(box.offsets[:1], box.sizes[:1])
+                column = Box(box.offsets[1:], box.sizes[1:])
+                given, made = (row, column) if transposed else (column, row)
+                rows = part.to(self.device, torch.float64).flatten(1)
+                product = (rows.mT if transposed else rows) @ narrowed(vectors[name], given).reshape(-1)
+                narrowed(results[name], made).add_(product.view(made.sizes))
+        packed = world_sum(torch.cat([product.reshape(-1) for product in results.values()]), self.registry)
+        parts = iter(packed.split([product.numel() for product in results.values()]))
+        return {name: next(parts).view(product.shape) for name, product in results.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the vectors by name, equal on every rank and in every layout."""
+        return {name: vector.clone() for name, vector in self.vectors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the vectors of all matrices that still exist.
+
+        Raises:
+            ValueError: A value is no finite tensor; nothing is changed.
+        """
+        self.check_state(state)
+        for name, vector in self.vectors.items():
+            if name in state and state[name].shape == vector.shape:
+                self.vectors[name] = state[name].to(vector)
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless ``state`` maps names to finite tensors."""
+        dict_of(check_finite)(state, "spectral")
+
+
+def _start(matrix: LogicalTensor) -> Tensor:
+    """Return a random unit vector, seeded by the matrix's name: equal on every rank and in every layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
+    vector = torch.randn(matrix.shape[1:], generator=generator, dtype=torch.float64)
+    return vector.div_(torch.linalg.vector_norm(vector).clamp_min(1e-300))
+
+
+def _length(vector: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(vector)
+    return length
+
 
 # Measurement plan, which all ranks build together, and again when parameters are added --------------------------------
 
@@ -91,8 +342,8 @@ class Planned:
         dtype = accumulation_dtype(device)
         self._weights = torch.tensor(self.plan.replica_weights, dtype=dtype).to(device)
 
-        own = [is_local(entry, registry.topology) for entry in model.entries]
-        own_slots = {slot: (e.group, o) for slot, e, o in zip(model.parameter_slots, model.entries, own, strict=True)}
+        pairs = zip(model.parameter_slots, model.entries, strict=True)
+        own_slots = {slot: (entry.group, is_local(entry, registry.topology)) for slot, entry in pairs}
         everywhere = {slot: info for of_rank in gather_objects(own_slots, registry) for slot, info in of_rank.items()}
         groups = [everywhere[slot][0] for slot in range(len(names))]
         labels, where = on_all_ranks(lambda: labelled(names, groups, by), registry)

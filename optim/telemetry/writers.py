@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
-from .labels import TOTAL
 from .monitor import Report
+from .telemetry import TOTAL
 
 # Files with one line per report, which a resumed run continues --------------------------------------------------------
 

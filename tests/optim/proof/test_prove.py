@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from meshstep.optim.proof import examination
-from meshstep.optim.proof.forward_order import ForwardOrder
+from meshstep.optim.proof import prove as prove_module
+from meshstep.optim.proof.explain import ForwardOrder
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from meshstep.testing import Proof, prove
 from mutants import Outcome, mutated
@@ -98,7 +98,7 @@ def _net_asked_for_its_order() -> list[int]:
     """How often the order of modules is gathered, for a right model and for a wrong one."""
     made = []
     for change in (None, _slightly_off):
-        with mock.patch.object(examination, "ForwardOrder", side_effect=ForwardOrder) as order:
+        with mock.patch.object(prove_module, "ForwardOrder", side_effect=ForwardOrder) as order:
             _net(change)
         made.append(order.call_count)
     return made

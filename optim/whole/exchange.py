@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel.layout.regions import Box, Shape
+from ...parallel.layout.shard import Box, Shape
 from .tensors import LogicalTensor, WholeTensors, narrowed
 
 # Flat communication buffers, kept from one step to the next -----------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ...amp.casting import is_half
-from ...parallel.layout.regions import Box, Shape
+from ...parallel.layout.shard import Box, Shape
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry

@@ -39,7 +39,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...parallel.layout.regions import Shape
+from ...parallel.layout.shard import Shape
 from .exchange import Matrix
 from .optimizer import HomeOptimizer, Slot, Update, moments, named
 from .tensors import Blocks

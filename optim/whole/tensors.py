@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel.layout.regions import Box, Region, Shape
+from ...parallel.layout.shard import Box, Region, Shape
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry

@@ -12,7 +12,7 @@ from dtensors import registry_of
 from fake_cuda import CUDA, Log, fake_cuda
 from meshstep.optim import CAME, LAMB, LARS, Adafactor, StableAdamW
 from meshstep.optim.whole.tensors import WholeTensors, logical_tensors
-from meshstep.parallel.layout.regions import Region
+from meshstep.parallel.layout.shard import Region
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -76,7 +76,7 @@ def registry_of_replicas() -> ProcessGroupRegistry:
     if not dist.is_initialized() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise RuntimeError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes, and torch.distributed is not initialised; call "
-            "meshstep.parallel.launch.init_distributed() before you create the Booster"
+            "meshstep.parallel.init_distributed() before you create the Booster"
         )
     return ProcessGroupRegistry(Topology(data=dist.get_world_size() if dist.is_initialized() else 1))
 

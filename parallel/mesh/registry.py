@@ -213,7 +213,7 @@ def default_group(topology: Topology) -> dist.ProcessGroup | None:
             return None
         raise RuntimeError(
             f"{topology!r} has {topology.world_size} ranks but torch.distributed isn't initialised; call "
-            "meshstep.parallel.launch.init_distributed() first (and start the ranks, for example with torchrun "
+            "meshstep.parallel.init_distributed() first (and start the ranks, for example with torchrun "
             f"--nproc-per-node {topology.world_size})"
         )
     world_size = dist.get_world_size()

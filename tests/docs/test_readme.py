@@ -18,7 +18,7 @@ import pytest
 import torch
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, copy_to, reduce_from, shard, unshard
 from run_example import example
-from snippets import blocks
+from snippets import blocks, printed_by
 from torch import Tensor, nn
 from world import World
 
@@ -196,6 +196,22 @@ def run_migrated(page: str, axes: dict[str, int], micro_batches: int = 1) -> tup
             for name, param in model.named_parameters()
         }
         return full, float(optimizer.last_stats.total_norm)
+
+
+def run_snippets(page: str) -> list[str]:
+    """Return the text that each Python block of a page of docs/integrations prints on this rank."""
+    session: dict[str, Any] = {"__name__": page}
+    try:
+        return [printed_by(code, page, session) for code, _ in blocks("python", (INTEGRATIONS / page).read_text())]
+    finally:
+        if "registry" in session:
+            session["registry"].close()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_snippets_of_the_page_of_pytorch_print_what_it_shows(world: World) -> None:
+    shown = [output for _, output in blocks("python", (INTEGRATIONS / "PYTORCH.md").read_text())]
+    assert world.run(4, run_snippets, "PYTORCH.md")[0] == shown
 
 
 def run_torch_loop() -> dict[str, Tensor]:

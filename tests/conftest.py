@@ -90,6 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: not (starts_processes(item.nodeid) or item.path.name == "test_torchtitan.py"))
 
 
+def pytest_collection_finish() -> None:
+    """Exclude modules and collected tests from garbage collection, or each test that asks for one would wait a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[Interpreted]:
     """Processes in which Triton's kernels are interpreted."""

@@ -36,6 +36,7 @@ from meshstep.parallel import (
     declare,
     reduce_from,
 )
+from properties import is_full
 from recorded_ranks import Program, programs_of
 from torch import Tensor, nn
 from zero_models import small_buckets
@@ -82,8 +83,8 @@ class Drawn:
         return random.Random(zlib.crc32(repr((self.seed, *key)).encode()))
 
 
-def drawn_of(number: int) -> Drawn:
-    """Program ``number``, the same everywhere."""
+def drawn_of(number: int, most_ranks: int = MOST_RANKS) -> Drawn:
+    """Program ``number``, the same everywhere, on a mesh of at most ``most_ranks``."""
     rng = random.Random(number)
     while True:
         kinds = rng.sample([*_SIZES, "grid"], rng.randint(1, 4))
@@ -91,11 +92,11 @@ def drawn_of(number: int) -> Drawn:
         if "grid" in kinds:
             axes += [("row", 2), ("col", 2)]
         rng.shuffle(axes)
-        if len(axes) <= 4 and prod(size for _, size in axes) <= MOST_RANKS:
+        if len(axes) <= 4 and prod(size for _, size in axes) <= most_ranks:
             return Drawn(tuple(axes), number, asks=rng.random() < 0.5, meets=rng.random() < 0.5)
 
 
-DRAWN = st.integers(0, 2**32 - 1).map(drawn_of)
+DRAWN = st.integers(0, 2**32 - 1).map(lambda number: drawn_of(number, MOST_RANKS if is_full() else 8))
 
 # The model --------------------------------------------------------------------------------------------------------------
 

@@ -193,35 +193,39 @@ CAPTURED = [
 
 
 @cache
-def run_alone(placed: str, mode: str, rule: str) -> list[Log]:
-    """On one GPU: three steps, and a captured one where it can be. Two tests look at the same run."""
-    options, graph = {**PLACED[placed], **RULES[rule]}, (placed, mode, rule) in CAPTURED and placed == "replicated"
-    return steps(Topology(), mode, options, CPU, graph=graph)
-
-
-@cache
 def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
-    """The same of one rank of four."""
+    """Three steps of one rank of four, and a captured one where it can be. Several tests look at the same run."""
     options, graph = {**PLACED[placed], **RULES[rule]}, (placed, mode, rule) in CAPTURED
     return steps(Topology(data=2, tensor=2), mode, options, graph=graph)
 
 
+@pytest.mark.default_cases(24)
 @pytest.mark.parametrize(
     ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states", "offloaded")]
 )
-def test_one_gpu_without_torch_distributed(placed: str, mode: str, rule: str) -> None:
-    """Its registry's collectives would be on the CPU."""
-    logs = run_alone(placed, mode, rule)[:3]
-    assert logs[-1].launches
-    assert [waits_unsaid(log, placed) for log in without_comparison(logs)] == [[], [], []]
+def test_step_on_one_gpu_without_torch_distributed_waits_for_nothing(placed: str, mode: str, rule: str) -> None:
+    """Its registry's collectives would be on the CPU. A captured step transfers nothing either."""
+    graph = (placed, mode, rule) in CAPTURED
+    first, second, third, *captured = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU, graph=graph)
+    assert third.launches
+    assert [waits_unsaid(log, placed) for log in without_comparison([first, second, third])] == [[], [], []]
+    assert len(captured) == graph
+    for log in captured:
+        assert log.launches
+        assert log.waits == log.transfers == []
 
 
+@pytest.mark.default_cases(40)
 @pytest.mark.parametrize(("placed", "mode", "rule"), CASES)
-def test_one_rank_of_four_on_gpus(placed: str, mode: str, rule: str) -> None:
-    logs = run_of_four(placed, mode, rule)[:3]
-    assert [waits_unsaid(log, placed) for log in without_comparison(logs)[1:]] == [[], []]
+def test_step_of_one_rank_of_four_on_gpus_waits_for_nothing(placed: str, mode: str, rule: str) -> None:
+    """A captured step transfers nothing either."""
+    first, second, third, *captured = run_of_four(placed, mode, rule)
+    assert [waits_unsaid(log, placed) for log in without_comparison([first, second, third])[1:]] == [[], []]
+    assert len(captured) == ((placed, mode, rule) in CAPTURED)
+    assert all(log.waits == log.transfers == [] for log in captured)
 
 
+@pytest.mark.default_cases(8)
 @pytest.mark.parametrize(("mode", "rule"), list(product(MODES, RULES)))
 def test_dtensors_on_gpus(mode: str, rule: str) -> None:
     logs = steps(Topology(data=2, tensor=2), mode, RULES[rule], dtensors=True)
@@ -275,6 +279,7 @@ GLOO_COPIES = {
 }
 
 
+@pytest.mark.default_cases(6)
 @pytest.mark.parametrize(("placed", "mode"), sorted({(placed, mode) for placed, mode, _ in CASES}))
 def test_several_ranks_on_one_gpu_by_gloo(placed: str, mode: str) -> None:
     """Buckets go as they are, by collectives that take them; what is measured travels to the CPU."""
@@ -408,19 +413,6 @@ def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:
         assert log.waits == []
 
 
-@pytest.mark.parametrize(("placed", "mode", "rule"), [case for case in CAPTURED if case[0] == "replicated"])
-def test_a_captured_step_on_one_gpu_brings_nothing_from_the_host(placed: str, mode: str, rule: str) -> None:
-    log = run_alone(placed, mode, rule)[3]
-    assert log.launches
-    assert log.waits == log.transfers == []
-
-
-@pytest.mark.parametrize(("placed", "mode", "rule"), CAPTURED)
-def test_a_captured_step_of_one_rank_of_four_brings_nothing_from_the_host(placed: str, mode: str, rule: str) -> None:
-    log = run_of_four(placed, mode, rule)[3]
-    assert log.waits == log.transfers == []
-
-
 def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any number of warm-up steps."""
     monitor_of = SkipMonitor.__init__
@@ -450,6 +442,7 @@ def test_gradients_on_a_gpu_with_collectives_on_the_host_are_not_captured() -> N
         steps(Topology(data=2), "fp32", {}, CPU, graph=True)
 
 
+@pytest.mark.default_cases(6)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])
 @pytest.mark.parametrize("placed", [placed for placed in PLACED if placed != "half states"])
 def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mode: str) -> None:

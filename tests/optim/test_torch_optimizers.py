@@ -54,6 +54,7 @@ def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[An
     return seen
 
 
+@pytest.mark.default_cases(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @every_name
 def test_steps_are_torchs_to_the_bit(wrap: Wrap, name: str, dtype: torch.dtype) -> None:

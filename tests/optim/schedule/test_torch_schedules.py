@@ -205,7 +205,6 @@ def test_a_schedule_and_its_optimizer_go_without_the_collector(registry: Process
         del schedule
         return seen() is None
 
-    gc.collect()
     gc.disable()
     try:
         assert gone(ParallelOptimizer(plain(), registry)) >= gone(plain())

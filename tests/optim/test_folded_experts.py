@@ -135,6 +135,7 @@ def test_any_folding_steps_alike(world: World, folding: str) -> None:
     assert_same(world.run(WORLD[folding], train, folding, OPTIONS["zero2"]), expected)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("folded", "experts over half of data"), ("experts over tensor", "folded"), ("folded", "one")]
 )

@@ -93,6 +93,7 @@ def run(
         return norms, skipped, full_tensors(SCENARIO, model, registry, gradients=False)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_in_every_precision_two_optimizers_are_to_the_bit_one_with_two_groups(
     where: str, world: World, tmp_path: Path
@@ -133,6 +134,7 @@ def dense(make: Make) -> tuple[list[float], dict[str, Tensor]]:
     return norms, {name: weight.detach() for name, weight in weights.items()}
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("make", [two, of_two_kinds])
 def test_optimizers_of_several_kinds_take_the_step_of_dense_ones_clipped_by_the_norm_of_all(
     make: Make, world: World, tmp_path: Path

@@ -378,6 +378,7 @@ def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
     return found
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
 def test_no_rule_reads_the_host(world: World, name: str) -> None:
     rules = {**RULES, **NAMED, **REMEMBERING}

@@ -164,6 +164,7 @@ def losses(way: str, compression: Any, steps: int = 120) -> tuple[float, Tensor]
             return float(F.cross_entropy(model(x), targets)), weights
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_ends_where_it_does_without(world: World, way: str) -> None:
     (exact, target), (with_feedback, weights) = (world.run(2, losses, way, e)[0] for e in (None, Bf16Wire()))

@@ -116,6 +116,7 @@ def all_trained(way: str, states: str, kernels: Kernels) -> dict[tuple[str, str]
         return {(mode, kind): trained(way, mode, states, kind) for mode in PRECISIONS for kind in OPTIMIZERS}
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("way", ["owned", "stage", "short"])
 def test_idle_rank_steps_with_every_precision_and_optimizer(world: World, way: str, states: str) -> None:

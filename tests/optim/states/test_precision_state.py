@@ -200,6 +200,7 @@ def spoil(model_was_loaded: bool) -> dict[str, tuple[str, list[str]]]:
         return results
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("model_was_loaded", [False, True])
 def test_one_ranks_wrong_state_is_an_error_on_all(world: World, model_was_loaded: bool) -> None:
     for rank, results in enumerate(world.run(2, spoil, model_was_loaded)):

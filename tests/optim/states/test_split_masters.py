@@ -115,6 +115,7 @@ def a_thousand_steps() -> tuple[Bits, int]:
     return learned(True, 1000)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("kernels", "steps"), [("auto", 1000), ("torch", 200)])
 def test_a_thousand_steps_have_the_bits_of_whole_masters_rounded_so(kernels: Kernels, steps: int) -> None:
     with using(kernels):

@@ -155,6 +155,7 @@ def goes_on(path: Path, width: int, kind: str, topology: Topology, steps: range,
         save_checkpoint(path, model, optimizer)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("width", [6, 7])  # of 7 features ranks have unequal pieces
 def test_a_checkpoint_goes_on_in_another_family_and_back(world: World, tmp_path: Path, width: int) -> None:
     world.run(4, saves, tmp_path, width)

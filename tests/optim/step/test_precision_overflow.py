@@ -176,6 +176,7 @@ def search(name: str, mode: str) -> tuple[list[float], list[float], list[str]]:
         return scales, [float(value.double().sum()) for value in after.values()], changed
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", SEARCHING)
 def test_a_scale_that_is_far_too_high_falls_alike_everywhere(world: World, mode: str) -> None:
     runs = world.run(4, search, "grid, bias on row 0", mode)

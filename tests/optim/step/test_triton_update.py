@@ -75,6 +75,7 @@ def by_both(name: str) -> tuple[Stepped, Stepped, int, bool]:
     return found, expected, rows, on_device
 
 
+@pytest.mark.default_cases(1)
 @needs_triton
 @pytest.mark.parametrize("name", MAKE)
 def test_states_and_weights_are_torchs(interpreted: Interpreted, name: str) -> None:
@@ -165,6 +166,7 @@ def dense(precision: str) -> tuple[dict[str, Tensor], list[float]]:
     return values, norms
 
 
+@pytest.mark.default_cases(1)
 @needs_triton
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("where", TOPOLOGIES)

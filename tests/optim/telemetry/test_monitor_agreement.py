@@ -36,6 +36,7 @@ def run(how: str) -> str:
         return "no error"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("how", ["made alone", "made alone later", "called alone"])
 def test_monitor_on_one_rank_is_an_error_on_every_rank(world: World, how: str) -> None:
     for text in world.run(2, run, how):

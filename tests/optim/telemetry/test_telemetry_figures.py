@@ -252,6 +252,7 @@ def runs(world: World) -> dict[str, list[tuple[Figures, tuple[str, ...]]]]:
     return dict(zip(cases, found, strict=True))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_figures_are_those_of_the_dense_model(name: str, runs: Any) -> None:
     (found, _), *others = runs[name]

@@ -69,6 +69,7 @@ def trained(tensor: int, makes: dict[str, Make]) -> dict[str, dict[str, Tensor]]
     return found
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_under_fully_shard_each_is_the_dense_update(world: World, tensor: int) -> None:
     by_rank = world.run(2 * tensor, trained, tensor, OPTIMIZERS)

@@ -41,6 +41,7 @@ def until_killed(rank: int, kind: str, folder: Path) -> None:
         time.sleep(2 * PATIENCE)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_on_one_mesh_it_goes_on_on_another_one(world: World, tmp_path: Path, kind: str) -> None:
     ranks = [forkserver().Process(target=until_killed, args=(rank, kind, tmp_path)) for rank in range(2)]

@@ -262,6 +262,7 @@ def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
     assert found == [[[[]] * len(EACH)] * 4] * len(cases)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
 def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: World, precision: Any) -> None:
     """Gradients are short binary fractions, exact in both dtypes and scaled: so masters are the float32 run's."""
@@ -295,6 +296,7 @@ def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
         assert copies_differ(by_rank) == [], name
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
 def test_a_rank_of_zero_may_have_all_of_a_shard(world: World, state: str) -> None:
     """As most are in buckets of the usual size: flat, though they are whole."""

@@ -1,11 +1,10 @@
 """Mixed precision: precision modes, loss scaling and master weights."""
 
 from .apex import ApexFp16
-from .fp8.mode import Fp8, fp8_layers
+from .fp8 import Fp8, fp8_layers
 from .loss_scale import ConstantLossScale, DynamicLossScale, GradScaler, LossScale
 from .master_weights import MasterWeights
-from .modes import Bf16, Fp32, NaiveFp16, TorchFp16
-from .precision import Mode, Precision, precision_of
+from .modes import Bf16, Fp32, Mode, NaiveFp16, Precision, TorchFp16, precision_of
 from .stochastic_rounding import StochasticRounding, stochastic_round_
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .casting import autocast_criterion, autocast_model_, is_half, run_in_
 from .loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from .precision import Criterion, Precision, register_mode
+from .modes import Criterion, Precision, register_mode
 
 
 class _Level(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..amp.casting import HALF_DTYPES
-from ..amp.precision import Mode, Precision, precision_of
+from ..amp.modes import Mode, Precision, precision_of
 from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.local_parameters import divide_once, has_dtensors
 from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks, on_all_ranks_with

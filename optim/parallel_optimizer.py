@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 import torch
 from torch import Tensor, nn
 
-from ..amp.precision import Mode, Precision, precision_of
+from ..amp.modes import Mode, Precision, precision_of
 from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call

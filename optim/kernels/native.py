@@ -46,7 +46,7 @@ class PointerColumns:
         numels: Numbers of elements of the parameters.
         halves: Addresses of the half-precision copies of the parameters. None: there are none.
         rests: Addresses of the remainders of bfloat16 parameters that are stepped as split master weights
-            (`meshstep.amp.split_masters`). None: there are none.
+            (`meshstep.amp.master_weights`). None: there are none.
     """
 
     fixed: array[int]

@@ -44,7 +44,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ...amp.precision import Mode, Precision, precision_of
+from ...amp.modes import Mode, Precision, precision_of
 from ...parallel.data import ShardedDataLoader, prepare_dataloader
 from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P

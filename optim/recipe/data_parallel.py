@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...amp.fp8.weights import forget_rounded
+from ...amp.fp8_linear import forget_rounded
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...amp.master_weights import MasterWeights, check_saved, label_of, load_states_exactly, use_main_grad_
-from ...amp.split_masters import join, split
+from ...amp.master_weights import (
+    MasterWeights,
+    check_saved,
+    join_master,
+    label_of,
+    load_states_exactly,
+    split_master,
+    use_main_grad_,
+)
 from ...amp.stochastic_rounding import StochasticRounding
 from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
@@ -65,7 +72,7 @@ class SplitMasters(Link):
     by the tensor's version counter, or by new memory with other values. Equal values in new memory, as after
     ``model.to(memory_format=...)``, keep the remainder. For this comparison the previous memory, 2 bytes per element, stays
     allocated until the next step. In-place writes through ``.data`` are not detected: the remainder stays, and the master
-    still rounds to the written value (`join`).
+    still rounds to the written value (`join_master`).
 
     Attributes:
         remainders: int16 remainder per trained bfloat16 tensor. 0 unless one was loaded or stepped: the master is the
@@ -183,7 +190,7 @@ class SplitMasters(Link):
     @torch.no_grad()
     def master_of(self, tensor: Tensor) -> Tensor | None:
         remainder = self._remainder(tensor)
-        return None if remainder is None else join(tensor.detach(), remainder)
+        return None if remainder is None else join_master(tensor.detach(), remainder)
 
     def step_as_masters(self, step: Callable[[], object]) -> None:
         """Call the optimizer's own ``step`` with the split weights replaced by masters, bucket by bucket."""
@@ -201,7 +208,9 @@ class SplitMasters(Link):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"masters": {position: float32 tensor}}``, as `Masters` does. Allocates 4 bytes per element."""
         self._drop_written()
-        masters = {position: join(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()}
+        masters = {
+            position: join_master(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()
+        }
         return {"masters": masters}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -215,7 +224,7 @@ class SplitMasters(Link):
         saved = check_saved(state, weights)
         for position, weight in weights.items():
             master = torch.empty_like(weight, dtype=torch.float32).copy_(saved[position])
-            for target, value in zip((weight, self.remainders[weight]), split(master), strict=True):
+            for target, value in zip((weight, self.remainders[weight]), split_master(master), strict=True):
                 target.copy_(value)
         self._note_weights()
         self._loaded = _bit_sums(self._weights)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ...amp.loss_scale import LossScale
-from ...amp.precision import Precision
+from ...amp.modes import Precision
 from ...parallel.layout.annotation import Annotation, annotation_of, attach
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ...amp.by_bucket import Bucket, step_by_bucket
 from ...amp.casting import copy_each_, is_half
-from ...amp.master_weights import is_half_kept
-from ...amp.split_masters import join, split
+from ...amp.master_weights import is_half_kept, join_master, split_master
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
 from ..kernels.memory import is_non_overlapping_and_dense
@@ -78,18 +77,20 @@ class SplitWeights:
         """Return the flat buffer of the masters, and the masters as views of it. Uses a few kernels for all of them."""
         remainders = [self.remainders[weight] for weight in weights]
         if len(weights) == 1:
-            flat = join(weights[0].detach(), remainders[0])
+            flat = join_master(weights[0].detach(), remainders[0])
             return flat, [nn.Parameter(flat)]
         flats = []
         for tensors in ([weight.detach() for weight in weights], remainders):
             flats.append(torch.empty(_starts(weights)[-1], dtype=tensors[0].dtype, device=tensors[0].device))
             copy_each_(_views(flats[-1], weights), tensors)
-        flat = join(*flats)
+        flat = join_master(*flats)
         return flat, [nn.Parameter(view) for view in _views(flat, weights)]
 
     def _split_back(self, weights: Sequence[Tensor], together: Tensor) -> None:
         remainders = [self.remainders[weight] for weight in weights]
-        for flat, tensors in zip(split(together), ([weight.detach() for weight in weights], remainders), strict=True):
+        for flat, tensors in zip(
+            split_master(together), ([weight.detach() for weight in weights], remainders), strict=True
+        ):
             copy_each_(tensors, [flat] if len(weights) == 1 else _views(flat, weights))
 
 

@@ -11,8 +11,18 @@ from dense import TOLERANCE, assert_near
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import Fp8, fp8_layers, precision_of
-from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, Fp8RowMatmul, product, scaled_mm
-from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, global_amax, quantize
+from meshstep.amp.fp8_linear import (
+    E4M3,
+    E5M2,
+    Fp8Linear,
+    Fp8Matmul,
+    Fp8RowMatmul,
+    Quantized,
+    global_amax,
+    product,
+    quantize,
+    scaled_mm,
+)
 from probes import no_host_reads
 from small_models import Base, small_model
 from torch import Tensor, nn

@@ -10,9 +10,17 @@ from unittest import mock
 import pytest
 import torch
 from fake_cuda import CUDA, Log, fake_cuda
-from meshstep.amp.fp8.linear import Fp8Matmul, Fp8RowMatmul, _Fp8Linear, _Fp8RowLinear
-from meshstep.amp.fp8.tensor import E4M3, amax_of, quantize
-from meshstep.amp.fp8.weights import cache_of, cache_rounded
+from meshstep.amp.fp8_linear import (
+    E4M3,
+    Fp8Matmul,
+    Fp8RowMatmul,
+    _Fp8Linear,
+    _Fp8RowLinear,
+    amax_of,
+    cache_of,
+    cache_rounded,
+    quantize,
+)
 from torch import Tensor, nn
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from dense import assert_near, assert_same_grads, collectives, full_grad
 from meshstep.amp import Fp8, fp8_layers
-from meshstep.amp.fp8.linear import Fp8Matmul, Fp8RowMatmul
+from meshstep.amp.fp8_linear import Fp8Matmul, Fp8RowMatmul
 from meshstep.parallel import (
     BiasLayout,
     Classifier2D,
@@ -197,7 +197,7 @@ def warnings_of_fp8() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("meshstep.amp.fp8.mode")
+    logger = logging.getLogger("meshstep.amp.fp8")
     logger.addHandler(handler)
     try:
         yield said

@@ -11,10 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Fp8
-from meshstep.amp.fp8 import linear, weights
-from meshstep.amp.fp8 import linear as rowwise
-from meshstep.amp.fp8 import mode as summa
-from meshstep.amp.fp8.tensor import quantize
+from meshstep.amp import fp8 as summa
+from meshstep.amp import fp8_linear as linear
+from meshstep.amp.fp8_linear import quantize
 from meshstep.optim import ParallelOptimizer, Sharded, share_weights
 from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -46,7 +45,6 @@ def counted() -> Iterator[Counts]:
     counts = Counts()
     with (
         mock.patch.object(linear, "quantize", counts),
-        mock.patch.object(weights, "quantize", counts),
         mock.patch.object(summa, "quantize", counts),
     ):
         yield counts
@@ -54,10 +52,7 @@ def counted() -> Iterator[Counts]:
 
 @contextmanager
 def rounded_every_time() -> Iterator[None]:
-    with (
-        mock.patch.object(linear, "cache_of", return_value=None),
-        mock.patch.object(rowwise, "cache_of", return_value=None),
-    ):
+    with mock.patch.object(linear, "cache_of", return_value=None):
         yield
 
 
@@ -198,7 +193,7 @@ def test_a_weight_that_a_graph_may_step_is_rounded_every_time(scales: Scales) ->
     """In passes without the graph too: its replays change weights unseen."""
     model = prepared(scales)
     loss_of(model, 0).backward()
-    with mock.patch.object(weights, "is_captured", return_value=True):
+    with mock.patch.object(linear, "is_captured", return_value=True):
         loss_of(model, 0).backward()
     with counted() as counts:
         for micro_batch in range(MICRO_BATCHES):

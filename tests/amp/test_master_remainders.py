@@ -9,7 +9,7 @@ import pytest
 import torch
 from loops import instructions_here, loops, with_instructions
 from meshstep.amp import Bf16
-from meshstep.amp.split_masters import join, split
+from meshstep.amp.master_weights import join_master, split_master
 from meshstep.optim.kernels.native import Kind, PointerColumns
 from meshstep.optim.step.c_engine import update_by_loops
 from torch import Tensor
@@ -39,17 +39,17 @@ def is_signalling(bits: Tensor) -> Tensor:
 
 
 def has_room(bits: Tensor) -> Tensor:
-    """Not the signalling NaNs of the upper halves 0x7f80 and 0xff80, which `split` makes quiet."""
+    """Not the signalling NaNs of the upper halves 0x7f80 and 0xff80, which `split_master` makes quiet."""
     return ~(is_signalling(bits) & (bits >> 16 & 0x7FFF == 0x7F80))
 
 
 def test_every_master_comes_back_to_the_bit() -> None:
     everything = torch.arange(2**32 - 2**18, 2**32 + 2**18, dtype=torch.int64).to(torch.int32)  # -NaN, 0
     for bits in (hard(), everything):
-        weight, remainder = split(of(bits))
+        weight, remainder = split_master(of(bits))
         assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
         wanted = torch.where(has_room(bits), bits, bits | QUIET)
-        assert torch.equal(bits_of(join(weight, remainder)), wanted)
+        assert torch.equal(bits_of(join_master(weight, remainder)), wanted)
 
 
 def written() -> tuple[Tensor, Tensor]:
@@ -68,15 +68,15 @@ def same_weight(found: Tensor, wanted: Tensor) -> Tensor:
 
 def test_join_of_any_weight_and_remainder_rounds_to_the_weight() -> None:
     weight, remainder = written()
-    master = join(weight, remainder)
-    assert bool(same_weight(split(master)[0], weight).all())
+    master = join_master(weight, remainder)
+    assert bool(same_weight(split_master(master)[0], weight).all())
     assert torch.equal(master.isnan(), weight.isnan())
     assert bool(master[weight.isfinite()].isfinite().all())
     finite = weight[weight.isfinite()].double()
     off = (master[weight.isfinite()].double() - finite).abs()
     exponent = torch.where(finite == 0, -125, torch.frexp(finite).exponent).clamp(min=-125)
     assert bool((off <= torch.ldexp(torch.full_like(off, 0.5), exponent - 8)).all()), "half a unit in the last place"
-    exact = join(weight, torch.zeros_like(remainder))
+    exact = join_master(weight, torch.zeros_like(remainder))
     assert torch.equal(exact[~weight.isnan()], weight.float()[~weight.isnan()])
 
 
@@ -84,18 +84,18 @@ def test_join_of_zeros_and_infinities_ignores_stale_remainders() -> None:
     for value in (0.0, -0.0, float("inf"), float("-inf")):
         weight = torch.full((2**16,), value, dtype=torch.bfloat16)
         remainder = torch.arange(-(2**15), 2**15).to(torch.int16)
-        master = join(weight, remainder)
+        master = join_master(weight, remainder)
         stale = remainder > 0 if weight.isinf().all() else remainder < 0
         assert torch.equal(bits_of(master[stale]), bits_of(weight.float()[stale]))
-        assert torch.equal(split(master[~stale])[1], remainder[~stale])
+        assert torch.equal(split_master(master[~stale])[1], remainder[~stale])
 
 
 def test_ties_to_even_could_not_come_back() -> None:
     """The negative control: two masters have one weight and one remainder."""
     bits = hard()
     bits = bits[of(bits).isfinite()]
-    weight, remainder = of(bits).bfloat16(), split(of(bits))[1]
-    lost = bits_of(join(weight, remainder)) != bits
+    weight, remainder = of(bits).bfloat16(), split_master(of(bits))[1]
+    lost = bits_of(join_master(weight, remainder)) != bits
     assert bool(lost.any())
     assert bool((bits[lost] & 0xFFFF == 0x8000).all())
 
@@ -104,7 +104,7 @@ def test_weights_are_nearest_and_ties_go_away_from_zero() -> None:
     bits = hard()
     bits = bits[of(bits).isfinite()]
     master, tie = of(bits), bits & 0xFFFF == 0x8000
-    weight = split(master)[0]
+    weight = split_master(master)[0]
     assert torch.equal(bits_of(weight)[~tie], bits_of(master.bfloat16())[~tie])
     here = tie & weight.isfinite()
     exact, found, even = (value[here].double().abs() for value in (master, weight, master.bfloat16()))
@@ -118,9 +118,9 @@ def test_every_nan_shows_in_its_weight() -> None:
     lower = torch.arange(1, 2**16, dtype=torch.int64)
     without_room = torch.cat([lower + 0x7F800000, lower + 0xFF800000]).to(torch.int32)
     for bits in (hard()[of(hard()).isnan()], without_room):
-        weight, remainder = split(of(bits))
+        weight, remainder = split_master(of(bits))
         assert bool(weight.isnan().all())
-        back = bits_of(join(weight, remainder))
+        back = bits_of(join_master(weight, remainder))
         assert torch.equal(back | QUIET, bits | QUIET)
         assert torch.equal(back[has_room(bits)], bits[has_room(bits)])
     assert not bool(has_room(without_room).any())
@@ -128,7 +128,7 @@ def test_every_nan_shows_in_its_weight() -> None:
 
 def test_numbers_are_close_to_their_weights_and_infinities_have_no_remainder() -> None:
     bits = hard()
-    weight, remainder = split(of(bits))
+    weight, remainder = split_master(of(bits))
     normal = weight.isfinite() & (weight.abs() >= torch.finfo(torch.bfloat16).tiny)
     off = (of(bits).double() - weight.double()).abs()[normal] / weight.double().abs()[normal]
     assert float(off.max()) <= 2**-8
@@ -140,9 +140,9 @@ def test_numbers_are_close_to_their_weights_and_infinities_have_no_remainder() -
 def test_any_order_of_memory_and_any_shape() -> None:
     master = of(hard())[:24].view(2, 3, 2, 2)
     for given in (master.to(memory_format=torch.channels_last), master.transpose(0, 1), master[:0], master[0, 0, 0, 0]):
-        weight, remainder = split(given)
+        weight, remainder = split_master(given)
         assert weight.shape == remainder.shape == given.shape
-        assert torch.equal(bits_of(join(weight, remainder)), bits_of(given))
+        assert torch.equal(bits_of(join_master(weight, remainder)), bits_of(given))
 
 
 @pytest.fixture
@@ -168,9 +168,9 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> No
 def test_the_loops_join_and_split_as_the_reference_does(instructions: str) -> None:
     """All come back, signalling NaNs quiet."""
     bits = hard()
-    weight, remainder = split(of(bits))
+    weight, remainder = split_master(of(bits))
     stepped_by_loops(weight, remainder, instructions)
-    wanted = split(of(torch.where(is_signalling(bits), bits | QUIET, bits)))
+    wanted = split_master(of(torch.where(is_signalling(bits), bits | QUIET, bits)))
     assert torch.equal(bits_of(weight), bits_of(wanted[0]))
     assert torch.equal(remainder, wanted[1])
 
@@ -179,8 +179,8 @@ def test_the_loops_join_and_split_as_the_reference_does(instructions: str) -> No
 @pytest.mark.parametrize("instructions", instructions_here())
 def test_the_loops_join_written_weights_as_the_reference_does(instructions: str) -> None:
     weight, remainder = written()
-    master = join(weight, remainder)
-    wanted = split(of(torch.where(master.isnan(), bits_of(master) | QUIET, bits_of(master))))
+    master = join_master(weight, remainder)
+    wanted = split_master(of(torch.where(master.isnan(), bits_of(master) | QUIET, bits_of(master))))
     before = weight.clone()
     stepped_by_loops(weight, remainder, instructions)
     assert bool(same_weight(weight, before).all())

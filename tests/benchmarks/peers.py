@@ -35,7 +35,7 @@ import torch.multiprocessing as mp
 from deepspeed_on_cpu import deepspeed_on_cpu
 from megatron_on_cpu import megatron
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.amp.precision import Precision
+from meshstep.amp.modes import Precision
 from meshstep.optim import ParallelOptimizer, use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare

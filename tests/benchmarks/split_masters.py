@@ -14,7 +14,7 @@ import time
 from collections import Counter
 
 import torch
-from meshstep.amp.split_masters import join, split
+from meshstep.amp.master_weights import join_master, split_master
 from torch import Tensor
 
 KINDS = ("finite", "infinite", "quiet NaN", "signalling NaN")
@@ -34,7 +34,7 @@ def count(start: int, length: int) -> Counter[tuple[str, str]]:
     """Of the masters with the bits ``start`` and following."""
     bits = torch.arange(length, dtype=torch.int32).add_(start - (start >> 31 << 32))
     master = bits.view(torch.float32)
-    weight, remainder = split(master)
+    weight, remainder = split_master(master)
     even = master.bfloat16()
     as_even = weight.view(torch.int16) == even.view(torch.int16)
     as_even |= weight.isnan() & even.isnan()
@@ -42,7 +42,7 @@ def count(start: int, length: int) -> Counter[tuple[str, str]]:
     for kind, mask in masks_of(master).items():
         found = {
             "masters": mask,
-            "same bits": join(weight, remainder).view(torch.int32) == bits,
+            "same bits": join_master(weight, remainder).view(torch.int32) == bits,
             "as to even": as_even,
             "ties": ~as_even & (remainder == -(2**15)) & master.isfinite(),
             "weight NaN": weight.isnan(),

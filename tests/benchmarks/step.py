@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.amp.precision import Precision
+from meshstep.amp.modes import Precision
 from meshstep.optim import ParallelOptimizer, clip_grad_norm_
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from stepped_sizes import transformer_parameters

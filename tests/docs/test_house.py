@@ -35,10 +35,9 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"__main__"}),
     ),
     "amp": (
-        frozenset({"capture", "casting", "loss_scale", "by_bucket", "split_masters"}),
-        frozenset({"precision", "master_weights"}),
-        frozenset({"modes", "apex", "stochastic_rounding"}),
-        frozenset({"fp8"}),
+        frozenset({"capture", "casting", "loss_scale", "by_bucket"}),
+        frozenset({"modes", "master_weights", "fp8_linear"}),
+        frozenset({"apex", "stochastic_rounding", "fp8"}),
     ),
     "optim": (
         frozenset({"kernels", "lion"}),
@@ -318,9 +317,9 @@ def test_an_import_of_a_type_is_no_circle(tmp_path: Path) -> None:
     [
         ("optim/norm/plan.py", "from ..gradients.buckets import x\n", "optim/gradients/buckets.py"),
         ("optim/checkpoint/save.py", "def f():\n    from ..schedule import hold\n", "optim/schedule/hold.py"),
-        ("amp/casting.py", "from .fp8.mode import Fp8\n", "amp/fp8/mode.py"),
-        ("amp/precision.py", "from .master_weights import MasterWeights\n", "amp/master_weights.py"),
-        ("amp/fp8/linear.py", "from ...optim.norm import plan\n", "optim/norm/plan.py"),
+        ("amp/casting.py", "from .fp8 import Fp8\n", "amp/fp8.py"),
+        ("amp/modes.py", "from .master_weights import MasterWeights\n", "amp/master_weights.py"),
+        ("amp/fp8_linear.py", "from ..optim.norm import plan\n", "optim/norm/plan.py"),
         ("parallel/launch.py", "from .mesh.topology import Topology\n", "parallel/mesh/topology.py"),
         ("parallel/layers/tensor_1d.py", "from .. import P\n", "parallel/__init__.py"),
     ],

@@ -26,6 +26,7 @@ PERIPHERY = (
     "parallel/layout/picture",
     "parallel/__main__",
     "amp/fp8",
+    "amp/fp8_linear",
     "amp/apex",
     "optim/lion",
     "optim/whole",
@@ -45,7 +46,13 @@ ALLOWED = {
     ("optim/step/update.py", "optim/step/triton_engine.py"),  # the same kernels
     ("optim/parallel_optimizer.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
 }
-DELETED = ("parallel/layers", "parallel/data", "amp/fp8", "amp/apex", *(p for p in PERIPHERY if p.startswith("optim/")))
+DELETED = (
+    "parallel/layers",
+    "parallel/data",
+    "amp/fp8_linear",
+    "amp/apex",
+    *(p for p in PERIPHERY if p.startswith("optim/")),
+)
 KEPT = ("optim/kernels/triton", "optim/step/triton_engine")
 
 STEP = """

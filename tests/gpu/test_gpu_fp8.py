@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from meshstep.amp import Fp8
-from meshstep.amp.fp8.linear import Fp8Linear, has_fp8
+from meshstep.amp.fp8_linear import Fp8Linear, has_fp8
 from torch import Tensor
 
 

@@ -59,7 +59,7 @@ static void NAME(round_bfloat16)(const float *restrict from, uint16_t *restrict 
     }
 }
 
-/* Master weights from bfloat16 weights and 16-bit remainders: `meshstep.amp.split_masters` has the formulas. A remainder
+/* Master weights from bfloat16 weights and 16-bit remainders: `meshstep.amp.master_weights` has the formulas. A remainder
  * that cannot belong to the weight (negative at a zero, positive at an infinity) is stale, and counts as 0. */
 static void NAME(join)(const uint16_t *restrict weight, const int16_t *restrict rest, float *restrict to, int64_t n) {
     for (int64_t i = 0; i < n; i++) {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from loops import using
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.amp.precision import Precision
+from meshstep.amp.modes import Precision
 from meshstep.optim import ByGroup, ByNorm, ByValue, Offloaded, ParallelOptimizer, PerParameter, Sharded
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare

@@ -17,7 +17,7 @@ from dtensors import registry_of
 from fully_sharded import data, sharded_net
 from loops import using
 from meshstep.amp import Bf16, MasterWeights, NaiveFp16
-from meshstep.amp.split_masters import join, split
+from meshstep.amp.master_weights import join_master, split_master
 from meshstep.optim import (
     Fingerprints,
     HalfStates,
@@ -57,7 +57,7 @@ def ties_away() -> Iterator[None]:
         held = self.held()
         with torch.no_grad():
             for param, master in held:
-                param.copy_(split(master.detach())[0])
+                param.copy_(split_master(master.detach())[0])
         self._record_versions(held)
 
     with mock.patch.object(MasterWeights, "publish", publish):
@@ -130,7 +130,7 @@ def test_a_thousand_steps_have_the_bits_of_whole_masters_rounded_so(kernels: Ker
 
 def test_ties_to_even_would_be_other_bits() -> None:
     """The negative control: what is compared notices the rule at ties, on some element in so many steps."""
-    with mock.patch("test_split_masters.split", lambda master: (master.bfloat16(), None)):
+    with mock.patch("test_split_masters.split_master", lambda master: (master.bfloat16(), None)):
         wanted, _ = learned(False, 1000)
     assert not same(a_thousand_steps()[0], wanted)
 
@@ -181,11 +181,14 @@ def test_masters_are_there_for_a_bucket_at_a_time_and_many_give_the_bits_of_one(
 
     def recorded(weight: Tensor, remainder: Tensor) -> Tensor:
         sizes.append(weight.numel())
-        return join(weight, remainder)
+        return join_master(weight, remainder)
 
     with using("torch"):
         one, _ = learned(True, 20)
-        with mock.patch.object(split_weights, "BUCKET_NUMEL", 50), mock.patch.object(split_weights, "join", recorded):
+        with (
+            mock.patch.object(split_weights, "BUCKET_NUMEL", 50),
+            mock.patch.object(split_weights, "join_master", recorded),
+        ):
             several, _ = learned(True, 20)
     assert same(several, one)
     assert max(sizes) == 6 * 33  # the largest weight
@@ -435,7 +438,7 @@ def test_checkpoints_of_whole_and_of_split_masters_load_into_each_other(
             for of, region, master, weight in found:
                 wanted = region.of(masters[of]).flatten()[region.start : region.stop]
                 assert torch.equal(master, wanted)
-                assert torch.equal(weight, split(master)[0] if is_split else master.bfloat16())
+                assert torch.equal(weight, split_master(master)[0] if is_split else master.bfloat16())
 
 
 def test_states_that_were_there_and_frozen_weights_and_groups_that_come() -> None:

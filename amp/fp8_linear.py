@@ -13,18 +13,22 @@ Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...parallel.mesh.registry import ProcessGroupRegistry
-from .tensor import E4M3, E5M2, Quantized, check_dtypes, global_amax, quantize
-from .weights import WeightCache, cache_of, round_both
+from ..parallel.interop.local_parameters import has_dtensors
+from ..parallel.mesh.call_tracker import track_call
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from .capture import is_captured
 
 # Tensor cores require dims of 8-bit operands that are multiples of this number.
 MULTIPLE = 16
@@ -178,7 +182,8 @@ def row_major(values: Tensor) -> Tensor:
     return padded.view(values.dtype)
 
 
-# Linear layer in 8 bits with one scale per row, so that an outlier reduces the precision of a single row ---------------
+# Linear layer in 8 bits with one scale per row, so that an outlier reduces the precision of a single row
+# ---------------
 
 #     y  = Q4(x) Q4(w)^T             one scale per token of x, and per output feature of w
 #     dx = Q5(dy) Q4(w^T)^T          one scale per token of dy, and per input feature of w
@@ -271,3 +276,238 @@ def _product(
     """
     how = orientation, registry, axes
     return product(*round_both(a, format, b, b_cache, how, registry, axes, by_row=True), dtype)
+
+
+# 8-bit floating-point tensors with a scale ----------------------------------------------------------------------------
+
+#     scale = MAX / amax        amax = max |x| over the logical tensor
+#     q = round(x * scale)      to the nearest value of the format, ties to even
+#     x ~ q / scale
+#
+# float8_e4m3fn has 4 significant bits up to 448, float8_e5m2 has 3 up to 57344. Under this scale no value exceeds the
+# range. A rounding error of the scale can push a value past the range by far less than half a unit of the format. No
+# clamp is needed. A tensor is read twice: one kernel computes the maximum, another one scales, rounds and writes.
+#
+# A non-finite tensor stays non-finite: inf makes the scale 0 and every value NaN, and NaN stays NaN.
+#
+# Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+
+# Lower bound of amax, for tensors of zeros or tiny values: scale and inverse scale stay normal float32 numbers.
+MIN_AMAX = 2.0**-100
+
+
+class Quantized(NamedTuple):
+    """8-bit tensor that represents ``values * inverse_scale``.
+
+    Attributes:
+        values: float8_e4m3fn or float8_e5m2.
+        inverse_scale: float32, 0-dim or [rows, 1].
+    """
+
+    values: Tensor
+    inverse_scale: Tensor
+
+    def t(self) -> Quantized:
+        return Quantized(self.values.t(), self.inverse_scale)
+
+
+@torch.no_grad()
+def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
+    """Round ``x`` to an 8-bit format, scaled such that ``amax`` becomes the largest value of the format.
+
+    The function makes one pass over memory.
+
+    Args:
+        x: Floating-point tensor of any shape and memory layout.
+        format: `E4M3` or `E5M2`.
+        amax: float32, at least the largest absolute value in ``x``. 0-dim: the maximum of the logical tensor. [rows,
+            1]: the maximum of each row.
+    Returns:
+        Contiguous (row-major) values for any memory layout of ``x``, and the inverse scale.
+    Collectives: none. Host synchronization: none.
+    """
+    scale = torch.finfo(format).max / amax.clamp(min=MIN_AMAX)
+    values = torch.empty(x.shape, dtype=format, device=x.device)
+    # torch would round a 0-dim scale to bfloat16 before it multiplies a bfloat16 tensor, so the factor has dims.
+    factor = scale if scale.dim() else scale.view([1] * max(x.dim(), 1))
+    torch.mul(x, factor, out=values)
+    return Quantized(values, scale.reciprocal())
+
+
+def check_dtypes(*tensors: Tensor) -> None:
+    """Raise TypeError for float64 tensors: the scales and sums of 8-bit products are only float32."""
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        raise TypeError(
+            "a linear layer in 8 bits got a float64 tensor, but scales and sums of 8-bit products are float32; give "
+            "float32, bfloat16 or float16, or name the layer in Fp8(leave_out=...)"
+        )
+
+
+def global_amax(
+    tensors: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
+) -> tuple[Tensor, ...]:
+    """Return the largest absolute value of each tensor over its shards along ``axes``; 0 for an empty tensor.
+
+    A tensor may be replicated over some of the axes, because the maximum of equal values is unchanged.
+
+    Args:
+        tensors: Floating-point tensors.
+        registry: The process groups. Default None: the tensors are not sharded.
+        axes: Axes that shard the tensors. Default: none.
+    Returns:
+        0-dim float32 tensors.
+    Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank. Host synchronization: none.
+    """
+    return max_over_ranks([amax_of(tensor) for tensor in tensors], registry, axes)
+
+
+def max_over_ranks(
+    maxima: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
+) -> tuple[Tensor, ...]:
+    """Return the elementwise maxima over all ranks along ``axes``: float32 tensors, with the shapes of ``maxima``.
+
+    Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank. Host synchronization: none.
+    """
+    if registry is None or not axes or registry.size(*axes) == 1:
+        return tuple(maxima)
+    # gloo's MAX may lose a NaN of another rank. The values of the other rank stay NaN, and so do all later results.
+    packed = torch.cat([amax.reshape(-1) for amax in maxima])
+    with track_call("fp8 scaling", registry):
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=registry.group(*axes))
+    parts = packed.split([amax.numel() for amax in maxima])
+    return tuple(part.view(amax.shape) for part, amax in zip(parts, maxima, strict=True))
+
+
+def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
+    """Return the largest absolute value as float32: 0-dim, or [rows, 1] for the rows of a matrix. Host synchronization:
+    none.
+    """
+    if not x.numel():
+        return x.new_zeros((x.size(0), 1) if by_row else (), dtype=torch.float32)
+    # x.abs().amax() would make a copy and a second pass over memory.
+    low, high = torch.aminmax(x.detach(), dim=1, keepdim=True) if by_row else torch.aminmax(x.detach())
+    return torch.maximum(-low, high).float()
+
+
+# Cache of 8-bit weights -----------------------------------------------------------------------------------------------
+
+# A cached weight is valid until the next step of any torch optimizer, while the weight keeps its memory address and
+# version. The version alone is not enough, because torch's fused optimizers and third-party kernels write without
+# counting.
+#
+# Only weights of models that the mode `Fp8` has prepared are cached, and only the parameters of that time. The
+# parameters that `fully_shard` creates change at times that no counter shows. The cache is used only with gradients
+# enabled. An evaluation may write averaged weights through ``.data``, which does not change the version, so it rounds
+# the current weights. Such a write between two micro-batches of a window is not detected.
+
+
+class RoundedWeight(NamedTuple):
+    """8-bit weight, or its transpose.
+
+    Attributes:
+        amax: Maximum of the weight or of each row, over all ranks.
+        quantized: The weight, rounded with this maximum.
+    """
+
+    amax: Tensor
+    quantized: Quantized
+
+
+class WeightCache:
+    """Cache entries of one weight since the last step, by the kind of rounding."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._identity = _identity(weight)
+
+    def get(self, how: Hashable) -> RoundedWeight | None:
+        """Return the entry of `put`, or None if it is no longer valid."""
+        identity, rounded = CACHE[self._weight].get(how, (None, None))
+        return rounded if identity == self._identity else None
+
+    def put(self, how: Hashable, rounded: RoundedWeight) -> None:
+        """Store an entry until the next step."""
+        CACHE[self._weight][how] = self._identity, rounded
+
+
+CACHE: Any = WeakTensorKeyDictionary()
+"""The cache: for each registered weight, a dict from the kind of rounding to identity and rounded weight."""
+_hook_registered = False
+
+
+def cache_rounded(weight: Tensor) -> None:
+    """Cache the 8-bit values of this weight from now on."""
+    global _hook_registered
+    if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # FSDP may reuse a DTensor's memory
+        CACHE[weight] = {}
+    if not _hook_registered:
+        register_optimizer_step_post_hook(_clear_after_step)
+        _hook_registered = True
+
+
+def cache_of(weight: Tensor) -> WeightCache | None:
+    """Return the cache for this weight; None if the weight must be rounded in every forward pass.
+
+    The latter is the case if the weight is not registered or gradients are disabled. It is also the case if the code is
+    compiled or captured, because it may run again with other weights.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in CACHE:
+        return None
+    if is_captured():
+        del CACHE[weight]  # permanently: replays of the graph step the weight without running the hook
+        return None
+    return WeightCache(weight)
+
+
+def round_both(
+    x: Tensor,
+    format: torch.dtype,
+    weight: Tensor,
+    weight_cache: WeightCache | None,
+    how: Hashable,
+    registry: ProcessGroupRegistry | None,
+    axes: tuple[str, ...],
+    by_row: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """Round an operand to ``format`` and a weight to e4m3. A cached weight from the same kind of rounding is reused.
+
+    Args:
+        x: The operand.
+        format: `E4M3` or `E5M2`, the format of ``x``.
+        weight: The weight, or its transpose.
+        weight_cache: The cache of the weight; None: no cache.
+        how: The key in this cache.
+        registry, axes: As in `max_over_ranks`.
+        by_row: If True, every row has its own scale. Default: False.
+    Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank. Host synchronization: none.
+    """
+    cached = None if weight_cache is None else weight_cache.get(how)
+    maxima = [amax_of(x, by_row), amax_of(weight, by_row) if cached is None else cached.amax]
+    amax_x, amax_weight = max_over_ranks(maxima, registry, axes)
+    rounded = quantize(weight, E4M3, amax_weight) if cached is None else cached.quantized
+    if weight_cache is not None and cached is None:
+        weight_cache.put(how, RoundedWeight(amax_weight, rounded))
+    return quantize(x, format, amax_x), rounded
+
+
+def forget_rounded() -> None:
+    """Clear the cache. Call it when weights have been or will be stepped."""
+    if CACHE:
+        for by_how in CACHE.values():
+            by_how.clear()
+
+
+def _clear_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Clear the cache, unless the optimizer has ``steps_windows``.
+
+    The `step` of such an optimizer may be called within a window; it calls `forget_rounded` itself.
+    """
+    if not getattr(optimizer, "steps_windows", False):
+        forget_rounded()
+
+
+def _identity(weight: Tensor) -> tuple[object, ...]:
+    return weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.stride()

@@ -13,22 +13,33 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...parallel.interop.local_parameters import spec_of
-from ...parallel.layers.embedding import Classifier2D
-from ...parallel.layers.summa import Grid, summa
-from ...parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
-from ...parallel.layers.tensor_2d import Linear2D
-from ...parallel.layers.tensor_3d import Classifier3D, Linear3D
-from ...parallel.layout.annotation import annotation_of
-from ...parallel.layout.spec import P
-from ...parallel.mesh.registry import ProcessGroupRegistry
-from ...parallel.mesh.text import some
-from ..loss_scale import LossScale
-from ..modes import Bf16, Fp32
-from ..precision import Criterion, Precision, register_mode
-from .linear import Fp8Linear, Fp8Matmul, Fp8RowMatmul, fits
-from .tensor import E4M3, E5M2, Quantized, check_dtypes, global_amax, quantize
-from .weights import cache_of, cache_rounded, round_both
+from ..parallel.interop.local_parameters import spec_of
+from ..parallel.layers.embedding import Classifier2D
+from ..parallel.layers.summa import Grid, summa
+from ..parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
+from ..parallel.layers.tensor_2d import Linear2D
+from ..parallel.layers.tensor_3d import Classifier3D, Linear3D
+from ..parallel.layout.annotation import annotation_of
+from ..parallel.layout.spec import P
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from ..parallel.mesh.text import some
+from .fp8_linear import (
+    E4M3,
+    E5M2,
+    Fp8Linear,
+    Fp8Matmul,
+    Fp8RowMatmul,
+    Quantized,
+    cache_of,
+    cache_rounded,
+    check_dtypes,
+    fits,
+    global_amax,
+    quantize,
+    round_both,
+)
+from .loss_scale import LossScale
+from .modes import Bf16, Criterion, Fp32, Precision, register_mode
 
 # SUMMA with 8-bit operands, the ``matmul`` of `Linear2D` under the mode `Fp8` ------------------------------------------
 

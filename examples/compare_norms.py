@@ -1,10 +1,10 @@
-"""The gradient norm of one linear layer, split over processes, measured in the ways that are in use.
+"""Measure the gradient norm of one sharded linear layer in several ways, and compare it with the dense layer.
 
     torchrun --standalone --nproc-per-node 4 examples/compare_norms.py --topology row=2,col=2
 
-There each process holds a quarter of the weight. The bias is split over `col` and copied over `row`: half of it is on each
-process. The layer and its input are random; the dense layer in float64 says what is right. Over `data` gradients are
-averaged first, as all these ways want it: then only the ranks that share a model can be wrong about its norm.
+On this mesh each rank holds a quarter of the weight. The bias is sharded over `col` and replicated over `row`: each rank holds
+half of it. Layer and input are random; the reference is the dense layer in float64. Gradients are first averaged over `data`,
+as all of these ways require.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def measure(layer: nn.Module, registry: ProcessGroupRegistry) -> list[tuple[str,
     ranks = registry.ranks(*model_axes) if model_axes else (registry.global_rank,)
     weights, biases = zip(*(everywhere[rank] for rank in ranks), strict=True)
     local = [(rank, sqrt(sum(everywhere[rank]))) for rank in ranks]
-    rows = [(f"each rank its own gradients: rank {rank}", norm) for rank, norm in local]
+    rows = [(f"torch clip_grad_norm_ on rank {rank}", norm) for rank, norm in local]
     if model_axes:
         rows += [
-            ("one boolean, bias marked as split: all ranks count it", sqrt(sum(weights) + sum(biases))),
-            ("one boolean, bias marked as copied: rank 0 counts it", sqrt(sum(weights) + biases[0])),
+            ("one flag, bias marked as sharded: all ranks count it", sqrt(sum(weights) + sum(biases))),
+            ("one flag, bias marked as replicated: rank 0 counts it", sqrt(sum(weights) + biases[0])),
         ]
     found = float(global_norm(layer.parameters(), registry).total_norm)
     return [*rows, (f"meshstep, bias declared {spec_of(bias)}", found)]

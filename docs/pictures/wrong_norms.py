@@ -1,4 +1,4 @@
-"""The gradient norm of one linear layer in the ways that are in use: bars, from what examples/compare_norms.py says."""
+"""Draw the gradient norm of one linear layer, measured in several ways, as bars. The norms are those of examples/compare_norms.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALE, BAR, STEP, TOP = 380, 22, 32, 92
 
 
 def rows() -> Figures:
-    """On each of 4 ranks: [[method, norm], ...], the dense layer's first."""
+    """Return [[method, norm], ...] on each of 4 ranks; the first row is the dense layer."""
     script = example("compare_norms")
     options = script.read_options(4, ["--topology", "row=2,col=2"])
     with ProcessGroupRegistry(options.topology) as registry:
@@ -26,12 +26,8 @@ def measure() -> Figures:
 
 
 def shown(method: str) -> str:
-    """In the words of who does not know the script."""
-    return (
-        method.replace("each rank its own gradients:", "torch's clip_grad_norm_,")
-        .replace("one boolean, bias marked", "one flag, bias marked")
-        .partition(": ")[0]
-    )
+    """Return the label of a bar."""
+    return method.partition(": ")[0]
 
 
 def draw(figures: Figures) -> str:
@@ -40,7 +36,7 @@ def draw(figures: Figures) -> str:
         text(
             36,
             62,
-            "A linear layer on a 2 x 2 grid of processes, its bias split over one axis and copied over the other",
+            "A linear layer on a 2 x 2 mesh; its bias is sharded over one axis and replicated over the other",
             "quiet",
         )
     ]
@@ -55,8 +51,8 @@ def draw(figures: Figures) -> str:
         parts.append(text(LABELS + SCALE * 1.05 + 22, y + 16, "exact" if right else f"{off:+.1%}", "name"))
     x = LABELS + SCALE
     parts.append(line([(x, TOP - 8), (x, bottom)], "mark"))
-    parts.append(text(x, bottom + 14, f"the dense layer's: {truth:.1f}", "quiet", "middle"))
-    return page("The norm of one gradient, as it is measured", 860, bottom + 34, parts)
+    parts.append(text(x, bottom + 14, f"dense layer: {truth:.1f}", "quiet", "middle"))
+    return page("The norm of one gradient, measured in several ways", 860, bottom + 34, parts)
 
 
 if __name__ == "__main__":

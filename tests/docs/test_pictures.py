@@ -103,7 +103,7 @@ def test_what_pages_say_of_a_picture_are_its_figures() -> None:
     assert f"is {off[0][1:]} to {off[3][1:]} too small" in readme
     assert f"{off[4][1:]} too large or {off[5][1:]} too small" in readme
     assert f"{rows[0][1] / truth - 1:+.1%}" in readme
-    assert f"come {kept('drift')['own']['apart'][-1]:.0%} apart" in page
+    assert f"diverge by {kept('drift')['own']['apart'][-1]:.0%}" in page
 
 
 @pytest.mark.parametrize("topology", ["data=1", "tensor=4", "row=2,col=2", "data=2,tensor=2"])

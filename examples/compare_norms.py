@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/compare_norms.py --topology row=2,col=2
 
-On this mesh each rank holds a quarter of the weight. The bias is sharded over `col` and replicated over `row`: each rank holds
-half of it. Layer and input are random; the reference is the dense layer in float64. Gradients are first averaged over `data`,
-as all of these ways require.
+On this mesh each rank holds a quarter of the weight. The bias is sharded over `col` and replicated over `row`: each rank
+holds half of it. Layer and input are random; the reference is the dense layer in float64. Gradients are first averaged
+over `data`, as all of these ways require.
 """
 
 from __future__ import annotations

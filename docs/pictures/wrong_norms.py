@@ -1,4 +1,4 @@
-"""Draw the gradient norm of one linear layer, measured in several ways, as bars. The norms are those of examples/compare_norms.py."""
+"""Draw the gradient norm of one linear layer as bars, measured in several ways by examples/compare_norms.py."""
 
 from __future__ import annotations
 

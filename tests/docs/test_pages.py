@@ -48,7 +48,7 @@ ELSEWHERE = {  # page -> the tests that run its Python, or whose harness does
     "docs/integrations/ACCELERATE.md": "interop/run_accelerate.py",
     "docs/integrations/LIGHTNING_FABRIC.md": "interop/run_fabric.py",
     "docs/integrations/TIMM.md": "interop/run_timm.py",
-    "docs/reference/ERRORS.md": "docs/test_troubleshooting.py",
+    "docs/reference/ERRORS.md": "docs/test_errors_page.py",
     "docs/tutorials/FIRST_MLP.md": "docs/test_first_mlp.py",
 }
 # What is shown, and by whom it is run, where it is neither Python nor what Python prints.

@@ -1,7 +1,7 @@
-"""Every entry of docs/reference/ERRORS.md ends in the error that it shows, on as many ranks as it says.
+"""Every example of docs/reference/ERRORS.md raises the error that the page shows, on as many ranks as it says.
 
-An entry is a heading of the third level, then a Python block (its first line may be ``# on N ranks``), then directly a
-text block: the error's type and text, with ``...`` for what is left out.
+An entry has a heading of the third level, its cause and fix, a Python block (its first line may be ``# on N ranks``) and
+directly after it a text block: the type and text of the error, with ``...`` for any text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BEGINNING = PAGE.partition("```python\n")[2].partition("```")[0]
 
 
 def error_of(code: str) -> str:
-    """What the beginning of the page and then ``code`` raise, as a traceback ends with it."""
-    namespace: dict[str, Any] = {"__name__": "troubleshooting"}
+    """Run the first block of the page and then ``code``, and return the last line of the traceback."""
+    namespace: dict[str, Any] = {"__name__": "errors"}
     exec(compile(BEGINNING, "the beginning", "exec"), namespace)
     try:
         exec(compile(code, "the entry", "exec"), namespace)
@@ -33,7 +33,11 @@ def error_of(code: str) -> str:
     return "no error"
 
 
-def test_every_entry_is_run() -> None:
+def test_every_entry_has_a_cause_a_fix_and_an_example() -> None:
+    entries = re.split(r"^##+ ", PAGE, flags=re.MULTILINE)[1:]
+    for entry in (text for text in entries if "```" in text):
+        assert "* **Cause:**" in entry, entry
+        assert "* **Fix:**" in entry, entry
     assert [heading for heading, *_ in ENTRY.findall(PAGE)] == re.findall(r"^### (.*)$", PAGE, re.MULTILINE)
 
 

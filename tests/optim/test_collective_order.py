@@ -211,7 +211,7 @@ def test_gradients_that_did_not_wait_for_the_end_of_backward_would_deadlock(
     ):
         programs = recorded(drawn)
     if symptom == "mixed":
-        with pytest.raises(AssertionError, match="members of .* meet in"):
+        with pytest.raises(AssertionError, match=r"members of .* meet in"):
             serial(programs)
     else:
         assert serial(programs) is not None

@@ -129,9 +129,7 @@ def is_init(name: str, gone: set[str]) -> bool:
     if not name.endswith("__init__.py"):
         return False
     folder = name.removesuffix("__init__.py")
-    return any(
-        other.startswith(folder) and other != name and other not in gone for other in library(ROOT)
-    )
+    return any(other.startswith(folder) and other != name and other not in gone for other in library(ROOT))
 
 
 def copy_without(gone: set[str], root: Path) -> None:

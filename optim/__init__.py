@@ -2,6 +2,7 @@
 
 import warnings
 
+from .build import Measure, Reduce
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.rule import ByNorm, Clip, ClipState, Decision, OfEachParameter
@@ -17,7 +18,6 @@ from .clip.rules import (
     WarmUp,
     ZClip,
 )
-from .deprecated_arguments import Measure, Reduce
 from .gradients.buckets import Exact, Exchange, sync_gradients
 from .gradients.compressed import Bf16Wire
 from .kernels.choice import use_kernels

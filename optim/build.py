@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
@@ -10,12 +11,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..amp.capture import is_captured
 from ..amp.casting import HALF_DTYPES
 from ..amp.modes import Mode, Precision, precision_of
 from ..amp.stochastic_rounding import check_named
-from ..parallel.interop.local_parameters import divide_once, has_dtensors
-from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks, on_all_ranks_with
+from ..parallel.interop.local_parameters import divide_once, has_dtensors, local_parameter
+from ..parallel.mesh.agreement import (
+    check_all_say_the_same,
+    described,
+    gather_objects,
+    on_all_ranks,
+    on_all_ranks_with,
+)
+from ..parallel.mesh.call_tracker import level_of_caller
 from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
+from ..parallel.mesh.topology import Topology
 from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds
 from .clip.rule import Clip
 from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
@@ -26,19 +36,19 @@ from .norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Reduct
 from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of
 from .norm.plan_agreement import Summary, agree
-from .states.chain import Binding, Placement, Position, TransformChain
+from .norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
+from .states.chain import Binding, GivenParam, LocalTensors, Placement, Position, TransformChain
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
-from .states.local_tensors import LocalTensors
 from .states.masters import check_main_grads, check_split, precision_link
-from .states.replica_checks import check_stepped_alike, checks_of, equal_shards_of, watch_of
+from .states.offloaded import Offloaded
 from .states.sharded import Sharded
 from .step.combined_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
 from .step.data_parallel import GradSyncController, OverlappedReduce, check_gradient_reduction, modules_in, switch_of
 from .step.first_window_checks import UnusedParameters
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
-from .step.update import check_steps_without_closure
+from .step.update import check_steps_without_closure, steps_on_device
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
@@ -270,7 +280,9 @@ class Setup:
         """Return the object that measures the gradients of the stepped tensors and applies clipping rules to them."""
         device = self.device_of([[(None, param) for param in chain.params]])
         masters, commit = precision_of(self.precision).masters, self.commit
-        watch = watch_of(table, chain, self.check_replicas, device, masters, bool(self.placements))
+        compared = bool(self.check_replicas) and self.registry.topology.world_size > 1
+        checks, equal_shards = replica_checks(table, chain.given, device) if compared else ([], None)
+        watch = self._fingerprints(table, chain, device, masters) if compared else None
         return GradientClipper(
             table.grad_tensors,
             [row.region for row in table],
@@ -278,14 +290,39 @@ class Setup:
             self.registry,
             thresholds,
             self.optimizer,
-            checks_of(table, chain.given, self.check_replicas, device),
+            checks,
             SkipVote(commit, watch, device) if commit is not None or watch is not None else None,
-            equal_shards_of(table, chain.given, self.check_replicas, device),
+            equal_shards,
             norm_type=self.norm_type,
             reduction=self.reduction,
             per_parameter_norms=self.per_parameter_norms,
             check_replicas=self.check_replicas,
         )
+
+    def _fingerprints(
+        self, table: ParamTable, chain: TransformChain, device: torch.device, masters: bool
+    ) -> FingerprintMonitor | None:
+        """Return the comparison of replicas during the whole run; None: `Fingerprints` is not used.
+
+        ``masters`` (the precision mode has master weights) and the placements decide which tensors are compared. Both are
+        equal on all ranks, including ranks without stepped tensors.
+        """
+        topology, placed = table.plan.topology, bool(self.placements)
+        if not isinstance(self.check_replicas, Fingerprints):
+            return None
+        what = "master" if masters else "stepped weight" if placed else "parameter"
+        checks = [ReplicaCheck(table.plan, table.tensors, device, chain.states, exact=True, what=what)]
+        if masters or placed:
+            checks.append(ReplicaCheck(table.model_plan, _local_tensors(chain.given, topology), device, exact=True))
+        if (
+            not any(check.copied_over(index) for check in checks for index in range(len(check.plan.entries)))
+            and table.model_plan.entries
+        ):
+            warnings.warn(
+                f"no tensor of this rank has a replica on {topology!r}: Fingerprints compare nothing on this rank",
+                stacklevel=2,
+            )
+        return FingerprintMonitor(checks, self.check_replicas.every, chain.registry)
 
     def completion(
         self, table: ParamTable, chain: TransformChain, agreement: StepAgreement | None = None
@@ -331,6 +368,119 @@ class Setup:
             return OverlappedReduce(reducer)
         before.renew(reducer)
         return before
+
+
+# Replicas that are compared -------------------------------------------------------------------------------------------
+
+# These are the stepped tensors and, if those are shards or copies, the model's parameters too.
+
+
+def check_stepped_alike(
+    plan: ReductionPlan, placements: Iterable[Placement], check_replicas: CheckReplicas, registry: ProcessGroupRegistry
+) -> None:
+    """Raise ValueError, on every rank, if `Offloaded` may step replicas that `Fingerprints` compare on different devices.
+
+    This may happen if ranks with replicas of a parameter have different other parameters.
+
+    Collectives: an object all-gather if both `Fingerprints` and a partial `Offloaded` are used, else none.
+    """
+    fraction = next((one.fraction for one in placements if isinstance(one, Offloaded)), 0.0)
+    if not isinstance(check_replicas, Fingerprints) or fraction in (0, 1):
+        return
+    trained = [entry for entry in plan.entries if entry.trained]
+    copies = []
+    for entry in trained:
+        spec = entry.spec.on(plan.topology)
+        copied = {*spec.replica_axes(plan.topology), *dict(spec.tied)}
+        copies.append((entry.name, tuple(pair for pair in plan.coordinate.items() if pair[0] not in copied)))
+    first: dict[object, tuple[int, list[int]]] = {}
+    everybody = gather_objects((copies, [entry.numel for entry in trained]), registry)
+    for rank, (held, sizes) in enumerate(everybody):
+        for copy in held:
+            other, other_sizes = first.setdefault(copy, (rank, sizes))
+            if sizes != other_sizes:
+                raise ValueError(
+                    f"Fingerprints compares replicas of {copy[0]} bitwise, but ranks {other} and {rank} have different "
+                    f"other parameters: Offloaded({fraction}) may step one replica on the CPU and one on the "
+                    "device, which round differently; use states=Offloaded(1.0), or leave one of the two out"
+                )
+
+
+def replica_checks(
+    table: ParamTable, given: Sequence[GivenParam], device: torch.device
+) -> tuple[list[ReplicaCheck], EqualShards]:
+    """Return the comparisons of replicas, of which the first includes gradients, and the comparison of shards.
+
+    Args:
+        table: One record per stepped tensor, with the plan that all ranks agreed on.
+        given: The model parameters.
+        device: The device of the values that a step reduces.
+    """
+    topology = table.plan.topology
+    checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
+    if table.plan.cut_over is not None:  # equal shards do not imply equal replicas of the full parameters
+        checks.append(ReplicaCheck(table.model_plan, _local_tensors(given, topology), device))
+    axes: list[tuple[str, ...]] = []
+    for row in table:
+        spec = row.model_entry.spec.on(topology)
+        is_declared = not (spec.owned or spec.tied or has_dtensors((given[row.index].param,)))
+        axes.append(tuple(a for a in spec.sharded_axes if topology.size(a) > 1) if is_declared else ())
+    return checks, EqualShards(table.plan, axes, device)
+
+
+def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tensor]:
+    return [local_parameter(of.param, topology) for of in given]
+
+
+# Capture of a step in a CUDA graph ------------------------------------------------------------------------------------
+
+# A replay runs the kernels of the captured step again, with the same Python numbers and the same memory. Python code of the
+# step (counting, checking, choosing) runs only once, during the capture. So it must have finished in earlier steps, and
+# each value that a step reads must be a tensor. Reasons against a capture are errors, raised before anything is changed.
+
+
+def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool:
+    """Return True if the call is captured in a CUDA graph.
+
+    Args:
+        call: The name of the method.
+        not_captured: Returns the reasons against a capture. Called only during a capture.
+    Raises:
+        RuntimeError: There is a reason. The text lists all of them.
+    """
+    if not is_captured():
+        return False
+    if reasons := not_captured():
+        raise RuntimeError(f"{call} can't be captured in a CUDA graph here: {'; '.join(reasons)}")
+    return True
+
+
+def registry_not_captured(registry: ProcessGroupRegistry, device: torch.device) -> str | None:
+    """Return why collectives over gradients on ``device`` can't be captured; None: they can be."""
+    if registry.topology.world_size == 1 or registry.device.type == device.type:
+        return None
+    return (
+        f"the gradients are on {device} and collectives on {registry.device}: join the ranks with the backend 'nccl', "
+        "one GPU each"
+    )
+
+
+def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[str]:
+    """Yield the reasons why the update of a torch optimizer can't be captured."""
+    kind = kind_of(optimizer)
+    if not steps_on_device(optimizer):
+        yield f"{kind} reads whether to skip on the host: give it fused=True, if it has that"
+    for part in parts_of(optimizer):
+        if reason := getattr(part, "not_captured", None):
+            yield f"{type(part).__name__} {reason}"
+    for index, group in enumerate(optimizer.param_groups):
+        lr = group.get("lr")
+        if group["params"] and not (isinstance(lr, Tensor) and lr.device == device):
+            yield (
+                f"the lr of param group {index} is {lr}, which replays would keep whatever a schedule does: give "
+                f"lr=torch.tensor({float(lr or 0)}, device={str(device)!r}), which schedules write to"
+            )
+            return
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -450,3 +600,98 @@ def check_loss(loss: object, call: str) -> None:
             f"{call}(loss) was given a {type(loss).__name__}: give the loss itself, a 0-dim tensor that backward can start "
             "from; of several losses their sum"
         )
+
+
+# Deprecated arguments: ``measure=Measure(...)`` and ``data_parallel=Reduce(...)`` -------------------------------------
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Deprecated: give these values to `ParallelOptimizer` as arguments of their own.
+
+        ParallelOptimizer(adamw, registry, measure=Measure(per_parameter=True, check_replicas=False))  # deprecated
+        ParallelOptimizer(adamw, registry, per_parameter_norms=True, check_replicas=False)
+
+    Args:
+        norm_type: Write ``norm_type=``.
+        reduction: Write ``reduction=``.
+        per_parameter: Write ``per_parameter_norms=``.
+        check_replicas: Write ``check_replicas=``.
+        commit: Write ``commit=``.
+    """
+
+    norm_type: float = 2.0
+    reduction: Reduction = "packed"
+    per_parameter: bool = False
+    check_replicas: CheckReplicas = "first"
+    commit: Commit | None = None
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Deprecated: give these values to `ParallelOptimizer` as arguments of their own.
+
+        ParallelOptimizer(adamw, registry, data_parallel=Reduce(overlap=True, exchange=Bf16Wire()))  # deprecated
+        ParallelOptimizer(adamw, registry, overlap=True, compression=Bf16Wire())
+
+    Args:
+        overlap: Write ``overlap=``.
+        average_data: Write ``average_data=``.
+        exchange: Write ``compression=``.
+        bucket_bytes: Write ``bucket_bytes=``.
+    """
+
+    overlap: bool = False
+    average_data: bool = True
+    exchange: Exchange | None = None
+    bucket_bytes: int | None = None
+
+
+_NEW_NAMES = {"per_parameter": "per_parameter_norms", "exchange": "compression"}
+
+
+def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: str) -> TypeError | None:
+    """Set ``options`` to the values in a `Measure` and a `Reduce`, with a DeprecationWarning for each of the two.
+
+    Args:
+        options: Arguments by name, maybe a `Reduce` among them. One that has its default counts as not given.
+        other: Keyword arguments of other names. A `Measure` is removed from it.
+        caller: The class whose arguments these are, for the texts.
+    Returns: The error for a value that is given in both ways; None if there is none.
+    """
+    error = None
+    if isinstance(measure := other.get("measure"), Measure):
+        del other["measure"]
+        error = _replace(options, "measure", measure, caller)
+    if isinstance(reduce := options.get("data_parallel"), Reduce):
+        options["data_parallel"] = None
+        error = error or _replace(options, "data_parallel", reduce, caller)
+    return error
+
+
+def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, caller: str) -> TypeError | None:
+    """Move the fields of ``record`` that differ from their defaults into ``options``."""
+    given = {field.name: getattr(record, field.name) for field in fields(record)}
+    defaults = {field.name: field.default for field in fields(record)}
+    given = {key: value for key, value in given.items() if not _is_same(value, defaults[key])}
+    new = {_NEW_NAMES.get(key, key): value for key, value in given.items()}
+    old_text = f"{name}={type(record).__name__}({_text_of(given)})"
+    for key, old_key in zip(new, given, strict=True):
+        if key in options and not _is_same(options[key], defaults[old_key]):
+            return TypeError(
+                f"{key} is given twice, as {_text_of({key: options[key]})} and in {old_text}: leave it out of "
+                f"{type(record).__name__}, which is deprecated"
+            )
+    write = f"write {_text_of(new)} instead" if new else f"leave {name} out"
+    warnings.warn(f"{caller}({old_text}) is deprecated: {write}", DeprecationWarning, stacklevel=level_of_caller())
+    options.update(new)
+    return None
+
+
+def _is_same(value: object, default: object) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _text_of(arguments: Mapping[str, object]) -> str:
+    """Return arguments as a call has them; a function by its name."""
+    return ", ".join(f"{name}={getattr(value, '__name__', None) or repr(value)}" for name, value in arguments.items())

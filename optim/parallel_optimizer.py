@@ -18,12 +18,21 @@ from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .build import AllOptions, Setup, Stats_co, as_one, check_loss, wrong_arguments
-from .capture import check_captured, registry_not_captured, update_not_captured
+from .build import (
+    AllOptions,
+    Setup,
+    Stats_co,
+    as_one,
+    check_captured,
+    check_loss,
+    registry_not_captured,
+    replace_deprecated,
+    update_not_captured,
+    wrong_arguments,
+)
 from .clip.clipper import AgreedThresholds, GradientClipper, GradScaleInfo, StepDecision
 from .clip.rule import ByNorm, Clip, ClipState
 from .clip.rules import ByValue, ClipSpec, in_use
-from .deprecated_arguments import replace_deprecated
 from .gradients.buckets import Exchange
 from .gradients.in_place import nonfinite_names
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction

@@ -182,8 +182,6 @@ def write_tensors(
         RuntimeError: On every rank, if a rank could not write.
     Collectives: gathers of Python objects over all ranks.
     """
-    from .shares import plan_shares  # a local import, because it takes a second
-
     by_rank = gather_objects({key: boxes_of(tensor) for key, tensor in tensors.items()}, registry)
     share_of = plan_shares(by_rank)  # equal arguments give the same result, or the same error, on every rank
     rank = registry.global_rank
@@ -197,6 +195,52 @@ def write_tensors(
         return found
 
     return files_on_all_ranks(write, registry)
+
+
+def plan_shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
+    """Return the parts that each rank writes, by key: each part once, with about equal bytes per rank.
+
+    Args:
+        held: The rectangles that each rank has, by key.
+    Raises:
+        ValueError: Ranks disagree on a tensor's shape or dtype, or its parts leave gaps or overlap.
+    """
+    # local imports, because they take a second
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    first: dict[str, tuple[int, HeldTensor]] = {}
+    plans = []
+    for rank, tensors in enumerate(held):
+        items = []
+        for key, tensor in tensors.items():
+            _check_equal(key, first.setdefault(key, (rank, tensor)), (rank, tensor))
+            properties, shape = TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape)
+            for box in tensor.boxes:
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                data = TensorWriteData(chunk, properties, shape)
+                items.append(WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data))
+        plans.append(SavePlan(items))
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    found: list[dict[str, list[Box]]] = []
+    for plan in planner.create_global_plan(plans)[0]:
+        share: dict[str, list[Box]] = {}
+        for item in plan.items:
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            share.setdefault(item.index.fqn, []).append(Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        found.append(share)
+    return found
+
+
+def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, HeldTensor]) -> None:
+    (known, one), (rank, another) = first, other
+    if (one.shape, one.dtype) != (another.shape, another.dtype):
+        raise ValueError(
+            f"{key}: rank {rank} has a part of {another}, but rank {known} has a part of {one}; all shards must have equal "
+            "sizes, so make each sharded dim divisible by the size of its mesh axes"
+        )
 
 
 def _index(

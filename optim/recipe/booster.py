@@ -52,9 +52,8 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.random_state import cpu_random_state_kept
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
-from ..build import ELSEWHERE, Stats_co, StepOptions, as_one, what_instead
+from ..build import ELSEWHERE, Stats_co, StepOptions, as_one, replace_deprecated, what_instead
 from ..clip.rules import ClipSpec, clip_of
-from ..deprecated_arguments import replace_deprecated
 from ..norm.measure import GradStats
 from ..norm.plan import entries_of
 from ..parallel_optimizer import ParallelOptimizer

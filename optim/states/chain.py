@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
 from ...amp.master_weights import label_of
-from ...amp.precision import Precision
+from ...amp.modes import Precision
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.call_tracker import level_of_caller

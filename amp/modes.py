@@ -110,6 +110,7 @@ class Precision(ABC):
 
 
 Mode = Literal["fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
+"""The name of a precision mode, for ``precision=``; `precision_of` returns its object."""
 MODES: dict[str, type[Precision]] = {}
 """Registered modes by name, for `precision_of`; `register_mode` adds entries."""
 

@@ -23,6 +23,7 @@ from ..step.update import invalidate_before_updates
 invalidate_before_updates(forget_rounded)
 
 DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]
+"""The data parallelism that `Booster` sets up: DDP, sharded optimizer states (ZeRO-1, ZeRO-2), or FSDP2 (ZeRO-3)."""
 
 
 def check_data_parallel(

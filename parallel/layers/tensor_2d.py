@@ -56,6 +56,7 @@ from .layer_norm import LayerNorm2D
 from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
+"""The layout of a `Linear2D` bias: sharded over the column axis, over both axes, or owned by the first row of ranks."""
 
 
 def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: int | Sequence[int] = 1) -> P:

@@ -66,6 +66,7 @@ def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]
 # The role of each axis, from the arguments and from usual names -------------------------------------------------------
 
 Role = Literal["pipe", "data", "model"]
+"""The role of a mesh axis; the docstring of `Topology` has the meaning of each role."""
 
 _DATA = ("data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp")
 _SEQUENCE = ("cp", "context")  # each sample's sequence is sharded over them, so the model communicates along them

@@ -175,7 +175,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def test_a_dead_link_would_be_noticed() -> None:
-    links = ("docs/README.md#how-to", "optim/NONE.md", "README.md#none", "#here")
+    links = ("docs/README.md#how-to-guides", "optim/NONE.md", "README.md#none", "#here")
     page = "# Here\n" + " ".join(f"[a]({link})" for link in links) + " ![e](docs/none.svg)\n"
     assert dead("PAGE.md", page) == ["optim/NONE.md", "README.md#none", "docs/none.svg"]
 
@@ -235,5 +235,5 @@ def test_the_workflow_calls_what_ci_is() -> None:
 
 def test_modules_that_sh_blocks_start_can_be_imported() -> None:
     found = {words[words.index("-m") + 1] for page in PAGES.values() for words in commands(page) if "-m" in words}
-    for module in found - {"tests.gpu", "pdoc", "ruff"}:  # of this folder, and of the extra `dev`
+    for module in found - {"tests.gpu", "mkdocs", "ruff"}:  # of this folder, and of the extra `dev`
         assert importlib.util.find_spec(module) is not None, module

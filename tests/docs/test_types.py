@@ -120,3 +120,9 @@ def test_pyright_knows_the_types_of_what_is_installed(project: Path) -> None:
     pytest.importorskip("basedpyright")
     found = checked(project, "basedpyright", "--pythonpath", sys.executable, "train.py")
     assert "0 errors, 0 warnings, 0 notes\n" in found, found
+
+
+def test_parallel_optimizer_can_be_subscripted_at_run_time() -> None:
+    from meshstep.optim import GradStats, ParallelOptimizer
+
+    assert ParallelOptimizer[GradStats].__origin__ is ParallelOptimizer  # type: ignore[attr-defined]

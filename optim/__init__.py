@@ -18,8 +18,7 @@ from .clip.rules import (
     WarmUp,
     ZClip,
 )
-from .gradients.buckets import Exact, Exchange, sync_gradients
-from .gradients.compressed import Bf16Wire
+from .gradients.buckets import Bf16Wire, Exact, Exchange, sync_gradients
 from .kernels.choice import use_kernels
 from .lion import Lion
 from .norm.global_norm import GlobalNorm

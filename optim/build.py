@@ -43,13 +43,13 @@ from .states.gradient_completion import GradientCompletion
 from .states.masters import check_main_grads, check_split, precision_link
 from .states.offloaded import Offloaded
 from .states.sharded import Sharded
-from .step.combined_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
 from .step.data_parallel import GradSyncController, OverlappedReduce, check_gradient_reduction, modules_in, switch_of
 from .step.first_window_checks import UnusedParameters
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
 from .step.update import check_steps_without_closure, steps_on_device
 from .step.window import Window
+from .step.wrapped_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
 

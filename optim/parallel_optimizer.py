@@ -41,8 +41,6 @@ from .norm.plan import ReductionPlan, check_unused
 from .states.chain import Placement, StepObserver, TransformChain, match_names, named_params_of
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
-from .step.call_guard import guard_calls, own_calls
-from .step.combined_optimizer import OPTIMIZER_INDEX, asks_other_ranks, parts_of, unchanged
 from .step.data_parallel import GradSyncController
 from .step.first_window_checks import check_window_is_used
 from .step.skips import DISAGREED, REPLICAS_DIVERGED, OnNonfinite, SkipMonitor
@@ -51,6 +49,7 @@ from .step.torch_engine import lay_out_states
 from .step.update import UpdateEngine
 from .step.update_request import UpdateRequest
 from .step.window import Window
+from .step.wrapped_optimizer import OPTIMIZER_INDEX, asks_other_ranks, guard_calls, own_calls, parts_of, unchanged
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -49,7 +49,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import SCALAR_STATE, params_of
 from ..states.optimizer_state import check_state_value
 from ..step.c_engine import first_value
-from ..step.combined_optimizer import asks_other_ranks, parts_of
+from ..step.wrapped_optimizer import asks_other_ranks, parts_of
 
 if TYPE_CHECKING:
     from ..whole.optimizer import WholeOptimizer

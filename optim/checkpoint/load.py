@@ -29,8 +29,8 @@ from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import check_like
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import SCALAR_STATE
-from ..step.combined_optimizer import kind_of
 from ..step.skips import SkipMonitor
+from ..step.wrapped_optimizer import kind_of
 from .contents import (
     LAYOUT,
     LogicalParameters,

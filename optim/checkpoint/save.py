@@ -40,7 +40,7 @@ from ...parallel.mesh.call_tracker import in_call, public_call
 from ...parallel.mesh.random_state import random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
-from ..step.combined_optimizer import kind_of
+from ..step.wrapped_optimizer import kind_of
 from .contents import (
     LogicalParameters,
     OptimizerState,

@@ -21,8 +21,7 @@ from ..norm.param_table import SteppedTensor
 from ..norm.plan import ParameterEntry
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.masters import SplitMasters
-from ..step.call_guard import own_calls
-from ..step.combined_optimizer import parts_of
+from ..step.wrapped_optimizer import own_calls, parts_of
 from .contents import find_master_weights, portable_entries
 
 # States of one parameter as DTensors ----------------------------------------------------------------------------------

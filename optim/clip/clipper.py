@@ -23,10 +23,8 @@ from ...parallel.layout.shard import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import keep_complete_marks, scale_each, widen_gradients
 from ..kernels.device_constants import Constants
-from ..norm.global_norm import GlobalNorm
-from ..norm.groupings import Named, UnitDim, Units
+from ..norm.global_norm import GlobalNorm, Named, PackedSum, UnitDim, Units
 from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level, Norms, Reduction
-from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
 from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, check_threshold

@@ -36,7 +36,7 @@ from torch import Tensor
 from ...amp.capture import is_captured, keeps_state_in_place
 from ...parallel.mesh.text import some
 from ...parallel.mesh.value_checks import check_number, check_scalar, check_text, dict_of, fields, is_whole, list_of
-from ..norm.groupings import Named, UnitDim
+from ..norm.global_norm import Named, UnitDim
 from ..norm.measure import Level, Norms
 
 Threshold = float | Callable[[Tensor], Tensor]

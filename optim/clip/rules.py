@@ -14,7 +14,7 @@ from torch import Tensor
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..gradients.in_place import clamp_gradients
-from ..norm.groupings import Named, UnitDim, Units
+from ..norm.global_norm import Named, UnitDim, Units
 from ..norm.measure import Norms, checked_norm_type
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names

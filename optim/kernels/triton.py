@@ -1,4 +1,4 @@
-"""Launcher of the Triton kernels (`triton_powers`, `triton_updates`), with the same inputs as the compiled CPU kernels.
+"""Launcher of the Triton kernels in `triton_kernels`, with the same inputs as the compiled CPU kernels.
 
 The kernels compile for GPUs but have never run on one. Their tests use Triton's interpreter: if the environment has
 ``TRITON_INTERPRET=1`` before triton is imported, the kernels run on CPU tensors, slowly. Otherwise they run on GPU
@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from . import triton_powers, triton_updates
+from . import triton_kernels
 from .device_constants import Tables
 from .memory import PLAIN
 from .native import DTYPES, Kind, PointerColumns, in_memory_order
@@ -51,7 +51,7 @@ class KernelLaunch:
 
 
 class Variant(NamedTuple):
-    """Compile-time options of one launch; see `triton_updates`."""
+    """Compile-time options of one launch; see `triton_kernels`."""
 
     decoupled: bool
     option: int
@@ -84,7 +84,7 @@ class Triton:
 
     def __init__(self) -> None:
         self.version = str(triton.__version__)
-        self.interpreted = not isinstance(triton_powers.powers_of_chunks, JITFunction)
+        self.interpreted = not isinstance(triton_kernels.powers_of_chunks, JITFunction)
         self._tables = Tables()
 
     def runs_on(self, device: torch.device) -> bool:
@@ -116,12 +116,12 @@ class Triton:
                 found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
             addresses = self._tables.of(found_at, device)
             numels = array("q", [tensor.numel() for tensor in tensors])
-            cut = self._tables.chunks_of(numels, triton_powers.CHUNK, device)
+            cut = self._tables.chunks_of(numels, triton_kernels.CHUNK, device)
             cells = torch.empty(cut.count, dtype=torch.float64, device=device)
             found = torch.empty(len(tensors), dtype=torch.float64, device=device)
-            block = triton_powers.BLOCK
+            block = triton_kernels.BLOCK
             if cut.count:
-                chunks: Any = triton_powers.powers_of_chunks[(cut.count,)]
+                chunks: Any = triton_kernels.powers_of_chunks[(cut.count,)]
                 chunks(
                     addresses,
                     cut.numels,
@@ -129,11 +129,11 @@ class Triton:
                     cells,
                     dtype,
                     power,
-                    triton_powers.CHUNK,
+                    triton_kernels.CHUNK,
                     block,
                     enable_fp_fusion=False,
                 )
-            triton_powers.sums_of_cells[(len(tensors),)](cells, cut.first, found, power, block, enable_fp_fusion=False)
+            triton_kernels.sums_of_cells[(len(tensors),)](cells, cut.first, found, power, block, enable_fp_fusion=False)
         return found
 
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
@@ -162,12 +162,12 @@ class Triton:
     ) -> None:
         device, together = found_inf.device, _together(kind, parts)
         rows = len(together.numels)
-        of, cut = self._tables.of, self._tables.chunks_of(together.numels, triton_updates.CHUNK, device)
+        of, cut = self._tables.of, self._tables.chunks_of(together.numels, triton_kernels.CHUNK, device)
         tables = of(together.fixed, device), of(together.grads, device), of(together.halves, device)
         groups, numbers = of(together.group_of, device), of(together.hyper, device)
         own_rates = of(together.rates, device)
-        by_row = torch.empty(rows * triton_updates.BY_ROW, dtype=torch.float32, device=device)
-        triton_updates.count_steps[(-(-rows // triton_updates.ROWS),)](
+        by_row = torch.empty(rows * triton_kernels.BY_ROW, dtype=torch.float32, device=device)
+        triton_kernels.count_steps[(-(-rows // triton_kernels.ROWS),)](
             tables[0],
             groups,
             numbers,
@@ -177,12 +177,12 @@ class Triton:
             rows,
             int(kind),
             variant.decoupled,
-            triton_updates.ROWS,
+            triton_kernels.ROWS,
         )
         if not cut.count:
             return
         scaled = factor is not None
-        triton_updates.update_chunks[(cut.count,)](
+        triton_kernels.update_chunks[(cut.count,)](
             *tables,
             cut.numels,
             cut.chunks,
@@ -196,8 +196,8 @@ class Triton:
             *variant,
             scaled,
             _are_aligned(together.fixed[: 4 * rows], together.grads, together.halves),
-            triton_updates.CHUNK,
-            triton_updates.BLOCK,
+            triton_kernels.CHUNK,
+            triton_kernels.BLOCK,
             enable_fp_fusion=False,
         )
 
@@ -230,7 +230,7 @@ def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
 
 
 def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
-    """Return a row of ``hyper`` for `triton_updates.count_steps`."""
+    """Return a row of ``hyper`` for `triton_kernels.count_steps`."""
     hyper = part.hyper
     logs = [log(beta) if beta else -inf for beta in hyper[1:3]] if kind == Kind.ADAM else [0.0, 0.0]
     own = [*hyper[:5], *[0.0] * (5 - len(hyper[:5]))]

@@ -18,7 +18,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from ..norm.hashing import TensorHash
+from ..norm.replicas import TensorHash
 
 # Gradient contracts: how the ranks' gradients make up the derivative of the loss, axis by axis ------------------------
 

@@ -27,10 +27,10 @@ from ..gradients.in_place import clear_gradients
 from ..kernels.memory import PLAIN, resolve_
 from ..norm.param_table import ParamPosition, ParamTable, make_table
 from ..norm.plan import ReductionPlan
-from ..step.call_guard import own_calls
 from ..step.data_parallel import TorchGradSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
+from ..step.wrapped_optimizer import own_calls
 
 # Positions of the param groups ----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
 from ..norm.plan import ParameterEntry
-from ..step.combined_optimizer import asks_other_ranks, parts_of
+from ..step.wrapped_optimizer import asks_other_ranks, parts_of
 
 _LOW_BIT = [
     f"{paged}{kind}{bits}"

@@ -24,10 +24,9 @@ from ...amp.master_weights import (
 from ...amp.stochastic_rounding import StochasticRounding
 from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
-from ..norm.hashing import TensorHash
 from ..norm.param_table import ParamPosition
-from ..step.split_weights import SplitWeights
-from ..step.update_request import LowPrecisionOut, Update, UpdateRequest
+from ..norm.replicas import TensorHash
+from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
 from ..step.window import Window
 from .chain import Binding, Link, Replacements
 from .elementwise import check_in_buckets

@@ -35,10 +35,9 @@ from ...parallel.mesh.value_checks import (
 )
 from ..clip.rule import ClipState
 from ..norm.plan import ReductionPlan
-from ..step.call_guard import guard_calls, own_calls, remove_guard
-from ..step.combined_optimizer import COPIED_ATTRIBUTES
 from ..step.skips import SkipMonitor
 from ..step.torch_engine import lay_out_states
+from ..step.wrapped_optimizer import COPIED_ATTRIBUTES, guard_calls, own_calls, remove_guard
 from .chain import TransformChain, params_of
 
 # Rank layout of optimizer states --------------------------------------------------------------------------------------

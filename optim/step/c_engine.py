@@ -34,8 +34,8 @@ from ..kernels.memory import (
     same_memory_format,
 )
 from ..kernels.native import DTYPES, NO_MEMORY, Kind, Native, PointerColumns
-from .call_guard import has_step_hooks
 from .update_request import LowPrecisionOut, UpdateRequest
+from .wrapped_optimizer import has_step_hooks
 
 # Supported torch optimizers -------------------------------------------------------------------------------------------
 

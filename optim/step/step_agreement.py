@@ -21,9 +21,9 @@ from ...parallel.mesh.registry import ProcessGroupRegistry, is_fake
 from ...parallel.mesh.text import named_ranks
 from ..clip.rule import ByNorm, Clip
 from ..clip.rules import ByValue
-from ..norm.hashing import splitmix64_finalizer
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import Called, Holders
+from ..norm.replicas import splitmix64_finalizer
 
 # Hashes of facts that ranks compare, the same in every process --------------------------------------------------------
 

@@ -22,8 +22,7 @@ from ...parallel.layout.annotation import copy_annotation
 from ..gradients.in_place import scale_gradients, widen_gradients
 from ..kernels.memory import Signature, is_lazy, is_non_overlapping_and_dense, match_memory_format, match_memory_format_
 from .c_engine import first_value
-from .call_guard import own_calls
-from .combined_optimizer import asks_other_ranks, parts_of
+from .wrapped_optimizer import asks_other_ranks, own_calls, parts_of
 
 # Updates that a CUDA graph captures -----------------------------------------------------------------------------------
 

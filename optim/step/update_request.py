@@ -1,14 +1,23 @@
-"""The data of one update, passed from the step through parameter transforms to the engines that make it."""
+"""The data of one update, passed from the step through parameter transforms to the engines that make it.
+
+`SplitWeights` steps bfloat16 weights as float32 masters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .split_weights import SplitWeights
+from ...amp.by_bucket import Bucket, step_by_bucket
+from ...amp.casting import copy_each_, is_half
+from ...amp.master_weights import is_half_kept, join_master, split_master
+from ...amp.stochastic_rounding import BUCKET_NUMEL
+from ...parallel.layout.annotation import copy_annotation
+from ..kernels.memory import is_non_overlapping_and_dense
 
 
 @dataclass(frozen=True)
@@ -81,3 +90,116 @@ class LowPrecisionOut:
 
     copies: Mapping[Tensor, Tensor]
     written: list[Tensor] = field(default_factory=list)
+
+
+# Split weights --------------------------------------------------------------------------------------------------------
+
+
+class SplitWeights:
+    """bfloat16 weights that are stepped as float32 masters, joined from weights and remainders per bucket.
+
+    Args:
+        remainders: The int16 remainder of each bfloat16 tensor in an optimizer's param groups that is stepped in this way.
+    """
+
+    def __init__(self, remainders: Mapping[Tensor, Tensor]) -> None:
+        self.remainders = remainders
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
+        """Call ``update`` once per bucket of the param groups' tensors, with masters in place of bfloat16 weights.
+
+        A skipped update changes nothing: splitting a joined master restores the weight and the remainder. During a call the
+        memory is 8 bytes per element of the bucket, and 12 while it is split. A bucket has `BUCKET_NUMEL` elements, or one
+        larger weight.
+        """
+        buckets = self._buckets([group["params"] for group in optimizer.param_groups])
+        step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
+
+    def _buckets(self, whole: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
+        """Return at least one bucket, each on one device. The first one also has all tensors that are not split weights.
+
+        Split weights without a gradient are in no bucket.
+        """
+        buckets = [[[param for param in params if param not in self.remainders] for params in whole]]
+        numel, device = 0, None
+        for index, weight in ((index, param) for index, params in enumerate(whole) for param in params):
+            if weight in self.remainders and weight.grad is not None:
+                if numel and (numel + weight.numel() > BUCKET_NUMEL or weight.device != device):
+                    buckets.append([[] for _ in whole])
+                    numel = 0
+                buckets[-1][index].append(weight)
+                numel, device = numel + weight.numel(), weight.device
+        return buckets
+
+    def _step_bucket(self, optimizer: torch.optim.Optimizer, bucket: Bucket, update: Callable[[], object]) -> None:
+        weights = [param for params in bucket for param in params if param in self.remainders]
+        if not weights:  # the bucket has only other tensors
+            update()
+            return
+        together, masters = self._joined(weights)
+        master_of = dict(zip(weights, masters, strict=True))
+        for group, params in zip(optimizer.param_groups, bucket, strict=True):
+            group["params"] = [master_of.get(param, param) for param in params]
+        try:
+            for weight, master in master_of.items():
+                _lend(optimizer, weight, master)
+            update()
+        finally:
+            for weight, master in master_of.items():
+                master.grad = None
+                if state := optimizer.state.pop(master, None):
+                    optimizer.state[weight] = state
+        self._split_back(weights, together)
+
+    def _joined(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the flat buffer of the masters, and the masters as views of it. Uses a few kernels for all of them."""
+        remainders = [self.remainders[weight] for weight in weights]
+        if len(weights) == 1:
+            flat = join_master(weights[0].detach(), remainders[0])
+            return flat, [nn.Parameter(flat)]
+        flats = []
+        for tensors in ([weight.detach() for weight in weights], remainders):
+            flats.append(torch.empty(_starts(weights)[-1], dtype=tensors[0].dtype, device=tensors[0].device))
+            copy_each_(_views(flats[-1], weights), tensors)
+        flat = join_master(*flats)
+        return flat, [nn.Parameter(view) for view in _views(flat, weights)]
+
+    def _split_back(self, weights: Sequence[Tensor], together: Tensor) -> None:
+        remainders = [self.remainders[weight] for weight in weights]
+        for flat, tensors in zip(
+            split_master(together), ([weight.detach() for weight in weights], remainders), strict=True
+        ):
+            copy_each_(tensors, [flat] if len(weights) == 1 else _views(flat, weights))
+
+
+def _starts(weights: Sequence[Tensor]) -> list[int]:
+    """Return the first element of each weight in flat memory, and at the end the length of the memory.
+
+    All are multiples of 64 elements, because kernels are faster at aligned addresses.
+    """
+    return list(accumulate((-(-weight.numel() // 64) * 64 for weight in weights), initial=0))
+
+
+def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return one view of flat memory per weight, in the weight's memory order if the weight is dense.
+
+    Kernels that step several tensors rely on equal memory orders.
+    """
+    return [
+        flat[start : start + weight.numel()].as_strided(weight.shape, weight.stride(), start)
+        if is_non_overlapping_and_dense(weight)
+        else flat[start : start + weight.numel()].view(weight.shape)
+        for start, weight in zip(_starts(weights), weights, strict=False)
+    ]
+
+
+def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:
+    """Give the master weight the annotation, gradient and optimizer state of the weight, the state in float32."""
+    copy_annotation(weight, master)
+    master.grad = weight.grad
+    if state := optimizer.state.get(weight):
+        for key, value in state.items():
+            if is_half_kept(key, value, weight) and is_half(value):
+                state[key] = value.float()
+        optimizer.state[master] = state

@@ -35,7 +35,7 @@ from ...parallel.mesh.value_checks import check_scalar, is_whole
 from ..clip.clipper import GradScaleInfo, StepDecision
 from ..clip.rule import Clip
 from ..kernels.device_constants import Constants
-from ..norm.packed_sum import PackedSum
+from ..norm.global_norm import PackedSum
 from ..norm.powers import accumulation_dtype
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_count, check_finite, dict_of
 from ..clip.clipper import inverse_weight
 from ..kernels.device_constants import Constants
-from ..norm.groupings import matches
+from ..norm.global_norm import matches
 from ..norm.measure import check_every
 from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ...parallel.layout.shard import Box, Shape
 from ...parallel.layout.spec import P
 from ..states.elementwise import check_each_alone
-from ..step.combined_optimizer import asks_other_ranks
 from ..step.torch_engine import step_within
 from ..step.update import check_steps_without_closure
+from ..step.wrapped_optimizer import asks_other_ranks
 from .optimizer import HomeOptimizer, Slot, Update
 from .tensors import LogicalTensor, WholeTensors
 

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from meshstep.optim import Muon, ParallelOptimizer
-from meshstep.optim.step.call_guard import own_calls
+from meshstep.optim.step.wrapped_optimizer import own_calls
 from meshstep.optim.whole import muon as of_muon
 from meshstep.optim.whole.muon import newton_schulz
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, gather_objects, shard

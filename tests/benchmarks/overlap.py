@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 import torch
 import torch.distributed as dist
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.step.call_guard import own_calls
+from meshstep.optim.step.wrapped_optimizer import own_calls
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from timed_transformer import VOCAB, Transformer
 from torch import Tensor, nn

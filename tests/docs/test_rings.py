@@ -36,14 +36,13 @@ PERIPHERY = (
     "optim/schedule",
     "optim/states/replayable",
     "optim/kernels/triton",
-    "optim/step/triton_engine",
     "optim/__main__",
     "testing",
 )
 # Imports within functions, of what a user asks for by name.
 ALLOWED = {
     ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # use_kernels("triton")
-    ("optim/step/update.py", "optim/step/triton_engine.py"),  # the same kernels
+    ("optim/step/update.py", "optim/kernels/triton.py"),  # the same kernels
     ("optim/parallel_optimizer.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
 }
 DELETED = (
@@ -53,7 +52,7 @@ DELETED = (
     "amp/apex",
     *(p for p in PERIPHERY if p.startswith("optim/")),
 )
-KEPT = ("optim/kernels/triton", "optim/step/triton_engine")
+KEPT = ("optim/kernels/triton",)
 
 STEP = """
 import sys, torch, torch.distributed, torch._dynamo

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.amp import NaiveFp16
 from meshstep.optim import Bf16Wire, Booster, ParallelOptimizer, Sharded
-from meshstep.optim.gradients.compressed import reference_bf16_wire
+from meshstep.optim.gradients.buckets import reference_bf16_wire
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.mesh.process_group_collectives import REDUCE_SCATTER, all_gather_flat
 from optimizers import adamw

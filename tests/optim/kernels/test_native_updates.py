@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, states_of, steps_as_the_reference
 from loops import instructions_here, loops, with_instructions, with_threads
 from meshstep.optim.kernels import native as native_module
-from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
+from meshstep.optim.kernels.native import SGD, Adagrad, Adam
 from meshstep.optim.step.c_engine import update_by_loops
 from properties import number_of_cases
 from torch import Tensor

@@ -53,11 +53,11 @@ def is_reproducible(ptx: str) -> bool:
 
 @pytest.mark.parametrize(("power", "capability"), [(0, 90), (2, 80), (2, 90)])
 def test_powers_compile_without_atomics(power: int, capability: int) -> None:
-    from meshstep.optim.kernels import triton_powers
+    from meshstep.optim.kernels import triton_kernels
 
-    ptx = compiled(triton_powers.powers_of_chunks, {"DTYPE": 2, "POWER": power, **SIZES}, capability)
+    ptx = compiled(triton_kernels.powers_of_chunks, {"DTYPE": 2, "POWER": power, **SIZES}, capability)
     assert is_reproducible(ptx)
-    assert is_reproducible(compiled(triton_powers.sums_of_cells, {"POWER": power, "BLOCK": 1024}, capability))
+    assert is_reproducible(compiled(triton_kernels.sums_of_cells, {"POWER": power, "BLOCK": 1024}, capability))
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -65,10 +65,10 @@ def test_powers_compile_without_atomics(power: int, capability: int) -> None:
 def test_updates_compile_to_divisions_and_roots_of_ieee_754(rule: dict[str, Any], capability: int) -> None:
     """By vectors of four where all addresses are aligned, and by no vectors where they aren't: an address that is not a
     multiple of its vector's size would be an error of the GPU."""
-    from meshstep.optim.kernels import triton_updates
+    from meshstep.optim.kernels import triton_kernels
 
     aligned, shifted = (
-        compiled(triton_updates.update_chunks, {**rule, "ALIGNED": value, **SIZES}, capability)
+        compiled(triton_kernels.update_chunks, {**rule, "ALIGNED": value, **SIZES}, capability)
         for value in (True, False)
     )
     assert is_reproducible(aligned)
@@ -80,10 +80,10 @@ def test_updates_compile_to_divisions_and_roots_of_ieee_754(rule: dict[str, Any]
     assert (count(r"div\.rn\.f32", shifted) > 0) == (rule is ADAM)
     for kind in (0, 1, 2):
         rows = {"KIND": kind, "DECOUPLED": kind == 0, "BLOCK": 128}
-        assert is_reproducible(compiled(triton_updates.count_steps, rows, capability))
+        assert is_reproducible(compiled(triton_kernels.count_steps, rows, capability))
 
 
 def test_what_is_contracted_would_be_noticed() -> None:
-    from meshstep.optim.kernels import triton_updates
+    from meshstep.optim.kernels import triton_kernels
 
-    assert not is_reproducible(compiled(triton_updates.update_chunks, {**ADAM, "ALIGNED": False, **SIZES}, fusion=True))
+    assert not is_reproducible(compiled(triton_kernels.update_chunks, {**ADAM, "ALIGNED": False, **SIZES}, fusion=True))

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Interpreted, kernels, why_no_triton
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
-from meshstep.optim.kernels.native import PointerColumns
-from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
+from meshstep.optim.kernels.native import SGD, Adagrad, Adam, PointerColumns
 from properties import number_of_cases
 from torch import Tensor
 
@@ -121,9 +120,9 @@ def test_groups_in_one_call_are_stepped_by_their_own_numbers(interpreted: Interp
 
 
 def more_than_a_program_counts() -> None:
-    from meshstep.optim.kernels import triton_updates
+    from meshstep.optim.kernels import triton_kernels
 
-    with mock.patch.object(triton_updates, "ROWS", 4):
+    with mock.patch.object(triton_kernels, "ROWS", 4):
         steps_as_the_reference(ByTriton(Adam(1e-3), [3] * 9, torch.float32, None, 9), 0.5)
 
 
@@ -198,9 +197,9 @@ def halves_written(half: torch.dtype, names: tuple[str, ...] = ()) -> tuple[Tens
 
 def wide_blocks() -> Any:
     """The interpreter's time is that of the blocks."""
-    from meshstep.optim.kernels import triton_updates
+    from meshstep.optim.kernels import triton_kernels
 
-    return mock.patch.multiple(triton_updates, CHUNK=2**17, BLOCK=2**17)
+    return mock.patch.multiple(triton_kernels, CHUNK=2**17, BLOCK=2**17)
 
 
 @pytest.mark.parametrize("half", HALVES)

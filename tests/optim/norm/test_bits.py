@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.optim.norm.hashing import CHUNK, SMALL, TensorHash, to_float_words
+from meshstep.optim.norm.replicas import CHUNK, SMALL, TensorHash, to_float_words
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ReplicaMismatchError
-from meshstep.optim.norm.hashing import CHUNK, TensorHash
+from meshstep.optim.norm.replicas import CHUNK, TensorHash
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch

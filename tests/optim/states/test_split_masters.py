@@ -36,7 +36,7 @@ from meshstep.optim import (
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.states.masters import SplitMasters
 from meshstep.optim.step import c_engine as again
-from meshstep.optim.step import split_weights
+from meshstep.optim.step import update_request
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from planted import LAYOUTS, Planted, run_skipped_step, run_step
 from torch import Tensor, nn
@@ -186,8 +186,8 @@ def test_masters_are_there_for_a_bucket_at_a_time_and_many_give_the_bits_of_one(
     with using("torch"):
         one, _ = learned(True, 20)
         with (
-            mock.patch.object(split_weights, "BUCKET_NUMEL", 50),
-            mock.patch.object(split_weights, "join_master", recorded),
+            mock.patch.object(update_request, "BUCKET_NUMEL", 50),
+            mock.patch.object(update_request, "join_master", recorded),
         ):
             several, _ = learned(True, 20)
     assert same(several, one)

@@ -14,7 +14,7 @@ from loops import using
 from meshstep.optim import ParallelOptimizer, use_kernels
 from meshstep.optim.kernels import choice
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.optim.kernels.reference import Adam
+from meshstep.optim.kernels.native import Adam
 from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn

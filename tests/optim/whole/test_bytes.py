@@ -12,7 +12,7 @@ import torch.distributed as dist
 from home_runs import soap
 from measured import MAKES
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.step.call_guard import own_calls
+from meshstep.optim.step.wrapped_optimizer import own_calls
 from meshstep.parallel import ProcessGroupRegistry
 from planted import LAYOUTS, Layout, Planted, run_step
 from whole_runs import Make, muon

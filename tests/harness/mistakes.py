@@ -231,7 +231,7 @@ class Right:
     is_specific = True
 
     def seen(self) -> str:
-        return "nothing: the result is right"
+        return "correct weights"
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class AsTorch(Right):
     """
 
     def seen(self) -> str:
-        return "nothing, as with torch alone"
+        return "no error; the same weights as with torch alone"
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Error:
         return len(re.findall(r"[a-z]", self.shown)) > 1
 
     def seen(self) -> str:
-        return f"`` {self.kind.__name__}: ... {self.shown} ... ``"
+        return f"`` {self.kind.__name__}: {_shown(self.shown)} ``"
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Warned:
 
     def seen(self) -> str:
         after = f"; then {self.then.seen()}" if isinstance(self.then, Error) else ""
-        return f"a warning: `` ... {self.shown} ... ``{after}"
+        return f"warning: `` {_shown(self.shown)} ``{after}"
 
 
 Outcome = Right | Error | Warned
@@ -511,10 +511,23 @@ def matches(shown: str, text: str) -> bool:
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def table(mistakes: Iterable[Mistake]) -> str:
-    """The rows of a section of docs/reference/MISTAKES.md."""
-    rows = [f"| {one.says.replace('|', BAR)} | {one.outcome.seen()} | {one.write} |" for one in mistakes]
-    return "\n".join(["| mistake | what you see | what to write |", "|---|---|---|", *rows]) + "\n"
+def section(mistakes: Iterable[Mistake]) -> str:
+    """Return the two tables of a section of docs/reference/MISTAKES.md: mistakes, and scripts with correct weights."""
+    wrong, correct = [], []
+    for one in mistakes:
+        says = one.says.replace("|", BAR)
+        if type(one.outcome) is Right:
+            correct.append(f"| {says} | {one.write} |")
+        else:
+            wrong.append(f"| {says} | {one.outcome.seen()} | {one.write} |")
+    first = ["| mistake | outcome | fix |", "|---|---|---|", *wrong]
+    second = ["These scripts end with correct weights:", "", "| script | note |", "|---|---|", *correct]
+    return "\n".join([*first, "", *second]) + "\n"
+
+
+def _shown(text: str) -> str:
+    """Return the text of an outcome between ellipses."""
+    return re.sub(r"\.{3}( \.{3})+", "...", f"... {text} ...")
 
 
 BAR = r"\|"

@@ -14,9 +14,9 @@ from world import World
 # The order of calls ---------------------------------------------------------------------------------------------------
 
 
-@mistake("data=2,tensor=2", Right(), write="nothing: both orders are right")
+@mistake("data=2,tensor=2", Right(), write="both orders are correct")
 def zero_grad_after_step(run: Run) -> None:
-    """`zero_grad()` is called after `step()`, not before `backward()`."""
+    """`zero_grad()` after `step()` instead of before `backward()`."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.backward(mse(run.model, x, y))
@@ -24,7 +24,7 @@ def zero_grad_after_step(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@mistake("data=2,tensor=2", Right(), write="nothing; `set_to_none=True`, the default, is faster")
+@mistake("data=2,tensor=2", Right(), write="`set_to_none=True`, the default, is faster")
 def zero_grad_keeps_tensors(run: Run) -> None:
     """`zero_grad(set_to_none=False)`."""
     optimizer = run.optimizer()
@@ -34,11 +34,9 @@ def zero_grad_keeps_tensors(run: Run) -> None:
         optimizer.step()
 
 
-@mistake(
-    "data=2,tensor=2", Right(), write="nothing; with `accumulation_steps=` it is an error: `optimizer.zero_grad()`"
-)
+@mistake("data=2,tensor=2", Right(), write="with `accumulation_steps=`, call `optimizer.zero_grad()`")
 def model_zero_grad(run: Run) -> None:
-    """`model.zero_grad()` in place of `optimizer.zero_grad()`."""
+    """`model.zero_grad()` instead of `optimizer.zero_grad()`."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         run.model.zero_grad()
@@ -46,9 +44,9 @@ def model_zero_grad(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Right(), write="`optimizer.zero_grad()`", mode="bf16")
+@mistake("data=2", Right(), write="`optimizer.zero_grad()` also works with accumulation", mode="bf16")
 def model_zero_grad_with_masters(run: Run) -> None:
-    """`model.zero_grad()` in place of `optimizer.zero_grad()`, with master weights."""
+    """`model.zero_grad()` instead of `optimizer.zero_grad()`, with master weights."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         run.model.zero_grad()
@@ -56,7 +54,7 @@ def model_zero_grad_with_masters(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2,tensor=2", Right(), write="`optimizer.zero_grad()`")
+@mistake("data=2,tensor=2", Right(), write="it calls `optimizer.zero_grad()`")
 def inner_zero_grad(run: Run) -> None:
     """`zero_grad()` of the wrapped torch optimizer."""
     adamw = run.sgd()
@@ -67,9 +65,9 @@ def inner_zero_grad(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Right(), write="`optimizer.zero_grad()`", mode="bf16")
+@mistake("data=2", Right(), write="it calls `optimizer.zero_grad()`", mode="bf16")
 def inner_zero_grad_with_masters(run: Run) -> None:
-    """`zero_grad()` of the wrapped torch optimizer, which has the master weights."""
+    """`zero_grad()` of the wrapped torch optimizer, with master weights."""
     adamw = run.sgd()
     optimizer = run.optimizer(adamw)
     for x, y in run.batches():
@@ -84,9 +82,9 @@ def without_zero_grad(dense: Dense) -> None:
         dense.step(max_norm=None)
 
 
-@mistake("data=2", AsTorch(without_zero_grad), write="`optimizer.zero_grad()` in every step")
+@mistake("data=2", AsTorch(without_zero_grad), write="call `optimizer.zero_grad()` in every step")
 def forgotten_zero_grad(run: Run) -> None:
-    """No `zero_grad()` at all: gradients of all steps add up."""
+    """No `zero_grad()`: the gradients of all steps add up."""
     optimizer = run.optimizer(max_norm=None)
     for x, y in run.batches():
         optimizer.backward(mse(run.model, x, y))
@@ -97,7 +95,7 @@ def forgotten_zero_grad(run: Run) -> None:
     "data=2", Error(RuntimeError, "no parameter of the optimizer has a gradient"), write="call `backward` before `step`"
 )
 def step_before_backward(run: Run) -> None:
-    """`step()` is called before the first `backward()`."""
+    """`step()` before the first `backward()`."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.step()
@@ -113,9 +111,9 @@ def stepped_twice(dense: Dense) -> None:
         dense.step(max_norm=None)
 
 
-@mistake("data=2,tensor=2", AsTorch(stepped_twice), write="one `step()` for each window")
+@mistake("data=2,tensor=2", AsTorch(stepped_twice), write="call `step()` once per accumulation window")
 def step_twice(run: Run) -> None:
-    """`step()` is called twice for one `backward()`."""
+    """`step()` twice for one `backward()`."""
     optimizer = run.optimizer(max_norm=None)
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -124,9 +122,13 @@ def step_twice(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Error(RuntimeError, "call zero_grad() after every step"), write="one `step()` for each window")
+@mistake(
+    "data=2",
+    Error(RuntimeError, "call zero_grad() after every step"),
+    write="call `step()` once per accumulation window",
+)
 def step_twice_with_sharded_gradients(run: Run) -> None:
-    """`step()` is called twice for one `backward()`, with ZeRO-2."""
+    """`step()` twice for one `backward()`, with ZeRO-2."""
     optimizer = run.optimizer(max_norm=None, states=Sharded("data", gradients=True))
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -138,7 +140,7 @@ def step_twice_with_sharded_gradients(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ValueError, "step takes no closure: ... call backward, then step"),
-    write="`backward`, then `step()`",
+    write="call `backward`, then `step()`",
 )
 def closure(run: Run) -> None:
     """`step(closure)`, as for L-BFGS."""
@@ -149,9 +151,9 @@ def closure(run: Run) -> None:
 # The loss -------------------------------------------------------------------------------------------------------------
 
 
-@mistake("data=2,tensor=2", Right(), write="`optimizer.backward(loss)`: needed for accumulation and a loss scale")
+@mistake("data=2,tensor=2", Right(), write="accumulation and loss scales need `optimizer.backward(loss)`")
 def plain_backward(run: Run) -> None:
-    """`loss.backward()`, without accumulation and loss scale."""
+    """`loss.backward()` without accumulation and without a loss scale."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -162,7 +164,7 @@ def plain_backward(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "their loss was not multiplied by the loss scale ...: write optimizer.backward(loss) instead"),
-    write="`optimizer.backward(loss)`",
+    write="call `optimizer.backward(loss)`",
     mode="fp16_naive",
 )
 def plain_backward_with_loss_scale(run: Run) -> None:
@@ -177,7 +179,7 @@ def plain_backward_with_loss_scale(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "the window ... has no micro-batch ...: write optimizer.backward(loss)"),
-    write="`optimizer.backward(loss)`",
+    write="call `optimizer.backward(loss)`",
 )
 def plain_backward_with_accumulation(run: Run) -> None:
     """`loss.backward()` with `accumulation_steps=2`."""
@@ -190,10 +192,10 @@ def plain_backward_with_accumulation(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "write optimizer.backward(loss)"),
-    write="`optimizer.backward(loss)` for every micro-batch",
+    write="call `optimizer.backward(loss)` for every micro-batch",
 )
 def plain_backward_for_some_micro_batches(run: Run) -> None:
-    """`loss.backward()` for some micro-batches of a window, `optimizer.backward(loss)` for others."""
+    """`loss.backward()` for some micro-batches of a window, and `optimizer.backward(loss)` for the others."""
     optimizer = run.optimizer(accumulation_steps=2)
     for step in range(3):
         for part in (0, 1):
@@ -209,7 +211,7 @@ def plain_backward_for_some_micro_batches(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "write optimizer.backward(loss)"),
-    write="`optimizer.backward(loss)` for every micro-batch",
+    write="call `optimizer.backward(loss)` for every micro-batch",
 )
 def plain_backward_for_the_last_micro_batch(run: Run) -> None:
     """`loss.backward()` for the last micro-batch of a window."""
@@ -225,21 +227,21 @@ def plain_backward_for_the_last_micro_batch(run: Run) -> None:
             optimizer.zero_grad()
 
 
-@mistake("data=2", Error(TypeError, "loss"), write="the loss itself, a tensor")
+@mistake("data=2", Error(TypeError, "loss"), write="pass the loss tensor")
 def backward_of_a_number(run: Run) -> None:
     """`backward(loss.item())`."""
     run.optimizer().backward(run.loss(0).item())  # type: ignore[arg-type]
 
 
-@mistake("data=2", Error(RuntimeError, "does not require grad"), write="the loss itself")
+@mistake("data=2", Error(RuntimeError, "does not require grad"), write="pass the loss tensor itself")
 def backward_of_a_detached_loss(run: Run) -> None:
     """`backward(loss.detach())`."""
     run.optimizer().backward(run.loss(0).detach())
 
 
-@mistake("data=2", Error(RuntimeError, "can be implicitly created only for scalar outputs"), write="`loss.mean()`")
+@mistake("data=2", Error(RuntimeError, "can be implicitly created only for scalar outputs"), write="pass `loss.mean()`")
 def backward_of_a_vector(run: Run) -> None:
-    """The loss has `reduction="none"`: one number per sample."""
+    """A loss with `reduction="none"`: one number per sample."""
     x, y = run.batch(0)
     run.optimizer().backward(nn.functional.mse_loss(run.model(x), y, reduction="none"))
 
@@ -251,9 +253,9 @@ def half_the_loss(dense: Dense) -> None:
         dense.step()
 
 
-@mistake("data=2", AsTorch(half_the_loss), write="the loss as it is: `accumulation_steps=` divides")
+@mistake("data=2", AsTorch(half_the_loss), write="pass the loss undivided")
 def loss_divided_by_micro_batches_twice(run: Run) -> None:
-    """`loss / K` with `accumulation_steps=K`, which divides as well."""
+    """`loss / K` with `accumulation_steps=K`, which divides by K too."""
     optimizer = run.optimizer(accumulation_steps=2)
     for step in range(3):
         for part in (0, 1):
@@ -262,9 +264,9 @@ def loss_divided_by_micro_batches_twice(run: Run) -> None:
             optimizer.step()
 
 
-@mistake("data=2", AsTorch(half_the_loss), write="the mean over this rank's samples: `step` averages over data ranks")
+@mistake("data=2", AsTorch(half_the_loss), write="pass the mean over the samples of this rank")
 def loss_divided_by_ranks(run: Run) -> None:
-    """`loss / world_size`, though `step` averages over the data ranks."""
+    """`loss / world_size`, although `step` averages over the data ranks."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -279,9 +281,9 @@ def loss_times_1024(dense: Dense) -> None:
         dense.step()
 
 
-@mistake("data=2", AsTorch(loss_times_1024), write="the loss as it is: the mode has a loss scale")
+@mistake("data=2", AsTorch(loss_times_1024), write="pass the loss unscaled; the precision mode has a loss scale")
 def loss_scaled_by_hand(run: Run) -> None:
-    """The loss is multiplied by a scale by hand, and the gradient is not divided by it."""
+    """The loss is multiplied by a scale, and the gradient is not divided by it."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -292,7 +294,7 @@ def loss_scaled_by_hand(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "the loss is scaled already: give backward(loss) the loss itself"),
-    write="`optimizer.backward(loss)` alone",
+    write="call `optimizer.backward(loss)` only",
     mode="fp16_naive",
 )
 def loss_scaled_twice(run: Run) -> None:
@@ -304,9 +306,9 @@ def loss_scaled_twice(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Right(), write="nothing; the loss that is logged is summed by `Monitor`")
+@mistake("data=2", Right(), write="`Monitor` sums the loss for you")
 def loss_summed_over_ranks_for_the_log(run: Run) -> None:
-    """The loss is summed over the data ranks before it is logged, and the sum is not used for backward."""
+    """A loss summed over the data ranks for the log, and not used in backward."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -316,9 +318,9 @@ def loss_summed_over_ranks_for_the_log(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Right(), write="one `backward(loss_1 + loss_2)`; two calls add up as in torch")
+@mistake("data=2", Right(), write="the gradients add up, as in torch")
 def one_backward_for_each_loss(run: Run) -> None:
-    """Two losses, each with its own `optimizer.backward()`, without accumulation."""
+    """Two losses with one `optimizer.backward()` each, without accumulation."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -330,16 +332,16 @@ def one_backward_for_each_loss(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ValueError, "the window of accumulation_steps=1 micro-batches is full; call step() before the next backward"),
-    write="one `backward(loss_1 + loss_2)`",
+    write="call `backward(loss_1 + loss_2)` once",
 )
 def one_backward_for_each_loss_with_accumulation(run: Run) -> None:
-    """Two losses, each with its own `optimizer.backward()`, with `accumulation_steps=1`."""
+    """Two losses with one `optimizer.backward()` each, with `accumulation_steps=1`."""
     optimizer = run.optimizer(accumulation_steps=1)
     optimizer.backward(run.loss(0))
     optimizer.backward(run.loss(0))
 
 
-@mistake("data=2", Right(), write="nothing")
+@mistake("data=2", Right(), write="no change needed")
 def retained_graph(run: Run) -> None:
     """`backward(loss, retain_graph=True)` in every step."""
     optimizer = run.optimizer()
@@ -352,7 +354,7 @@ def retained_graph(run: Run) -> None:
 # Windows of micro-batches ---------------------------------------------------------------------------------------------
 
 
-@mistake("data=2", Right(), write="nothing: both do nothing before the K-th micro-batch")
+@mistake("data=2", Right(), write="both do nothing before the K-th micro-batch")
 def step_and_zero_grad_for_every_micro_batch(run: Run) -> None:
     """`step()` and `zero_grad()` after every micro-batch, with `accumulation_steps=K`."""
     optimizer = run.optimizer(accumulation_steps=2)
@@ -366,10 +368,10 @@ def step_and_zero_grad_for_every_micro_batch(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "gradients were cleared ... clear them with this optimizer's zero_grad()"),
-    write="`optimizer.zero_grad()`",
+    write="call `optimizer.zero_grad()`",
 )
 def model_zero_grad_within_a_window(run: Run) -> None:
-    """`model.zero_grad()` for every micro-batch, with `accumulation_steps=2`."""
+    """`model.zero_grad()` in every micro-batch, with `accumulation_steps=2`."""
     optimizer = run.optimizer(accumulation_steps=2)
     for part in (0, 1):
         run.model.zero_grad()
@@ -380,10 +382,10 @@ def model_zero_grad_within_a_window(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "a backward of this window raised ... call zero_grad() of this optimizer"),
-    write="`optimizer.zero_grad()` in the `except` clause",
+    write="call `optimizer.zero_grad()` in the `except` clause",
 )
 def error_in_backward_caught(run: Run) -> None:
-    """An exception in `backward()` is caught, and the loop goes on without `zero_grad()`."""
+    """An exception in `backward()` is caught, and the loop continues without `zero_grad()`."""
     optimizer = run.optimizer(accumulation_steps=2)
     broken = run.model.down.weight.register_hook(lambda gradient: 1 / 0)
     try:
@@ -393,9 +395,9 @@ def error_in_backward_caught(run: Run) -> None:
     optimizer.backward(run.loss(1))
 
 
-@mistake("data=2", Right(), write="nothing: `zero_grad()` gives the window up")
+@mistake("data=2", Right(), write="`zero_grad()` discards the window")
 def error_in_backward_caught_and_cleared(run: Run) -> None:
-    """An exception in `backward()` is caught on every rank, then `zero_grad()`."""
+    """An exception in `backward()` is caught on every rank, followed by `zero_grad()`."""
     optimizer = run.optimizer()
     broken = run.model.down.weight.register_hook(lambda gradient: 1 / 0)
     try:
@@ -412,10 +414,10 @@ SOME_RANKS = "... micro-batch..."
 @mistake(
     "data=2",
     Error(RuntimeError, SOME_RANKS, left_out=(1,)),
-    write="the same number of micro-batches on every rank; `backward(None)` for one without data",
+    write="make the same number of micro-batches on every rank; call `backward(None)` on a rank without data",
 )
 def bad_batch_left_out_on_one_rank(run: Run) -> None:
-    """One rank catches an exception in its forward and goes on to `step()` without a `backward()`."""
+    """One rank catches an exception in its forward and calls `step()` without a `backward()`."""
     optimizer = run.optimizer()
     for step in range(20):
         optimizer.zero_grad()
@@ -427,10 +429,10 @@ def bad_batch_left_out_on_one_rank(run: Run) -> None:
 @mistake(
     "data=2,tensor=2",
     Error(RuntimeError, SOME_RANKS, left_out=(1,)),
-    write="the same number of micro-batches on every rank; `backward(None)` for one without data",
+    write="make the same number of micro-batches on every rank; call `backward(None)` on a rank without data",
 )
 def one_more_micro_batch_on_one_rank(run: Run) -> None:
-    """One rank makes one `backward()` more than the others before `step()`."""
+    """One rank calls `backward()` once more than the others before `step()`."""
     optimizer = run.optimizer()
     for step in range(20):
         optimizer.zero_grad()
@@ -443,11 +445,11 @@ def one_more_micro_batch_on_one_rank(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "waited in vain ... Every rank must make the same calls in the same order", ranks=(0,)),
-    write="loaders of equal length on all ranks: `prepare_dataloader`",
+    write="use loaders of equal length: `prepare_dataloader`",
     waits=True,
 )
 def loader_ends_earlier_on_one_rank(run: Run) -> None:
-    """The loader of one rank has one batch less."""
+    """The loader of one rank has one batch fewer."""
     optimizer = run.optimizer()
     run.train(optimizer, range(1))
     run.wait_briefly()
@@ -459,18 +461,18 @@ def loader_ends_earlier_on_one_rank(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ValueError, "give every micro-batch of a window a weight, or none"),
-    write="`weight=` for every micro-batch",
+    write="pass `weight=` for every micro-batch",
 )
 def weight_for_some_micro_batches(run: Run) -> None:
-    """`weight=` for one micro-batch of a window, none for another."""
+    """`weight=` for some micro-batches of a window only."""
     optimizer = run.optimizer(accumulation_steps=2)
     optimizer.backward(run.loss(0, 2, 0), weight=3)
     optimizer.backward(run.loss(0, 2, 1))
 
 
-@mistake("data=2", Error(RuntimeError, "weight"), write="`weight=` on every rank, or on none")
+@mistake("data=2", Error(RuntimeError, "weight"), write="pass `weight=` on every rank, or on none")
 def weight_on_one_rank(run: Run) -> None:
-    """`weight=` on one rank and none on the other."""
+    """`weight=` on one rank only."""
     optimizer = run.optimizer()
     for step in range(20):
         optimizer.zero_grad()
@@ -478,9 +480,9 @@ def weight_on_one_rank(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("tensor=2", Error(RuntimeError, "weight"), write="the same `weight=` on all ranks that see the same samples")
+@mistake("tensor=2", Error(RuntimeError, "weight"), write="pass the same `weight=` on these ranks")
 def weight_differs_between_tensor_ranks(run: Run) -> None:
-    """`weight=` differs between ranks that see the same samples."""
+    """Different `weight=` on ranks that see the same samples."""
     optimizer = run.optimizer()
     for step in range(20):
         optimizer.zero_grad()
@@ -488,7 +490,9 @@ def weight_differs_between_tensor_ranks(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Error(ValueError, "weight=-1: give a finite number >= 0"), write="the number of samples or tokens")
+@mistake(
+    "data=2", Error(ValueError, "weight=-1: give a finite number >= 0"), write="pass the number of samples or tokens"
+)
 def negative_weight(run: Run) -> None:
     """`weight=-1`."""
     run.optimizer().backward(run.loss(0), weight=-1)
@@ -501,9 +505,9 @@ def divided_by_eight(dense: Dense) -> None:
         dense.step()
 
 
-@mistake("data=2", AsTorch(divided_by_eight), write="a sum with `weight=`, or a mean without")
+@mistake("data=2", AsTorch(divided_by_eight), write="pass a sum with `weight=`, or a mean without")
 def weight_with_a_mean(run: Run) -> None:
-    """`weight=` beside a loss that is a mean already: it is divided by its number of samples twice."""
+    """`weight=` with a loss that is already a mean: it is divided by the number of samples twice."""
     optimizer = run.optimizer()
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -527,10 +531,10 @@ def backward_after_clipping(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "backward was called within window() ... write one of them"),
-    write="`optimizer.backward(loss)` alone: it is a micro-batch itself",
+    write="call `optimizer.backward(loss)` without `window()`",
 )
 def backward_within_window(run: Run) -> None:
-    """`with optimizer.window():` around `optimizer.backward(loss)`: two micro-batches for one."""
+    """`with optimizer.window():` around `optimizer.backward(loss)`: counts two micro-batches."""
     optimizer = run.optimizer(accumulation_steps=2)
     for step in range(3):
         for part in (0, 1):

@@ -20,33 +20,33 @@ from world import World
 # Clipping -------------------------------------------------------------------------------------------------------------
 
 
-@mistake("data=2", Error(TypeError, "max_norm='1.0'"), write="`max_norm=1.0`")
+@mistake("data=2", Error(TypeError, "max_norm='1.0'"), write="write `max_norm=1.0`")
 def max_norm_as_text(run: Run) -> None:
-    """`max_norm="1.0"`, as a configuration file has it."""
+    """A text as threshold: `max_norm="1.0"`."""
     run.optimizer(max_norm="1.0")
 
 
-@mistake("data=2", Error(TypeError, "max_norm=True"), write="`max_norm=1.0`")
+@mistake("data=2", Error(TypeError, "max_norm=True"), write="write `max_norm=1.0`")
 def max_norm_true(run: Run) -> None:
     """`max_norm=True`."""
     run.optimizer(max_norm=True)
 
 
-@mistake("data=2", Error(ValueError, "max_norm=0"), write="`max_norm=None` measures only")
+@mistake("data=2", Error(ValueError, "max_norm=0"), write="write `max_norm=None` to measure only")
 def max_norm_zero(run: Run) -> None:
-    """`max_norm=0`, which switches clipping off in other libraries."""
+    """`max_norm=0`, which disables clipping in other libraries."""
     run.optimizer(max_norm=0)
 
 
-@mistake("data=2", Error(ValueError, "max_norm=-1"), write="a threshold > 0")
+@mistake("data=2", Error(ValueError, "max_norm=-1"), write="pass a threshold > 0")
 def max_norm_negative(run: Run) -> None:
     """`max_norm=-1.0`."""
     run.optimizer(max_norm=-1.0)
 
 
-@mistake("data=2", Error(ValueError, "max_norm ... rank 0 ... rank 1"), write="the same threshold on every rank")
+@mistake("data=2", Error(ValueError, "max_norm ... rank 0 ... rank 1"), write="pass the same threshold on every rank")
 def max_norm_differs(run: Run) -> None:
-    """`max_norm` differs between ranks."""
+    """Different `max_norm` on different ranks."""
     run.optimizer(max_norm=1.0 + run.rank)
 
 
@@ -62,7 +62,7 @@ def max_norm_changed_on_one_rank(run: Run) -> None:
 
 @mistake("data=2", Error(RuntimeError, "max_norm"), write="set it in the constructor, or in all groups on every rank")
 def group_threshold_changed_on_one_rank(run: Run) -> None:
-    """`param_groups[0]["max_norm"]` is changed between two steps, on one rank only."""
+    """A change of `param_groups[0]["max_norm"]` between two steps, on one rank only."""
     optimizer = run.optimizer()
     for step in range(20):
         if step == 1 and run.rank == 1:
@@ -70,9 +70,11 @@ def group_threshold_changed_on_one_rank(run: Run) -> None:
         run.train(optimizer, [step])
 
 
-@mistake("data=2", Error(RuntimeError, "clip_grad_by_norm", left_out=(1,)), write="the same threshold on every rank")
+@mistake(
+    "data=2", Error(RuntimeError, "clip_grad_by_norm", left_out=(1,)), write="pass the same threshold on every rank"
+)
 def explicit_threshold_differs(run: Run) -> None:
-    """`clip_grad_by_norm(threshold)` with a threshold that each rank computes of its own loss."""
+    """`clip_grad_by_norm(threshold)` with a threshold that each rank computes from its own loss."""
     optimizer = run.optimizer(max_norm=None)
     for step in range(20):
         optimizer.zero_grad()
@@ -93,9 +95,9 @@ def explicit_clipping_on_one_rank(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2,tensor=2", Right(), write="one of both: an explicit call is in place of the constructor's `max_norm`")
+@mistake("data=2,tensor=2", Right(), write="the explicit threshold replaces `max_norm=` in that step")
 def explicit_clipping_beside_max_norm(run: Run) -> None:
-    """`clip_grad_by_norm()` beside `max_norm=`: the explicit threshold counts."""
+    """`clip_grad_by_norm()` with a constructor that has `max_norm=`."""
     optimizer = run.optimizer(max_norm=0.5)
     for step in range(3):
         optimizer.zero_grad()
@@ -112,9 +114,9 @@ def clipped_twice_in_torch(dense: Dense) -> None:
         dense.step()
 
 
-@mistake("data=2,tensor=2", Right(clipped_twice_in_torch), write="one call")
+@mistake("data=2,tensor=2", Right(clipped_twice_in_torch), write="one call is enough")
 def clipped_twice(run: Run) -> None:
-    """`clip_grad_by_norm()` is called twice."""
+    """`clip_grad_by_norm()` twice in one step."""
     optimizer = run.optimizer(max_norm=None)
     for step in range(3):
         optimizer.zero_grad()
@@ -164,10 +166,10 @@ WRITTEN = (
         WRITTEN,
         Error(ReplicaMismatchError, "the gradient differs ... use max_norm= instead of torch.nn.utils.clip_grad_norm_"),
     ),
-    write="`max_norm=`",
+    write="remove it, and pass `max_norm=`",
 )
 def torch_clipping_on_shards(run: Run) -> None:
-    """`torch.nn.utils.clip_grad_norm_` is left in the loop, with a model that is split."""
+    """`torch.nn.utils.clip_grad_norm_` in the loop, with a sharded model."""
     optimizer = run.optimizer()
     for step in range(3):
         optimizer.zero_grad()
@@ -176,9 +178,9 @@ def torch_clipping_on_shards(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Warned(WRITTEN, Right(clipped_by_norm_on_each_rank)), write="`max_norm=`")
+@mistake("data=2", Warned(WRITTEN, Right(clipped_by_norm_on_each_rank)), write="remove it, and pass `max_norm=`")
 def torch_clipping_on_replicas(run: Run) -> None:
-    """`torch.nn.utils.clip_grad_norm_` is left in the loop, with replicas: it clips before the average."""
+    """`torch.nn.utils.clip_grad_norm_` in the loop, with replicas: it clips before the average."""
     optimizer = run.optimizer()
     for step in range(3):
         optimizer.zero_grad()
@@ -187,9 +189,11 @@ def torch_clipping_on_replicas(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Warned(WRITTEN, Right(clipped_by_value_on_each_rank)), write="`max_norm=ByValue(...)`")
+@mistake(
+    "data=2", Warned(WRITTEN, Right(clipped_by_value_on_each_rank)), write="remove it, and pass `max_norm=ByValue(...)`"
+)
 def torch_clipping_by_value_on_replicas(run: Run) -> None:
-    """`torch.nn.utils.clip_grad_value_` is left in the loop, with replicas: it clips before the average."""
+    """`torch.nn.utils.clip_grad_value_` in the loop, with replicas: it clips before the average."""
     optimizer = run.optimizer()
     for step in range(3):
         optimizer.zero_grad()
@@ -198,7 +202,7 @@ def torch_clipping_by_value_on_replicas(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Warned(WRITTEN, Right(clipped_by_norm_in_windows)), write="`max_norm=`")
+@mistake("data=2", Warned(WRITTEN, Right(clipped_by_norm_in_windows)), write="remove it, and pass `max_norm=`")
 def torch_clipping_of_some_parameters_with_accumulation(run: Run) -> None:
     """torch's clipping after every micro-batch of a window."""
     optimizer = run.optimizer(accumulation_steps=2)
@@ -213,10 +217,10 @@ def torch_clipping_of_some_parameters_with_accumulation(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "a clip was called before any backward ... call optimizer.backward(loss) first"),
-    write="`backward`, `clip_grad_by_norm`, `step`",
+    write="call `backward`, then `clip_grad_by_norm`, then `step`",
 )
 def clipped_before_backward(run: Run) -> None:
-    """`clip_grad_by_norm()` is called before the first `backward()`."""
+    """`clip_grad_by_norm()` before the first `backward()`."""
     optimizer = run.optimizer(max_norm=None)
     optimizer.clip_grad_by_norm(MAX_NORM)
     optimizer.backward(run.loss(0))
@@ -231,9 +235,9 @@ def decayed(dense: Dense) -> None:
         dense.sgd.param_groups[0]["lr"] *= 0.5
 
 
-@mistake("data=2", Right(decayed), write="nothing: both optimizers share their param groups")
+@mistake("data=2", Right(decayed), write="both optimizers share their param groups")
 def schedule_of_the_inner_optimizer(run: Run) -> None:
-    """torch's schedule is made of the wrapped optimizer."""
+    """A torch schedule created with the wrapped optimizer."""
     sgd = run.sgd()
     optimizer, schedule = run.optimizer(sgd), StepLR(sgd, 1, gamma=0.5)
     for step in range(3):
@@ -241,9 +245,9 @@ def schedule_of_the_inner_optimizer(run: Run) -> None:
         schedule.step()
 
 
-@mistake("data=2", Right(decayed), write="nothing: both optimizers share their param groups")
+@mistake("data=2", Right(decayed), write="both optimizers share their param groups")
 def schedule_made_before_the_optimizer(run: Run) -> None:
-    """torch's schedule is made of the torch optimizer before that is wrapped."""
+    """A torch schedule created with the torch optimizer before you wrap it."""
     sgd = run.sgd()
     schedule = StepLR(sgd, 1, gamma=0.5)
     optimizer = run.optimizer(sgd)
@@ -252,9 +256,9 @@ def schedule_made_before_the_optimizer(run: Run) -> None:
         schedule.step()
 
 
-@mistake("data=2", Right(decayed), write="nothing: both optimizers share their param groups")
+@mistake("data=2", Right(decayed), write="both optimizers share their param groups")
 def learning_rate_of_the_inner_optimizer(run: Run) -> None:
-    """The learning rate is changed in the wrapped optimizer's `param_groups`."""
+    """A learning rate set in the wrapped optimizer's `param_groups`."""
     sgd = run.sgd()
     optimizer = run.optimizer(sgd)
     for step in range(3):
@@ -272,10 +276,10 @@ def decayed_per_micro_batch(dense: Dense) -> None:
 @mistake(
     "data=2",
     AsTorch(decayed_per_micro_batch),
-    write="`schedule.step()` after `stats = optimizer.step()`, if `stats is not None`",
+    write="call `schedule.step()` only if `stats = optimizer.step()` is not None",
 )
 def schedule_stepped_for_every_micro_batch(run: Run) -> None:
-    """torch's schedule is stepped for every micro-batch of a window."""
+    """`schedule.step()` of a torch schedule after every micro-batch of a window."""
     optimizer = run.optimizer(accumulation_steps=2)
     schedule = StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
@@ -293,9 +297,9 @@ def one_step_skipped(dense: Dense) -> None:
         dense.sgd.param_groups[0]["lr"] *= 0.5
 
 
-@mistake("data=2", AsTorch(one_step_skipped), write="a schedule of `meshstep.optim`, or `HoldOnSkip(schedule)`")
+@mistake("data=2", AsTorch(one_step_skipped), write="use a schedule of `meshstep.optim`, or `HoldOnSkip(schedule)`")
 def schedule_stepped_with_a_skipped_step(run: Run) -> None:
-    """torch's schedule is stepped after a step that was skipped."""
+    """`schedule.step()` of a torch schedule after a skipped step."""
     optimizer = run.optimizer()
     schedule = StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
@@ -308,10 +312,10 @@ def schedule_stepped_with_a_skipped_step(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "lr"),
-    write="the same learning rate on every rank: reduce the loss over the ranks first",
+    write="reduce the loss over the ranks first",
 )
 def plateau_schedule_on_local_losses(run: Run) -> None:
-    """`ReduceLROnPlateau` gets the loss of its own rank."""
+    """`ReduceLROnPlateau` with each rank's own loss."""
     optimizer = run.optimizer()
     schedule = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     for step in range(20):
@@ -319,9 +323,9 @@ def plateau_schedule_on_local_losses(run: Run) -> None:
         schedule.step(step if run.rank == 0 else -step)
 
 
-@mistake("data=2", Error(RuntimeError, "lr"), write="the same learning rate on every rank")
+@mistake("data=2", Error(RuntimeError, "lr"), write="set it on every rank")
 def learning_rate_changed_on_one_rank(run: Run) -> None:
-    """The learning rate is changed on rank 0 only."""
+    """A learning rate changed on rank 0 only."""
     optimizer = run.optimizer()
     for step in range(20):
         if step == 1 and run.rank == 0:
@@ -329,9 +333,9 @@ def learning_rate_changed_on_one_rank(run: Run) -> None:
         run.train(optimizer, [step])
 
 
-@mistake("data=2", Error(RuntimeError, "weight_decay"), write="the same hyper-parameters on every rank")
+@mistake("data=2", Error(RuntimeError, "weight_decay"), write="set it on every rank")
 def weight_decay_changed_on_one_rank(run: Run) -> None:
-    """The weight decay is changed on rank 0 only."""
+    """A weight decay changed on rank 0 only."""
     optimizer = run.optimizer()
     for step in range(20):
         if step == 1 and run.rank == 0:
@@ -339,9 +343,9 @@ def weight_decay_changed_on_one_rank(run: Run) -> None:
         run.train(optimizer, [step])
 
 
-@mistake("data=2", Error(RuntimeError, "lr"), write="the same learning rate on every rank")
+@mistake("data=2", Error(RuntimeError, "lr"), write="set it on every rank")
 def tensor_learning_rate_differs(run: Run) -> None:
-    """The learning rate is a tensor, and it is changed in place on rank 0 only."""
+    """A tensor learning rate changed in place on rank 0 only."""
     lr = torch.tensor(LR, dtype=torch.float64)
     optimizer = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=lr, momentum=0.9, fused=True))
     for step in range(20):
@@ -353,9 +357,9 @@ def tensor_learning_rate_differs(run: Run) -> None:
 # Precision and loss scales --------------------------------------------------------------------------------------------
 
 
-@mistake("data=2", Error(ValueError, "fp61"), write='`precision="fp16"`')
+@mistake("data=2", Error(ValueError, "fp61"), write='write `precision="fp16"`')
 def mode_misspelled(run: Run) -> None:
-    """`precision="fp61"`."""
+    """A misspelled mode: `precision="fp61"`."""
     run.optimizer(precision="fp61")
 
 
@@ -364,16 +368,16 @@ def mode_misspelled(run: Run) -> None:
     Error(
         ValueError, "precision='bf16' steps half-precision parameters ... .prepare(model) before the optimizer is made"
     ),
-    write='`precision_of("bf16").prepare(model)`, then the optimizer',
+    write='call `precision_of("bf16").prepare(model)` before you create the optimizer',
 )
 def mode_without_prepare(run: Run) -> None:
     """`precision="bf16"` without `prepare(model)`."""
     run.optimizer(precision="bf16")
 
 
-@mistake("data=2", Right(), write="nothing: the parameters stay the same objects", mode="bf16")
+@mistake("data=2", Right(), write="`prepare` keeps the parameter objects", mode="bf16")
 def torch_optimizer_made_before_prepare(run: Run) -> None:
-    """The torch optimizer is made before `prepare(model)`, the parallel one after it."""
+    """A torch optimizer created before `prepare(model)`, and wrapped after it."""
     run.model = run.make_model()
     sgd = run.sgd()
     precision_of("bf16").prepare(run.model, run.registry)
@@ -384,7 +388,7 @@ def torch_optimizer_made_before_prepare(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "torch's GradScaler decides on each rank alone ... take meshstep.amp.GradScaler(registry)"),
-    write="`meshstep.amp.GradScaler(registry)`, or a `precision=` with a loss scale",
+    write="use `meshstep.amp.GradScaler(registry)`, or a `precision=` with a loss scale",
 )
 def torch_grad_scaler(run: Run) -> None:
     """torch's `GradScaler` around the optimizer."""
@@ -393,9 +397,9 @@ def torch_grad_scaler(run: Run) -> None:
     scaler.step(optimizer)
 
 
-@mistake("data=2", Right(), write='`precision="fp16"` alone')
+@mistake("data=2", Right(), write='`precision="fp16"` needs no scaler')
 def own_grad_scaler(run: Run) -> None:
-    """`meshstep.amp.GradScaler` and the optimizer's `max_norm`, without `unscale_`."""
+    """`meshstep.amp.GradScaler` with the optimizer's `max_norm=`, without `unscale_`."""
     optimizer, scaler = run.optimizer(), GradScaler(run.registry, init_scale=8.0)
     for step in range(3):
         optimizer.zero_grad()
@@ -404,9 +408,11 @@ def own_grad_scaler(run: Run) -> None:
         scaler.update()
 
 
-@mistake("data=2", Error(RuntimeError, "loss scale"), write='`precision="fp16"` alone', mode="fp16_naive")
+@mistake(
+    "data=2", Error(RuntimeError, "loss scale"), write='use `precision="fp16"` without a scaler', mode="fp16_naive"
+)
 def grad_scaler_beside_a_loss_scale(run: Run) -> None:
-    """`meshstep.amp.GradScaler` in a mode that has a loss scale itself."""
+    """`meshstep.amp.GradScaler` with a precision mode that has a loss scale."""
     optimizer, scaler = run.optimizer(), GradScaler(run.registry, init_scale=8.0)
     optimizer.backward(scaler.scale(run.loss(0)))
     scaler.step(optimizer)
@@ -416,7 +422,7 @@ def grad_scaler_beside_a_loss_scale(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "take meshstep.amp.GradScaler(registry)"),
-    write="leave `unscale_` out: the optimizer unscales",
+    write="use `meshstep.amp.GradScaler(registry)` without `unscale_`",
 )
 def unscaled_by_a_scaler(run: Run) -> None:
     """`scaler.unscale_(optimizer)`, then `scaler.step(optimizer)`, with torch's `GradScaler`."""
@@ -426,7 +432,7 @@ def unscaled_by_a_scaler(run: Run) -> None:
     scaler.step(optimizer)
 
 
-@mistake("data=2", Right(), write='`precision="bf16"`', mode="fp32")
+@mistake("data=2", Right(), write='it has no effect; `precision="bf16"` casts', mode="fp32")
 def autocast_of_another_dtype(run: Run) -> None:
     """`torch.autocast` around a float64 model, which it does not cast."""
     optimizer = run.optimizer()
@@ -438,7 +444,7 @@ def autocast_of_another_dtype(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Right(), write='`precision="bf16"` alone', mode="bf16")
+@mistake("data=2", Right(), write='`precision="bf16"` needs no autocast', mode="bf16")
 def autocast_beside_bf16(run: Run) -> None:
     """`torch.autocast` around a model in bfloat16 with master weights."""
     optimizer = run.optimizer()
@@ -453,10 +459,10 @@ def autocast_beside_bf16(run: Run) -> None:
 @mistake(
     "data=2",
     Error(FloatingPointError, "steps in a row were skipped"),
-    write='look for the cause: `on_nonfinite="raise"` names the parameters',
+    write='set `on_nonfinite="raise"`, which names the parameters',
 )
 def every_step_skipped(run: Run) -> None:
-    """The loss is NaN from some step on, and nobody looks at `stats`."""
+    """The loss is NaN in every step, and the script ignores `stats`."""
     optimizer = run.optimizer(on_nonfinite=Skip(most_in_a_row=4))
     run.train(optimizer, [0])
     for _ in range(30):
@@ -469,7 +475,7 @@ def without_step_1(dense: Dense) -> None:
     dense.train([0, 2])
 
 
-@mistake("data=2", Right(without_step_1), write="nothing: no rank steps")
+@mistake("data=2", Right(without_step_1), write="all ranks skip the step")
 def nan_on_one_rank(run: Run) -> None:
     """The loss of one rank is NaN in one step."""
     optimizer = run.optimizer()
@@ -479,9 +485,9 @@ def nan_on_one_rank(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Error(RuntimeError, "must have the same dtype"), write="`prepare(model)` alone", mode="bf16")
+@mistake("data=2", Error(RuntimeError, "must have the same dtype"), write="call `prepare(model)` only", mode="bf16")
 def model_half_by_hand(run: Run) -> None:
-    """`model.half()` after `prepare(model)` in another mode."""
+    """`model.half()` after `prepare(model)` of another mode."""
     run.model.half()
     run.train(run.optimizer())
 

@@ -38,20 +38,20 @@ from world import World
 @mistake(
     "data=2",
     Error(ValueError, "has 4 ranks but the world has 2; the product of the sizes must be 2"),
-    write="sizes whose product is the number of processes",
+    write="choose sizes whose product is the number of processes",
 )
 def topology_of_another_size(run: Run) -> None:
-    """The axes don't multiply to the number of processes."""
+    """The product of the axis sizes is not the number of processes."""
     ProcessGroupRegistry(Topology(data=2, tensor=2))
 
 
 @mistake(
     "data=2",
     Error(ValueError, "every rank must build the same registries in the same order", ranks=(1,)),
-    write="the same topology on every rank",
+    write="create the same topology on every rank",
 )
 def topologies_differ(run: Run) -> None:
-    """Ranks make different topologies: the one that comes later raises."""
+    """Different topologies on different ranks."""
     if run.rank == 0:
         run.close_later(ProcessGroupRegistry(Topology(data=2)))
     gather_objects(None, run.registry)
@@ -62,14 +62,14 @@ def topologies_differ(run: Run) -> None:
 @mistake(
     "data=2",
     Error(AttributeError, "a topology has no process groups; give ProcessGroupRegistry(...) instead"),
-    write="`ProcessGroupRegistry(topology)`",
+    write="pass `ProcessGroupRegistry(topology)`",
 )
 def topology_for_a_registry(run: Run) -> None:
-    """A `Topology` is given as the registry."""
+    """A `Topology` passed as the registry."""
     ParallelOptimizer(run.sgd(), Topology(data=2))  # type: ignore[call-overload]
 
 
-@mistake("data=2", Error(TypeError, "registry"), write="`ParallelOptimizer(optimizer, registry)`")
+@mistake("data=2", Error(TypeError, "registry"), write="pass the registry: `ParallelOptimizer(optimizer, registry)`")
 def registry_forgotten(run: Run) -> None:
     """`ParallelOptimizer(optimizer)` without the registry."""
     ParallelOptimizer(run.sgd())  # type: ignore[call-overload]
@@ -78,20 +78,20 @@ def registry_forgotten(run: Run) -> None:
 @mistake(
     "data=2",
     Error(TypeError, "ProcessGroupRegistry(Topology("),
-    write="`ProcessGroupRegistry(Topology(data=...))`",
+    write="pass `ProcessGroupRegistry(Topology(data=...))`",
 )
 def process_group_for_a_registry(run: Run) -> None:
-    """A process group of torch is given as the registry."""
+    """A process group of torch passed as the registry."""
     ParallelOptimizer(run.sgd(), dist.group.WORLD)  # type: ignore[call-overload]
 
 
 @mistake(
     "data=2",
     Error(TypeError, "ProcessGroupRegistry.from_device_mesh(mesh)"),
-    write="`ProcessGroupRegistry.from_device_mesh(mesh)`",
+    write="pass `ProcessGroupRegistry.from_device_mesh(mesh)`",
 )
 def device_mesh_for_a_registry(run: Run) -> None:
-    """A `DeviceMesh` of torch is given as the registry."""
+    """A `DeviceMesh` of torch passed as the registry."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     ParallelOptimizer(run.sgd(), mesh)  # type: ignore[call-overload]
 
@@ -102,7 +102,7 @@ def device_mesh_for_a_registry(run: Run) -> None:
     write="close the registry after training",
 )
 def closed_registry(run: Run) -> None:
-    """The optimizer is made within `with ProcessGroupRegistry(...)` and used after it."""
+    """An optimizer created inside `with ProcessGroupRegistry(...)` and used after it."""
     with ProcessGroupRegistry(Topology(data=2), apart=True) as registry:
         optimizer = ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM)
     run.train(optimizer)
@@ -111,10 +111,10 @@ def closed_registry(run: Run) -> None:
 @mistake(
     "data=2,tensor=2",
     Error(ReplicaMismatchError, "up.weight: the parameter differs along axis 'data'"),
-    write="the axes in the order of your own groups: the last one is the fastest",
+    write="list the axes in the order of your groups; the last axis varies fastest",
 )
 def axes_in_another_order(run: Run) -> None:
-    """The model's own groups have tensor ranks next to each other, the topology data ranks."""
+    """Axes in another order than the model's own groups: tensor ranks are adjacent there, data ranks here."""
     registry = run.close_later(ProcessGroupRegistry(Topology(tensor=2, data=2)))
     optimizer = ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM)
     run.train(optimizer)
@@ -123,35 +123,37 @@ def axes_in_another_order(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ReplicaMismatchError, "the gradient differs along axis 'batch'"),
-    write='`Topology(batch=2, roles={"batch": "data"})`',
+    write='pass a role: `Topology(batch=2, roles={"batch": "data"})`',
 )
 def data_axis_of_another_name(run: Run) -> None:
-    """The data axis has a name of your own and no role."""
+    """A data axis with an unknown name and without a role."""
     registry = run.close_later(ProcessGroupRegistry(Topology(batch=2)))
     declare(run.model, {"*": P()})
     run.train(ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM))
 
 
-@mistake("data=2", Error(ValueError, "'dta'"), write='`Sharded("data")`')
+@mistake("data=2", Error(ValueError, "'dta'"), write='write `Sharded("data")`')
 def axis_misspelled_in_sharded(run: Run) -> None:
-    """`states=Sharded("dta")`."""
+    """A misspelled axis: `states=Sharded("dta")`."""
     run.optimizer(states=Sharded("dta"))
 
 
 @mistake(
-    "data=2,tensor=2", Right(), write='`Sharded("data")`: over `tensor` only replicated parameters have states to shard'
+    "data=2,tensor=2",
+    Right(),
+    write='over `tensor`, only replicated parameters have states to shard; `Sharded("data")` shards all',
 )
 def states_sharded_over_tensor(run: Run) -> None:
-    """`states=Sharded("tensor")`, over an axis that shards most parameters already."""
+    """`states=Sharded("tensor")`, over an axis that already shards most parameters."""
     run.train(run.optimizer(states=Sharded("tensor")))
 
 
 # The declaration ------------------------------------------------------------------------------------------------------
 
 
-@mistake("data=2,tensor=2", Error(ValueError, "no spec for up.weight"), write="`declare(model, {...})`")
+@mistake("data=2,tensor=2", Error(ValueError, "no spec for up.weight"), write="call `declare(model, {...})`")
 def nothing_declared(run: Run) -> None:
-    """No `declare()` for a model that is split."""
+    """No `declare()` for a sharded model."""
     run.model = run.make_model()
     run.optimizer()
 
@@ -159,29 +161,29 @@ def nothing_declared(run: Run) -> None:
 @mistake(
     "tensor=2",
     Error(ValueError, "no rule declares the layout of down.bias; add a rule"),
-    write="a rule for every parameter",
+    write="add a rule for every parameter",
 )
 def bias_not_declared(run: Run) -> None:
-    """One bias is forgotten."""
+    """A bias without a rule."""
     run.model = run.make_model()
     declare(run.model, {name: spec for name, spec in SPECS.items() if name != "down.bias"})
     run.optimizer()
 
 
-@mistake("tensor=2", Error(ValueError, "'up.wieght'"), write="the parameter's name")
+@mistake("tensor=2", Error(ValueError, "'up.wieght'"), write="write the parameter's name")
 def name_misspelled_in_declare(run: Run) -> None:
-    """A parameter's name is misspelled."""
+    """A misspelled parameter name in `declare`."""
     declare(run.model, {**SPECS, "up.wieght": P("tensor")})
 
 
-@mistake("tensor=2", Error(ValueError, "'tensr'"), write="the axis' name")
+@mistake("tensor=2", Error(ValueError, "'tensr'"), write="write the name of an axis")
 def axis_misspelled_in_spec(run: Run) -> None:
-    """An axis is misspelled in a spec."""
+    """A misspelled axis in a spec."""
     declare(run.model, {**SPECS, "up.weight": P("tensr", None)})
     run.optimizer()
 
 
-@mistake("tensor=2", Error(ValueError, "up.bias"), write='`P("tensor")` for a bias')
+@mistake("tensor=2", Error(ValueError, "up.bias"), write='for a bias, write `P("tensor")`')
 def spec_of_too_many_dims(run: Run) -> None:
     """A spec has more entries than the parameter has dims."""
     declare(run.model, {**SPECS, "up.bias": P(None, "tensor")})
@@ -191,10 +193,10 @@ def spec_of_too_many_dims(run: Run) -> None:
 @mistake(
     "data=2,tensor=2",
     Error(ReplicaMismatchError, "up.weight: the parameter differs along axis 'tensor'"),
-    write='`P("tensor", None)`',
+    write='declare `P("tensor", None)`',
 )
 def shard_declared_replicated(run: Run) -> None:
-    """A shard is declared `P()`."""
+    """A shard declared as `P()`."""
     run.model = run.make_model()
     declare(run.model, {"*": P()})
     run.train(run.optimizer())
@@ -203,24 +205,28 @@ def shard_declared_replicated(run: Run) -> None:
 @mistake(
     "data=2,tensor=2",
     Error(ValueError, "down.bias is declared sharded along axis 'tensor' ... declare it without 'tensor': P()"),
-    write="`P()`; `prove` finds it as well",
+    write="declare `P()`; `prove` finds this mistake too",
 )
 def replica_declared_sharded(run: Run) -> None:
-    """A replica is declared `P("tensor")`: the norm counts it twice."""
+    """A replica declared as `P("tensor")`: the norm would count it twice."""
     run.model = run.make_model()
     declare(run.model, {**SPECS, "down.bias": P("tensor")})
     run.train(run.optimizer())
 
 
-@mistake("tensor=2", Right(), write='`P(None, "tensor")`: else checkpoints are wrong on another layout')
+@mistake(
+    "tensor=2",
+    Right(),
+    write='the norm is correct, but checkpoints are wrong on another layout; declare `P(None, "tensor")`',
+)
 def wrong_dim_declared(run: Run) -> None:
-    """The wrong dim of a weight is declared sharded."""
+    """The wrong dim of a weight declared as sharded."""
     run.model = run.make_model()
     declare(run.model, {**SPECS, "down.weight": P("tensor", None)})
     run.train(run.optimizer())
 
 
-@mistake("tensor=2", Error(ValueError, "no spec for up.weight"), write="`declare` on every rank")
+@mistake("tensor=2", Error(ValueError, "no spec for up.weight"), write="call `declare` on every rank")
 def declared_on_one_rank(run: Run) -> None:
     """`declare()` on rank 0 only."""
     run.model = run.make_model()
@@ -229,17 +235,17 @@ def declared_on_one_rank(run: Run) -> None:
     run.optimizer()
 
 
-@mistake("tensor=2", Error(ValueError, "rank 0 has ["), write="the same specs on every rank")
+@mistake("tensor=2", Error(ValueError, "rank 0 has ["), write="declare the same specs on every rank")
 def declared_differently(run: Run) -> None:
-    """Ranks declare different specs."""
+    """Different specs on different ranks."""
     run.model = run.make_model()
     declare(run.model, SPECS if run.rank == 0 else {**SPECS, "up.bias": P()})
     run.optimizer()
 
 
-@mistake("tensor=2", Right(), write="declare once, with all rules")
+@mistake("tensor=2", Right(), write="earlier rules stay; one `declare()` with all rules is clearer")
 def declared_twice(run: Run) -> None:
-    """A second `declare()` with `"*"`, the default for parameters that nothing else declares."""
+    """A second `declare()` with `"*"`, the default for parameters without a rule."""
     declare(run.model, {"*": P()})
     run.train(run.optimizer())
 
@@ -250,22 +256,24 @@ def declared_twice(run: Run) -> None:
         ValueError,
         "was declared P('tensor') by an earlier rule, but the pattern 'up.*' declares P(); give the full name",
     ),
-    write="declare once, with all rules; or the full name",
+    write="declare once with all rules, or use the full name",
 )
 def declared_twice_by_patterns(run: Run) -> None:
-    """A pattern of a second `declare()` contradicts the first one."""
+    """A pattern of a second `declare()` that contradicts the first one."""
     declare(run.model, {"up.*": P()})
 
 
-@mistake("tensor=2", Right(), write="`declare` before the optimizer is made: a later one has no effect on it")
+@mistake("tensor=2", Right(), write="it has no effect; declare before you create the optimizer")
 def declared_after_the_optimizer(run: Run) -> None:
-    """Another `declare()` after the optimizer was made."""
+    """Another `declare()` after the optimizer was created."""
     optimizer = run.optimizer()
     declare(run.model, {"*": P()})
     run.train(optimizer)
 
 
-@mistake("tensor=2", Error(ValueError, "no spec for up.weight"), write="`declare` after the parameters are replaced")
+@mistake(
+    "tensor=2", Error(ValueError, "no spec for up.weight"), write="call `declare` after you replace the parameters"
+)
 def declared_before_splitting(run: Run) -> None:
     """`declare()` before the parameters are replaced by their shards."""
     model = full_model()
@@ -285,10 +293,10 @@ def declared_before_splitting(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ReplicaMismatchError, "up.weight: the parameter differs ... share_weights(model, registry)"),
-    write="one seed, or `share_weights(model, registry)`",
+    write="use one seed, or call `share_weights(model, registry)`",
 )
 def replicas_of_different_seeds(run: Run) -> None:
-    """Each replica draws its own weights."""
+    """Each replica draws its own initial weights."""
     run.model.load_state_dict(full_model(seed=run.rank).state_dict())
     run.begin()
     run.train(run.optimizer())
@@ -297,7 +305,7 @@ def replicas_of_different_seeds(run: Run) -> None:
 @mistake(
     "tensor=2",
     Error(ValueError, "up.weight ... from the same seed, draw the full tensor"),
-    write="draw the full weight from one seed and `shard` it, or another seed for each shard",
+    write="draw the full weight from one seed and `shard` it, or use one seed per shard",
 )
 def shards_of_the_same_seed(run: Run) -> None:
     """Each tensor rank draws its shard from the same seed: all shards are equal."""
@@ -312,10 +320,10 @@ def shards_of_the_same_seed(run: Run) -> None:
 @mistake(
     "data=2,tensor=2",
     Error(ReplicaMismatchError, "down.bias: the gradient differs along axis 'tensor' ... from another batch"),
-    write='the samples of `registry.rank("data")`, not of the global rank',
+    write='select samples by `registry.rank("data")`',
 )
 def batches_by_global_rank(run: Run) -> None:
-    """The loader deals samples out by global rank: tensor ranks see different ones."""
+    """A loader that selects samples by global rank: tensor ranks see different samples."""
     optimizer = run.optimizer()
     x, y = full_batch(0)
     optimizer.backward(mse(run.model, x.chunk(4)[run.rank], y.chunk(4)[run.rank]))
@@ -329,9 +337,9 @@ def first_half(dense: Dense) -> None:
         dense.step()
 
 
-@mistake("data=2", AsTorch(first_half), write='`prepare_dataloader`, or `shard(batch, P("data"), registry)`')
+@mistake("data=2", AsTorch(first_half), write='use `prepare_dataloader`, or `shard(batch, P("data"), registry)`')
 def same_samples_on_all_data_ranks(run: Run) -> None:
-    """Every data rank sees the same samples."""
+    """All data ranks see the same samples."""
     optimizer = run.optimizer()
     for step in range(3):
         x, y = full_batch(step)
@@ -343,10 +351,10 @@ def same_samples_on_all_data_ranks(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ValueError, "would give all samples to each of the 2 data ranks ... booster.prepare_dataloader("),
-    write="`booster.prepare_dataloader(dataset)`",
+    write="use `booster.prepare_dataloader(dataset)`",
 )
 def booster_with_a_plain_loader(run: Run) -> None:
-    """`booster.boost` gets a plain `DataLoader`."""
+    """A plain `DataLoader` passed to `booster.boost`."""
     data = torch.utils.data.TensorDataset(*full_batch(0))
     booster = Booster(registry=run.registry)
     booster.boost(run.model, run.sgd(), dataloader=torch.utils.data.DataLoader(data, batch_size=2))
@@ -360,9 +368,9 @@ def uneven_rows(dense: Dense) -> None:
         dense.step()
 
 
-@mistake("data=2", AsTorch(uneven_rows), write="a sum as loss, and `weight=len(batch)`")
+@mistake("data=2", AsTorch(uneven_rows), write="pass a sum as the loss, and `weight=len(batch)`")
 def batches_of_different_sizes(run: Run) -> None:
-    """Data ranks have batches of different sizes and means as losses."""
+    """Data ranks have batches of different sizes, and the loss is a mean."""
     optimizer = run.optimizer()
     for step in range(3):
         x, y = (full[:5] if run.rank == 0 else full[5:] for full in full_batch(step))
@@ -377,22 +385,26 @@ def batches_of_different_sizes(run: Run) -> None:
 @mistake(
     "data=2",
     Error(TypeError, "the optimizer is a generator, not a torch optimizer: make one of the parameters first"),
-    write="`ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)`",
+    write="pass an optimizer: `ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)`",
 )
 def parameters_for_an_optimizer(run: Run) -> None:
     """`ParallelOptimizer(model.parameters(), registry)`."""
     ParallelOptimizer(run.model.parameters(), run.registry)  # type: ignore[call-overload]
 
 
-@mistake("data=2", Error(TypeError, "ParallelOptimizer already; wrap a plain torch optimizer"), write="wrap once")
+@mistake(
+    "data=2",
+    Error(TypeError, "ParallelOptimizer already; wrap a plain torch optimizer"),
+    write="wrap the torch optimizer once",
+)
 def wrapped_twice(run: Run) -> None:
-    """A `ParallelOptimizer` is wrapped again."""
+    """A `ParallelOptimizer` wrapped again."""
     run.optimizer(run.optimizer())
 
 
-@mistake("data=2", Right(), write="one `ParallelOptimizer` for one torch optimizer")
+@mistake("data=2", Right(), write="one `ParallelOptimizer` is enough")
 def one_inner_optimizer_for_two(run: Run) -> None:
-    """Two `ParallelOptimizer`s of one torch optimizer, used in turn."""
+    """Two `ParallelOptimizer`s around one torch optimizer, used alternately."""
     sgd = run.sgd()
     optimizers = [run.optimizer(sgd), run.optimizer(sgd)]
     for step in range(3):
@@ -411,7 +423,7 @@ def two_optimizers(dense: Dense) -> None:
 
 
 @mistake(
-    "data=2,tensor=2", Right(two_optimizers), write="`ParallelOptimizer([one, another], registry)`: one norm for both"
+    "data=2,tensor=2", Right(two_optimizers), write="for one norm, use `ParallelOptimizer([one, another], registry)`"
 )
 def two_optimizers_of_one_model(run: Run) -> None:
     """Two `ParallelOptimizer`s for two parts of a model: each clips by the norm of its part."""
@@ -426,7 +438,7 @@ def two_optimizers_of_one_model(run: Run) -> None:
             optimizer.step()
 
 
-@mistake("data=2", Error(ValueError, "more than one parameter group"), write="each parameter in one group")
+@mistake("data=2", Error(ValueError, "more than one parameter group"), write="put each parameter into one group")
 def parameter_in_two_groups(run: Run) -> None:
     """A parameter is in two param groups."""
     run.optimizer(torch.optim.SGD([{"params": run.model.parameters()}, {"params": run.model.up.parameters()}], lr=LR))
@@ -445,10 +457,10 @@ def stepped_with_a_duplicate(dense: Dense) -> None:
 @mistake(
     "data=2",
     Warned("contains a parameter group with duplicate parameters", AsTorch(stepped_with_a_duplicate)),
-    write="each parameter once: `model.parameters()` leaves out tied ones",
+    write="pass each parameter once; `model.parameters()` omits duplicates of tied parameters",
 )
 def parameter_twice_in_a_group(run: Run) -> None:
-    """A parameter is twice in a param group."""
+    """A parameter twice in one param group."""
     sgd = torch.optim.SGD([*run.model.parameters(), run.model.up.weight], lr=LR)
     run.train(run.optimizer(sgd, max_norm=None))
 
@@ -456,10 +468,10 @@ def parameter_twice_in_a_group(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ValueError, "exhausted generator"),
-    write="`list(model.parameters())`, or `model.parameters()` again",
+    write="pass `list(model.parameters())`, or call `model.parameters()` again",
 )
 def generator_of_parameters_used_up(run: Run) -> None:
-    """A generator of parameters is exhausted when it is given to `clip_grad_norm_`."""
+    """An exhausted generator of parameters passed to `clip_grad_norm_`."""
     params = run.model.parameters()
     sgd = torch.optim.SGD(params, lr=LR, momentum=0.9)
     for step in range(3):
@@ -469,9 +481,11 @@ def generator_of_parameters_used_up(run: Run) -> None:
         sgd.step()
 
 
-@mistake("data=2", Error(ValueError, "exhausted generator"), write="`list(params)`, or `module.parameters()` again")
+@mistake(
+    "data=2", Error(ValueError, "exhausted generator"), write="pass `list(params)`, or call `module.parameters()` again"
+)
 def generator_used_up_for_a_new_group(run: Run) -> None:
-    """A generator of parameters is exhausted when it is given to `add_param_group`."""
+    """An exhausted generator of parameters passed to `add_param_group`."""
     params = run.model.down.parameters()
     assert sum(param.numel() for param in params) > 0
     optimizer = run.optimizer(torch.optim.SGD(run.model.up.parameters(), lr=LR, momentum=0.9))
@@ -486,7 +500,7 @@ def generator_used_up_for_a_new_group(run: Run) -> None:
         "2 of the optimizer's parameters are not in the model ... "
         "create the optimizer from model.parameters(), as the last step",
     ),
-    write="make the optimizer of `model.parameters()`, last",
+    write="create the optimizer from `model.parameters()`, last",
 )
 def booster_with_an_optimizer_of_another_model(run: Run) -> None:
     """`booster.boost(model, optimizer)` with an optimizer of another model."""
@@ -496,17 +510,17 @@ def booster_with_an_optimizer_of_another_model(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ValueError, "declare the same parameters in the same order"),
-    write="the same parameters in the same order on every rank",
+    write="pass the same parameters in the same order on every rank",
 )
 def parameters_in_another_order(run: Run) -> None:
-    """One rank gives its parameters in another order."""
+    """Parameters in another order on one rank."""
     named = list(run.model.named_parameters())
     run.train(run.optimizer(torch.optim.SGD(named if run.rank else named[::-1], lr=LR, momentum=0.9)))
 
 
 @mistake("data=2", Error(ValueError, "up.bias ... frozen"), write="freeze the same parameters on every rank")
 def frozen_on_one_rank(run: Run) -> None:
-    """One rank freezes a parameter before the optimizer is made."""
+    """A parameter frozen on one rank only, before the optimizer is created."""
     run.model.up.bias.requires_grad_(run.rank == 0)
     run.train(run.optimizer())
 
@@ -514,14 +528,14 @@ def frozen_on_one_rank(run: Run) -> None:
 @mistake(
     "data=2",
     Error(TypeError, "use an optimizer that steps without a closure"),
-    write="an optimizer whose `step` needs no closure",
+    write="use an optimizer whose `step` needs no closure",
 )
 def lbfgs(run: Run) -> None:
-    """L-BFGS is wrapped, which needs a closure."""
+    """L-BFGS, which needs a closure."""
     run.optimizer(torch.optim.LBFGS(run.model.parameters()))
 
 
-@mistake("data=2", Error(TypeError, "sparse"), write="`torch.nn.Embedding(..., sparse=False)`")
+@mistake("data=2", Error(TypeError, "sparse"), write="use `torch.nn.Embedding(..., sparse=False)`")
 def sparse_gradients(run: Run) -> None:
     """An embedding with `sparse=True`."""
     embedding = nn.Embedding(8, 2, sparse=True)
@@ -530,45 +544,49 @@ def sparse_gradients(run: Run) -> None:
     optimizer.step()
 
 
-@mistake("data=2", Error(TypeError, "has no argument max_grad_norm=: write max_norm=..."), write="`max_norm=`")
+@mistake("data=2", Error(TypeError, "has no argument max_grad_norm=: write max_norm=..."), write="write `max_norm=`")
 def argument_of_another_library(run: Run) -> None:
-    """`max_grad_norm=` or another library's name for an argument."""
+    """`max_grad_norm=` or another argument of another library."""
     run.optimizer(max_grad_norm=1.0)
 
 
-@mistake("data=2", Error(TypeError, "give placements, such as Sharded('data')"), write='`states=Sharded("data")`')
+@mistake("data=2", Error(TypeError, "give placements, such as Sharded('data')"), write='write `states=Sharded("data")`')
 def states_by_name(run: Run) -> None:
     """`states="zero1"`."""
     run.optimizer(states="zero1")
 
 
-@mistake("data=2", Error(ValueError, "accumulation_steps=0: give a whole number >= 1"), write="a whole number >= 1")
+@mistake(
+    "data=2", Error(ValueError, "accumulation_steps=0: give a whole number >= 1"), write="pass a whole number >= 1"
+)
 def accumulation_steps_zero(run: Run) -> None:
     """`accumulation_steps=0`."""
     run.optimizer(accumulation_steps=0)
 
 
 @mistake(
-    "data=2", Error(ValueError, "accumulation_steps ... rank 0 ... rank 1"), write="the same settings on every rank"
+    "data=2",
+    Error(ValueError, "accumulation_steps ... rank 0 ... rank 1"),
+    write="pass the same settings on every rank",
 )
 def settings_differ(run: Run) -> None:
-    """Ranks give different settings."""
+    """Different settings on different ranks."""
     run.optimizer(accumulation_steps=1 + run.rank)
 
 
-@mistake("data=2", Error(ValueError, "rank 0 ... rank 1"), write="the same learning rate on every rank")
+@mistake("data=2", Error(ValueError, "rank 0 ... rank 1"), write="use the same learning rate on every rank")
 def learning_rates_differ(run: Run) -> None:
-    """Ranks make torch's optimizer with different learning rates."""
+    """Different learning rates of the torch optimizers on different ranks."""
     run.optimizer(torch.optim.SGD(run.model.parameters(), lr=LR * (1 + run.rank)))
 
 
 @mistake(
     "data=2",
     Error(ValueError, "the optimizer is 'AdamW' on rank 0 and 'SGD' on rank 1: give the same value on all ranks"),
-    write="the same optimizer on every rank",
+    write="use the same optimizer on every rank",
 )
 def optimizers_differ(run: Run) -> None:
-    """Ranks make different torch optimizers."""
+    """Different torch optimizers on different ranks."""
     kind = torch.optim.SGD if run.rank else torch.optim.AdamW
     run.optimizer(kind(run.model.parameters(), lr=LR))
 
@@ -576,9 +594,9 @@ def optimizers_differ(run: Run) -> None:
 # torch's data parallelism ------------------------------------------------------------------------------------------------
 
 
-@mistake("data=2", Right(), write="`data_parallel=model`, which averages once")
+@mistake("data=2", Right(), write="the result is the same; `data_parallel=model` averages once")
 def ddp_not_named(run: Run) -> None:
-    """The model is wrapped in `DistributedDataParallel`, without `data_parallel=`: gradients are averaged twice."""
+    """A model in `DistributedDataParallel`, without `data_parallel=`: gradients are averaged twice."""
     model = DistributedDataParallel(run.model, process_group=run.registry.group("data"))
     optimizer = run.optimizer()
     for x, y in run.batches():
@@ -590,10 +608,10 @@ def ddp_not_named(run: Run) -> None:
 @mistake(
     "data=2,tensor=2",
     Error(ValueError, "data_parallel=DistributedDataParallel averages gradients over ranks", stepped_before=True),
-    write='`process_group=registry.group("data")`',
+    write='create it with `process_group=registry.group("data")`',
 )
 def ddp_over_the_world(run: Run) -> None:
-    """`DistributedDataParallel` over all ranks of a model that is split, given as `data_parallel=`."""
+    """`DistributedDataParallel` over all ranks of a sharded model, passed as `data_parallel=`."""
     run.optimizer(data_parallel=DistributedDataParallel(run.model))
 
 
@@ -602,10 +620,10 @@ def ddp_over_the_world(run: Run) -> None:
     Error(
         ValueError, "a DistributedDataParallel over the ranks [0, 1, 2, 3] ... or don't wrap it", stepped_before=True
     ),
-    write='`process_group=registry.group("data")`, and `data_parallel=model`',
+    write='create it with `process_group=registry.group("data")`, and pass `data_parallel=model`',
 )
 def ddp_over_the_world_not_named(run: Run) -> None:
-    """`DistributedDataParallel` over all ranks of a model that is split, without `data_parallel=`."""
+    """`DistributedDataParallel` over all ranks of a sharded model, without `data_parallel=`."""
     model = DistributedDataParallel(run.model)
     optimizer = run.optimizer()
     for x, y in run.batches():
@@ -617,10 +635,10 @@ def ddp_over_the_world_not_named(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ReplicaMismatchError, "the gradient differs along axis 'data'"),
-    write="`accumulation_steps=K`, which does it by itself",
+    write="use `accumulation_steps=K`",
 )
 def no_sync_by_hand(run: Run) -> None:
-    """`model.no_sync()` of torch around all micro-batches, the last one too."""
+    """`model.no_sync()` of torch around all micro-batches, including the last one."""
     model = DistributedDataParallel(run.model, process_group=run.registry.group("data"))
     optimizer = run.optimizer(data_parallel=model)
     for step in range(3):
@@ -634,10 +652,10 @@ def no_sync_by_hand(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ReplicaMismatchError, "the gradient differs along axis 'data'"),
-    write="forward through the wrapped model",
+    write="call the wrapped model",
 )
 def forward_past_ddp(run: Run) -> None:
-    """The forward goes through the bare model, past `DistributedDataParallel`, which then averages nothing."""
+    """A forward of the bare model instead of the `DistributedDataParallel` module, which then averages nothing."""
     model = DistributedDataParallel(run.model, process_group=run.registry.group("data"))
     optimizer = run.optimizer(data_parallel=model)
     run.train(optimizer)

@@ -39,9 +39,9 @@ from world import World
 # The model is changed -------------------------------------------------------------------------------------------------
 
 
-@mistake("data=2,tensor=2", Right(), write="nothing: the tensors stay the same")
+@mistake("data=2,tensor=2", Right(), write="the tensors stay the same")
 def model_moved_to_its_device(run: Run) -> None:
-    """`model.to(device)` after the optimizer was made, to the device where the model is."""
+    """`model.to(device)` to the model's present device, after the optimizer was created."""
     optimizer = run.optimizer()
     run.model.to("cpu")
     run.train(optimizer)
@@ -52,9 +52,11 @@ def without_down_bias(dense: Dense) -> None:
     dense.train(range(17))
 
 
-@mistake("data=2", Warned("down.bias", Right(without_down_bias)), write="make the optimizer after the model is final")
+@mistake(
+    "data=2", Warned("down.bias", Right(without_down_bias)), write="create the optimizer after all changes of the model"
+)
 def parameter_replaced(run: Run) -> None:
-    """A parameter is replaced after the optimizer was made: the new one is not stepped."""
+    """A parameter replaced after the optimizer was created: the new parameter is not stepped."""
     optimizer = run.optimizer()
     run.model.down.bias = nn.Parameter(run.model.down.bias.detach().clone())
     run.train(optimizer, range(17))  # the warning comes in the 16th step
@@ -65,10 +67,10 @@ def parameter_replaced(run: Run) -> None:
     Error(
         RuntimeError, "no parameter of the optimizer has a gradient ... make the torch optimizer of model.parameters()"
     ),
-    write="make the optimizer of the model that is trained",
+    write="create the optimizer from the model that you train",
 )
 def model_replaced(run: Run) -> None:
-    """The whole model is replaced after the optimizer was made."""
+    """A model replaced after the optimizer was created."""
     optimizer = run.optimizer()
     run.model = run.make_model()
     run.train(optimizer)
@@ -79,10 +81,10 @@ def model_replaced(run: Run) -> None:
     Error(
         RuntimeError, "no parameter of the optimizer has a gradient ... make the torch optimizer of model.parameters()"
     ),
-    write="make the optimizer of the copy",
+    write="create the optimizer from the copy",
 )
 def copy_of_the_model_trained(run: Run) -> None:
-    """`copy.deepcopy(model)` is trained with the optimizer of the original."""
+    """`copy.deepcopy(model)` trained with the optimizer of the original."""
     optimizer = run.optimizer()
     run.model = copy.deepcopy(run.model)
     run.train(optimizer)
@@ -91,19 +93,19 @@ def copy_of_the_model_trained(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "must have the same dtype"),
-    write="`precision.prepare(model)`, then the optimizer, and no cast after it",
+    write="call `precision.prepare(model)`, then create the optimizer; do not cast later",
     mode="bf16",
 )
 def model_cast_to_float32_after_masters(run: Run) -> None:
-    """`model.float()` after an optimizer with master weights was made."""
+    """`model.float()` after an optimizer with master weights was created."""
     optimizer = run.optimizer()
     run.model.float()
     run.train(optimizer)
 
 
-@mistake("data=2", Error(RuntimeError, "make the optimizer"), write="cast the model before the optimizer is made")
+@mistake("data=2", Error(RuntimeError, "make the optimizer"), write="cast the model before you create the optimizer")
 def model_cast_after_sharded_states(run: Run) -> None:
-    """`model.float()` of a float64 model after an optimizer with ZeRO-1 was made and stepped."""
+    """`model.float()` of a float64 model, after steps with ZeRO-1."""
     optimizer = run.optimizer(states=Sharded("data"))
     run.train(optimizer, [0])
     run.model.float()
@@ -113,9 +115,9 @@ def model_cast_after_sharded_states(run: Run) -> None:
     optimizer.step()
 
 
-@mistake("data=2", Error(RuntimeError, "make the optimizer"), write="cast the model before the optimizer is made")
+@mistake("data=2", Error(RuntimeError, "make the optimizer"), write="cast the model before you create the optimizer")
 def model_cast_after_first_step(run: Run) -> None:
-    """`model.float()` of a float64 model after the first step, without masters and ZeRO."""
+    """`model.float()` of a float64 model after the first step."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     run.model.float()
@@ -132,9 +134,9 @@ def frozen_after_one_step(dense: Dense) -> None:
     dense.train([1, 2])
 
 
-@mistake("data=2,tensor=2", Right(frozen_after_one_step), write="nothing, if every rank does it")
+@mistake("data=2,tensor=2", Right(frozen_after_one_step), write="freeze on every rank")
 def frozen_later_on_all_ranks(run: Run) -> None:
-    """A layer is frozen during training, on all ranks."""
+    """A layer frozen during training, on all ranks."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     run.model.up.requires_grad_(False)
@@ -144,7 +146,7 @@ def frozen_later_on_all_ranks(run: Run) -> None:
 
 @mistake("data=2", Error(RuntimeError, "up.bias"), write="freeze on every rank")
 def frozen_later_on_one_rank(run: Run) -> None:
-    """A parameter is frozen during training, on one rank."""
+    """A parameter frozen during training, on one rank only."""
     optimizer = run.optimizer()
     for step in range(20):
         if step == 1 and run.rank == 1:
@@ -157,10 +159,10 @@ def frozen_later_on_one_rank(run: Run) -> None:
     Error(
         RuntimeError, "up.bias was frozen when the optimizer was made ... unfreeze before ... or ... add_param_group"
     ),
-    write="`add_param_group`",
+    write="call `add_param_group`",
 )
 def unfrozen_later(run: Run) -> None:
-    """A parameter is unfrozen that was frozen when the optimizer was made."""
+    """A parameter unfrozen that was frozen when the optimizer was created."""
     run.model.up.bias.requires_grad_(False)
     optimizer = run.optimizer()
     run.model.up.bias.requires_grad_(True)
@@ -174,9 +176,9 @@ def clamped(dense: Dense) -> None:
             param.data.clamp_(-0.2, 0.2)
 
 
-@mistake("data=2,tensor=2", Right(clamped), write="nothing, without masters and `Offloaded`")
+@mistake("data=2,tensor=2", Right(clamped), write="works without master weights and without `Offloaded`")
 def weights_clamped(run: Run) -> None:
-    """Weights are clamped through `.data` after every step."""
+    """Weights clamped through `.data` after every step."""
     optimizer = run.optimizer()
     for step in range(3):
         run.train(optimizer, [step])
@@ -193,11 +195,11 @@ def clamped_once(dense: Dense) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "reload_from_model()", dense=clamped_once),
-    write="`optimizer.reload_from_model()` after it",
+    write="call `optimizer.reload_from_model()` after it",
     mode="bf16",
 )
 def weights_clamped_beside_masters(run: Run) -> None:
-    """Weights are clamped through `.data` after every step, beside master weights."""
+    """Weights clamped through `.data` after every step, with master weights."""
     optimizer = run.optimizer()
     for step in range(20):
         run.train(optimizer, [step])
@@ -206,10 +208,13 @@ def weights_clamped_beside_masters(run: Run) -> None:
 
 
 @mistake(
-    "data=2", Error(RuntimeError, "reload_from_model()"), write="`optimizer.reload_from_model()` after it", mode="bf16"
+    "data=2",
+    Error(RuntimeError, "reload_from_model()"),
+    write="call `optimizer.reload_from_model()` after it",
+    mode="bf16",
 )
 def weights_copied_beside_masters(run: Run) -> None:
-    """`model.load_state_dict()` after an optimizer with master weights was made."""
+    """`model.load_state_dict()` after an optimizer with master weights was created."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     run.model.load_state_dict(full_model().state_dict())
@@ -222,18 +227,18 @@ def loaded_after_a_step(dense: Dense) -> None:
     dense.train([1, 2])
 
 
-@mistake("data=2", Right(loaded_after_a_step), write="nothing: the next step begins with the loaded weights")
+@mistake("data=2", Right(loaded_after_a_step), write="the next step uses the loaded weights")
 def weights_copied_beside_offloaded(run: Run) -> None:
-    """`model.load_state_dict()` after an optimizer with `states=Offloaded(1.0)` was made."""
+    """`model.load_state_dict()` after an optimizer with `states=Offloaded(1.0)` was created."""
     optimizer = run.optimizer(states=Offloaded(1.0))
     run.train(optimizer, [0])
     run.model.load_state_dict(full_model().state_dict())
     run.train(optimizer, [1, 2])
 
 
-@mistake("data=2", Right(), write="load the weights first, then make the optimizer")
+@mistake("data=2", Right(), write="the first step uses the loaded weights")
 def weights_loaded_before_the_first_step(run: Run) -> None:
-    """`model.load_state_dict()` after an optimizer with ZeRO-1 was made, before its first step."""
+    """`model.load_state_dict()` after an optimizer with ZeRO-1 was created, before its first step."""
     start = {name: value.clone() for name, value in run.model.state_dict().items()}
     with torch.no_grad():
         run.model.up.weight.zero_()
@@ -245,7 +250,7 @@ def weights_loaded_before_the_first_step(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ReplicaMismatchError, "up.weight: the parameter differs"),
-    write="load on every rank, or `share_weights`",
+    write="load on every rank, or call `share_weights`",
 )
 def weights_loaded_on_one_rank(run: Run) -> None:
     """`model.load_state_dict()` on rank 0 only."""
@@ -255,9 +260,9 @@ def weights_loaded_on_one_rank(run: Run) -> None:
     run.train(run.optimizer())
 
 
-@mistake("data=2,tensor=2", Right(), write="nothing")
+@mistake("data=2,tensor=2", Right(), write="no change needed")
 def non_contiguous_parameters(run: Run) -> None:
-    """Parameters are transposed views, not contiguous."""
+    """Parameters that are transposed, non-contiguous views."""
     for linear in (run.model.up, run.model.down):
         linear.weight.data = linear.weight.data.t().contiguous().t()
     run.train(run.optimizer())
@@ -268,26 +273,28 @@ def hooked(dense: Dense) -> None:
     dense.train()
 
 
-@mistake("data=2,tensor=2", Right(hooked), write="nothing, if every rank has the same hook")
+@mistake("data=2,tensor=2", Right(hooked), write="use the same hook on every rank")
 def hook_changes_gradients(run: Run) -> None:
-    """A tensor hook changes the gradient of a parameter."""
+    """A tensor hook that changes a parameter's gradient."""
     run.model.up.weight.register_hook(lambda grad: grad / 2)
     run.train(run.optimizer())
 
 
 @mistake(
-    "tensor=2", Error(ReplicaMismatchError, "down.bias: the gradient differs"), write="the same noise on all replicas"
+    "tensor=2",
+    Error(ReplicaMismatchError, "down.bias: the gradient differs"),
+    write="add the same noise on all replicas",
 )
 def noise_differs_between_replicas(run: Run) -> None:
-    """A hook adds noise to gradients, and each tensor rank draws its own."""
+    """A hook that adds different noise to the gradients on each tensor rank."""
     torch.manual_seed(run.rank)
     run.model.down.bias.register_hook(lambda grad: grad + torch.randn_like(grad))
     run.train(run.optimizer())
 
 
-@mistake("data=2", Right(), write="nothing")
+@mistake("data=2", Right(), write="a missing gradient counts as zero")
 def parameter_without_gradient_on_one_rank(run: Run) -> None:
-    """A branch of the model is not used on one rank: its parameters have no gradient there."""
+    """A branch of the model that one rank does not use: its parameters have no gradient there."""
     extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = run.optimizer(torch.optim.SGD([*run.model.parameters(), extra], lr=LR, momentum=0.9))
     for step in range(3):
@@ -297,9 +304,9 @@ def parameter_without_gradient_on_one_rank(run: Run) -> None:
         optimizer.step()
 
 
-@mistake("data=2", Right(), write="nothing")
+@mistake("data=2", Right(), write="both share their parameters")
 def compiled_model(run: Run) -> None:
-    """The optimizer is made of the bare model, and the compiled one is trained."""
+    """An optimizer created from the bare model, and training with the compiled model."""
     optimizer = run.optimizer()
     model: nn.Module = torch.compile(run.model, backend="eager")  # type: ignore[assignment]
     for step in range(3):
@@ -314,7 +321,7 @@ def compiled_model(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "call step() of the ParallelOptimizer"),
-    write="`optimizer.step()` of the `ParallelOptimizer`",
+    write="call `step()` of the `ParallelOptimizer`",
 )
 def inner_step(run: Run) -> None:
     """`step()` of the wrapped torch optimizer."""
@@ -326,7 +333,7 @@ def inner_step(run: Run) -> None:
         sgd.step()
 
 
-@mistake("data=2", Right(), write="`optimizer.add_param_group()` of the `ParallelOptimizer`, which it calls")
+@mistake("data=2", Right(), write="it calls `add_param_group()` of the `ParallelOptimizer`")
 def inner_add_param_group(run: Run) -> None:
     """`add_param_group()` of the wrapped torch optimizer."""
     sgd = torch.optim.SGD(run.model.up.parameters(), lr=LR, momentum=0.9)
@@ -341,9 +348,9 @@ def momentum_forgotten(dense: Dense) -> None:
     dense.train([1, 2])
 
 
-@mistake("data=2,tensor=2", Right(momentum_forgotten), write="nothing")
+@mistake("data=2,tensor=2", Right(momentum_forgotten), write="no change needed")
 def state_cleared(run: Run) -> None:
-    """`optimizer.state.clear()` during training, to start its momentum anew."""
+    """`optimizer.state.clear()` during training, to reset the momentum."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     optimizer.state.clear()
@@ -353,7 +360,7 @@ def state_cleared(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "in different calls ... Every rank must"),
-    write="the same calls on every rank",
+    write="make the same calls on every rank",
     waits=True,
 )
 def group_added_on_one_rank(run: Run) -> None:
@@ -370,7 +377,7 @@ def group_added_on_one_rank(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "no parameter of the optimizer has a gradient"),
-    write="make a new optimizer of the copied model",
+    write="create a new optimizer from the copied model",
 )
 def optimizer_copied(run: Run) -> None:
     """`copy.deepcopy(optimizer)`: the copy steps copies of the parameters."""
@@ -378,7 +385,7 @@ def optimizer_copied(run: Run) -> None:
     run.train(optimizer)
 
 
-@mistake("data=2,tensor=2", Right(), write="nothing")
+@mistake("data=2,tensor=2", Right(), write="no change needed")
 def average_of_weights_beside(run: Run) -> None:
     """An exponential average of the weights in a copy of the model."""
     optimizer, ema = run.optimizer(), copy.deepcopy(run.model)
@@ -392,11 +399,11 @@ def average_of_weights_beside(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "reload_from_model()"),
-    write="average copies, not the model's own tensors",
+    write="average into a copy of the model, and evaluate the copy",
     mode="bf16",
 )
 def average_swapped_in_beside_masters(run: Run) -> None:
-    """Averaged weights are copied into the model for an evaluation, and training goes on without the old ones."""
+    """Averaged weights copied into the model for an evaluation, and not restored before training continues."""
     optimizer, ema = run.optimizer(), copy.deepcopy(run.model)
     run.train(optimizer, [0])
     with torch.no_grad():
@@ -411,7 +418,7 @@ def average_swapped_in_beside_masters(run: Run) -> None:
 @mistake(
     "data=2",
     Error(RuntimeError, "waited in vain in ... Every rank must make the same calls"),
-    write="`save_checkpoint` on every rank",
+    write="call `save_checkpoint` on every rank",
     waits=True,
 )
 def saved_on_one_rank(run: Run) -> None:
@@ -425,9 +432,9 @@ def saved_on_one_rank(run: Run) -> None:
         run.train(optimizer, [1])
 
 
-@mistake("data=2", Right(), write="one path for all ranks: rank 0's counts")
+@mistake("data=2", Right(), write="all ranks use the path of rank 0")
 def saved_to_a_path_for_each_rank(run: Run) -> None:
-    """Each rank saves to a path of its own, and loads from it."""
+    """A separate checkpoint path per rank, for saving and loading."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     path = run.folder / f"rank-{run.rank}"
@@ -437,17 +444,17 @@ def saved_to_a_path_for_each_rank(run: Run) -> None:
     run.train(optimizer, [1, 2])
 
 
-@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that wraps it"), write="the `ParallelOptimizer`")
+@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that wraps it"), write="pass the `ParallelOptimizer`")
 def saved_with_the_inner_optimizer(run: Run) -> None:
-    """`save_checkpoint(path, model, optimizer)` gets the wrapped torch optimizer."""
+    """`save_checkpoint(path, model, optimizer)` with the wrapped torch optimizer."""
     sgd = run.sgd()
     run.optimizer(sgd)
     save_checkpoint(run.folder / "run", run.model, sgd)  # type: ignore[arg-type]
 
 
-@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that wraps it"), write="the `ParallelOptimizer`")
+@mistake("data=2", Error(TypeError, "give the ParallelOptimizer that wraps it"), write="pass the `ParallelOptimizer`")
 def loaded_with_the_inner_optimizer(run: Run) -> None:
-    """`load_checkpoint(path, model, optimizer)` gets the wrapped torch optimizer."""
+    """`load_checkpoint(path, model, optimizer)` with the wrapped torch optimizer."""
     sgd = run.sgd()
     save_checkpoint(run.folder / "run", run.model, run.optimizer(sgd))
     load_checkpoint(run.folder / "run", run.model, sgd)  # type: ignore[arg-type]
@@ -459,7 +466,7 @@ def loaded_with_the_inner_optimizer(run: Run) -> None:
     write="save after `step()`",
 )
 def saved_within_a_window(run: Run) -> None:
-    """`save_checkpoint` in the middle of a window of micro-batches."""
+    """`save_checkpoint` in the middle of an accumulation window."""
     optimizer = run.optimizer(accumulation_steps=2)
     optimizer.backward(run.loss(0, 2, 0))
     save_checkpoint(run.folder / "run", run.model, optimizer)
@@ -468,16 +475,16 @@ def saved_within_a_window(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ValueError, "there is no complete checkpoint under"),
-    write="the folder that `save_checkpoint` was given",
+    write="pass the directory that `save_checkpoint` got",
 )
 def loaded_from_nowhere(run: Run) -> None:
-    """`load_checkpoint` of a folder without a checkpoint."""
+    """`load_checkpoint` from a directory without a checkpoint."""
     load_checkpoint(run.folder / "nothing", run.model, run.optimizer())
 
 
-@mistake("tensor=2", Error(ValueError, "down.weight"), write='`P(None, "tensor")`; save again')
+@mistake("tensor=2", Error(ValueError, "down.weight"), write='declare `P(None, "tensor")`, and save again')
 def loaded_elsewhere_with_a_wrong_dim(run: Run) -> None:
-    """A checkpoint of a model with a wrong dim declared is loaded in one process."""
+    """A checkpoint of a model with a wrongly declared dim, loaded in one process."""
     declare(run.model, SPECS)
     model = run.make_model()
     declare(model, {**SPECS, "down.weight": P("tensor", None)})
@@ -487,9 +494,9 @@ def loaded_elsewhere_with_a_wrong_dim(run: Run) -> None:
         load_checkpoint(run.folder / "run", full_model(), None, registry=registry)
 
 
-@mistake("data=2", Error(ValueError, "up.weight"), write="the model that was saved")
+@mistake("data=2", Error(ValueError, "up.weight"), write="load it into the model that you saved")
 def loaded_into_another_model(run: Run) -> None:
-    """A checkpoint of a model of another size is loaded."""
+    """A checkpoint of a model of another size."""
     save_checkpoint(run.folder / "run", run.model, run.optimizer())
     other = nn.Module()
     other.up, other.down = nn.Linear(6, 10).double(), nn.Linear(10, 4).double()
@@ -497,17 +504,17 @@ def loaded_into_another_model(run: Run) -> None:
     load_checkpoint(run.folder / "run", other, optimizer)
 
 
-@mistake("tensor=2", Error(ValueError, "rank"), write="`save_checkpoint`, or each rank its own `state_dict`")
+@mistake("tensor=2", Error(ValueError, "rank"), write="use `save_checkpoint`, or load each rank's own `state_dict`")
 def state_of_rank_0_for_all(run: Run) -> None:
-    """`optimizer.state_dict()` of rank 0 is loaded on all ranks, of a model that is split."""
+    """`optimizer.state_dict()` of rank 0 loaded on all ranks of a sharded model."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     optimizer.load_state_dict(gather_objects(optimizer.state_dict(), run.registry)[0])
 
 
-@mistake("data=2", Right(), write="nothing: replicas have the same state")
+@mistake("data=2", Right(), write="replicas have equal states")
 def state_of_rank_0_for_all_replicas(run: Run) -> None:
-    """`optimizer.state_dict()` of rank 0 is loaded on all replicas."""
+    """`optimizer.state_dict()` of rank 0 loaded on all replicas."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     optimizer.load_state_dict(gather_objects(optimizer.state_dict(), run.registry)[0])
@@ -521,7 +528,7 @@ def one_step(dense: Dense) -> None:
 @mistake(
     "data=2",
     Right(one_step),
-    write="`optimizer.load_state_dict()` of the `ParallelOptimizer`, which it calls",
+    write="it calls `load_state_dict()` of the `ParallelOptimizer`",
     mode="bf16",
 )
 def inner_load_state_dict(run: Run) -> None:
@@ -536,7 +543,10 @@ def inner_load_state_dict(run: Run) -> None:
 
 
 @mistake(
-    "data=2", Error(RuntimeError, "Monitor"), write="a `Monitor` on every rank: callbacks run on rank 0", waits=True
+    "data=2",
+    Error(RuntimeError, "Monitor"),
+    write="create a `Monitor` on every rank; its outputs run on rank 0",
+    waits=True,
 )
 def monitor_on_one_rank(run: Run) -> None:
     """A `Monitor` on rank 0 only."""
@@ -552,9 +562,9 @@ def monitor_on_one_rank(run: Run) -> None:
             monitor(stats, 0.0)
 
 
-@mistake("data=2", Error(RuntimeError, "Monitor"), write="`monitor(...)` on every rank", waits=True)
+@mistake("data=2", Error(RuntimeError, "Monitor"), write="call `monitor(...)` on every rank", waits=True)
 def monitor_called_on_one_rank(run: Run) -> None:
-    """A `Monitor` on every rank, which only rank 0 calls."""
+    """A `Monitor` on every rank, called on rank 0 only."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     monitor = Monitor(run.registry, every=1)
@@ -567,7 +577,7 @@ def monitor_called_on_one_rank(run: Run) -> None:
             monitor(stats, 0.0)
 
 
-@mistake("data=2", Error(RuntimeError, "Telemetry"), write="a `Telemetry` on every rank", waits=True)
+@mistake("data=2", Error(RuntimeError, "Telemetry"), write="create a `Telemetry` on every rank", waits=True)
 def telemetry_on_one_rank(run: Run) -> None:
     """A `Telemetry` on rank 0 only."""
     optimizer = run.optimizer()
@@ -577,9 +587,9 @@ def telemetry_on_one_rank(run: Run) -> None:
     run.train(optimizer)
 
 
-@mistake("data=2,tensor=2", Right(), write="nothing: these need no other rank")
+@mistake("data=2,tensor=2", Right(), write="reading them needs no other rank")
 def reports_on_one_rank(run: Run) -> None:
-    """Rank 0 alone reads norms, the number of skipped steps, the plan and its state."""
+    """Norms, skip counts, the plan and its state read on rank 0 only."""
     optimizer = run.optimizer()
     for step in range(3):
         run.train(optimizer, [step])
@@ -599,7 +609,7 @@ def reports_on_one_rank(run: Run) -> None:
     waits=True,
 )
 def evaluated_on_one_rank(run: Run) -> None:
-    """A model that is split is evaluated on rank 0 only."""
+    """A sharded model evaluated on rank 0 only."""
     optimizer = run.optimizer()
     run.train(optimizer, [0])
     run.wait_briefly()
@@ -610,9 +620,9 @@ def evaluated_on_one_rank(run: Run) -> None:
         time.sleep(6)
 
 
-@mistake("data=2", Right(), write="nothing: evaluation of replicas needs no other rank")
+@mistake("data=2", Right(), write="evaluating a replica needs no other rank")
 def replica_evaluated_on_one_rank(run: Run) -> None:
-    """A replica is evaluated on rank 0 only, between two steps."""
+    """A replica evaluated on rank 0 only, between two steps."""
     optimizer = run.optimizer()
     for step in range(3):
         run.train(optimizer, [step])

@@ -27,6 +27,7 @@ RANKS = {  # page -> the number of ranks that its snippets run on
     "TENSOR_PARALLEL.md": 4,
     "PIPELINES.md": 2,
     "REPLICA_CHECKS.md": 2,
+    "VERIFY_A_LAYOUT.md": 2,
     "EXPERTS.md": 2,
     "FSDP2_AND_DTENSOR.md": 4,
 }

@@ -36,6 +36,7 @@ ELSEWHERE = {  # page -> the tests that run its Python, or whose harness does
     "docs/howto/ZERO.md": "docs/test_howto.py",
     "docs/howto/TENSOR_PARALLEL.md": "docs/test_howto.py",
     "docs/howto/PIPELINES.md": "docs/test_howto.py",
+    "docs/howto/VERIFY_A_LAYOUT.md": "docs/test_howto.py",
     "docs/howto/REPLICA_CHECKS.md": "docs/test_howto.py",
     "docs/howto/EXPERTS.md": "docs/test_howto.py",
     "docs/howto/FSDP2_AND_DTENSOR.md": "docs/test_howto.py",

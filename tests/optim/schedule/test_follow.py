@@ -12,7 +12,7 @@ from meshstep.optim import (
     LinearWarmupLR,
     ParallelOptimizer,
 )
-from meshstep.optim.schedule import hold as taken_steps
+from meshstep.optim import schedule as taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from optimizers import BASES, optimizer_of, rates
 from probes import no_host_reads
@@ -78,7 +78,7 @@ def test_a_deferred_verdict_is_in_time_for_the_next_step(monkeypatch: pytest.Mon
             reads.append(super().read())
             return reads[-1]
 
-    monkeypatch.setattr("meshstep.optim.schedule.hold.FlagCopy", OnTheWay)
+    monkeypatch.setattr("meshstep.optim.schedule.FlagCopy", OnTheWay)
     run = Training()
     assert run.step(math.inf) == 0.0
     run.schedule.step()

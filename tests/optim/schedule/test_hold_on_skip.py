@@ -18,7 +18,7 @@ from meshstep.optim import (
     load_checkpoint,
     save_checkpoint,
 )
-from meshstep.optim.schedule import hold as taken_steps
+from meshstep.optim import schedule as taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
@@ -60,7 +60,7 @@ class Late(taken_steps.FlagCopy):
 @pytest.fixture(params=["at once", "late"])
 def verdict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "late":
-        monkeypatch.setattr("meshstep.optim.schedule.hold.FlagCopy", Late)
+        monkeypatch.setattr("meshstep.optim.schedule.FlagCopy", Late)
     return str(request.param)
 
 
@@ -120,7 +120,7 @@ def test_micro_batches_do_not_move_it(verdict: str) -> None:
 
 
 def test_a_late_move_is_not_made_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshstep.optim.schedule.hold.FlagCopy", Late)
+    monkeypatch.setattr("meshstep.optim.schedule.FlagCopy", Late)
     held = Training(SCHEDULES["LambdaLR"])
     held.run([1.0])
     assert held.optimizer.param_groups[0]["lr"] == 1.0

@@ -13,7 +13,7 @@ import torch
 from meshstep.amp import GradScaler, precision_of
 from meshstep.optim import ParallelOptimizer, Replayable, Sharded, TorchStates, replay
 from meshstep.optim.kernels.choice import chosen
-from meshstep.optim.schedule.schedules import follow
+from meshstep.optim.schedule import follow
 from meshstep.optim.step.c_engine import loops_for
 from meshstep.optim.step.update import steps_in_parts
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare

@@ -28,9 +28,8 @@ from .norm.plan import Bucket, ParameterEntry, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .parallel_optimizer import ParallelOptimizer
 from .recipe.accelerated import take_over_clipping
-from .recipe.align_copies import align_copies
 from .recipe.booster import Booster
-from .recipe.data_parallel import DataParallel, share_weights
+from .recipe.data_parallel import DataParallel, align_copies, share_weights
 from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
 from .states.chain import Binding, Link, Placement, Position, StepObserver

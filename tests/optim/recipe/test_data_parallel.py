@@ -67,7 +67,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
     with (
         ProcessGroupRegistry(Topology(roles=None, **axes)) as registry,
         small_buckets(64),
-        mock.patch("meshstep.optim.recipe.align_copies.BUCKET_BYTES", 64),
+        mock.patch("meshstep.optim.recipe.data_parallel.BUCKET_BYTES", 64),
     ):
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
         params = parameters(registry, dtype)

@@ -58,7 +58,6 @@ from ..norm.measure import GradStats
 from ..norm.plan import entries_of
 from ..parallel_optimizer import ParallelOptimizer
 from ..schedule import follow, followers
-from ..step.combined_optimizer import CombinedOptimizer, unchanged
 from ..step.window import Window
 from ..step.wrapped_optimizer import CombinedOptimizer, unchanged
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap

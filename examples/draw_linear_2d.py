@@ -1,9 +1,9 @@
-"""Draw who holds what of a 2-D linear layer, and over which ranks the power of each part's gradient is summed.
+"""Draw the shards of a 2-D linear layer on each rank, and the ranks over which their contributions to the norm are summed.
 
     python examples/draw_linear_2d.py docs/pictures/linear_2d.svg
 
-Nothing in the picture is drawn from memory: the specs are those that `Linear2D` declares, `shard` says which elements a
-rank holds, and the groups and weights are read off the `ReductionPlan`. No process is started.
+The picture is computed: `Linear2D` declares the specs, `shard` gives the elements of a rank, and the `ReductionPlan` gives
+groups and weights. No process is started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IN, OUT = 4, 4
 
 @dataclass(frozen=True)
 class Place:
-    """What `shard` asks a registry for, of any rank and without processes."""
+    """A registry of one rank for `shard`, without processes."""
 
     topology: Topology
     rank: int
@@ -43,14 +43,14 @@ class Place:
 
 
 class Held(NamedTuple):
-    """What one rank has of a parameter: its elements by their index in the full tensor, and the weight they count with."""
+    """The shard of one rank: indices of its elements in the full tensor, and its weight 1/h in the packed sum."""
 
     elements: tuple[int, ...]
     weight: Fraction
 
 
 class Parameter(NamedTuple):
-    """A parameter on the grid: what each rank holds, the axes of its sum, and the ranks that are summed together."""
+    """A parameter on the grid: the shard of each rank, the axes of its sum, and the groups of ranks that are summed."""
 
     title: str
     spec: P
@@ -60,14 +60,14 @@ class Parameter(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
     @property
-    def pieces(self) -> list[tuple[int, ...]]:
-        """The distinct pieces, by their first element."""
+    def shards(self) -> list[tuple[int, ...]]:
+        """Return the distinct shards, by their first element."""
         return sorted({held.elements for held in self.held if held.elements})
 
 
 def linear_2d_parameters(topology: Topology = GRID) -> Iterator[Parameter]:
-    """The weight, and the bias in each of its layouts."""
-    with ProcessGroupRegistry(Topology(row=1, col=1)) as one:  # enough to ask the layer what it declares
+    """Iterate over the weight, and the bias in each of its layouts."""
+    with ProcessGroupRegistry(Topology(row=1, col=1)) as one:  # enough to read the layer's specs
         for layout in get_args(BiasLayout):
             layer = Linear2D(IN, OUT, one, bias=layout)
             if layout == get_args(BiasLayout)[0]:
@@ -77,7 +77,7 @@ def linear_2d_parameters(topology: Topology = GRID) -> Iterator[Parameter]:
 
 
 def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -> Parameter:
-    """Ask the library about one parameter."""
+    """Compute shards, weights and groups of one parameter."""
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     held = []
     for rank in range(topology.world_size):
@@ -94,9 +94,9 @@ def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -
 # The drawing ----------------------------------------------------------------------------------------------------------
 
 MARGIN, PANEL, GAP = 36, 212, 26  # panels side by side
-CARD, BETWEEN = (88, 96), 22  # a rank, and the space between two
+CARD, BETWEEN = (88, 96), 22  # a rank's card, and the gap between cards
 HEAD, BODY = 136, 256  # where the grid begins, and its height
-PIECES = ("#2f81f7", "#e8912d", "#2da44e", "#bf4b8a")
+COLOURS = ("#2f81f7", "#e8912d", "#2da44e", "#bf4b8a")
 STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
   .title { font-size: 17px; font-weight: 600 } .name { font-size: 15px; font-weight: 600 }
@@ -111,8 +111,8 @@ DARK = """
 """
 TIMES = "\N{MULTIPLICATION SIGN}"
 LEGEND = (
-    "Filled: the elements that a rank holds; one colour, one piece. Dashed: the ranks of one sum, each group on its own.",
-    f"{TIMES} 1/2: what a copy counts where all parameters are summed at once, over all ranks.",
+    "Filled: elements that a rank holds. Equal shards have the same colour. Dashed: ranks whose contributions are summed.",
+    f"{TIMES} 1/2: weight of a rank's contribution if one packed sum goes over all ranks; two ranks hold the same shard.",
 )
 
 
@@ -126,14 +126,14 @@ def box(x: float, y: float, width: float, height: float, kind: str, radius: floa
 
 
 def draw_tensor(param: Parameter, held: Held, x: float, y: float) -> Iterator[str]:
-    """The full tensor around (x, y), with what is held filled in the colour of the piece."""
+    """Draw the full tensor around (x, y), with the rank's elements in the colour of the shard."""
     rows, cols = (1, *param.shape)[-2:]
     width, height = (44 / cols, 44 / rows) if rows > 1 else (68 / cols, 16)
     left, top = x - width * cols / 2, y - height * rows / 2
-    piece = [i for i, elements in enumerate(param.pieces) if elements == held.elements]
+    number = [i for i, elements in enumerate(param.shards) if elements == held.elements]
     for element in range(rows * cols):
         row, col = divmod(element, cols)
-        fill = PIECES[piece[0]] if element in held.elements else ""
+        fill = COLOURS[number[0]] if element in held.elements else ""
         yield box(left + col * width, top + row * height, width, height, "cell", fill=fill)
 
 
@@ -142,12 +142,12 @@ def draw_rank(param: Parameter, rank: int, x: float, y: float) -> Iterator[str]:
     yield box(x, y, *CARD, "card", 8)
     yield text(x + CARD[0] / 2, y + 18, f"rank {rank}", "quiet")
     yield from draw_tensor(param, held, x + CARD[0] / 2, y + 49)
-    count, kind = (f"{TIMES} {held.weight}", "") if held.elements else ("nothing", "quiet")
+    count, kind = (f"{TIMES} {held.weight}", "") if held.elements else ("no shard", "quiet")
     yield text(x + CARD[0] / 2, y + 88, count, kind)
 
 
 def draw_panel(param: Parameter, left: float, topology: Topology) -> Iterator[str]:
-    """Title, grid of ranks, the outlines of what is summed together, and the sum in words."""
+    """Draw title, grid of ranks, outlines of the groups, and text about the sum."""
     middle = left + PANEL / 2
     yield text(middle, HEAD - 58, param.title, "name")
     yield text(middle, HEAD - 37, str(param.spec), "code")
@@ -165,22 +165,22 @@ def draw_panel(param: Parameter, left: float, topology: Topology) -> Iterator[st
         xs, ys = zip(*(corners[rank] for rank in group), strict=True)
         width, height = max(xs) - min(xs) + CARD[0], max(ys) - min(ys) + CARD[1]
         yield box(min(xs) - 6, min(ys) - 6, width + 12, height + 12, "group", 12)
-    copies = {held.weight.denominator for held in param.held if held.elements}
-    holders = " or ".join(map(str, sorted(copies)))
+    replication = {held.weight.denominator for held in param.held if held.elements}
+    holders = " or ".join(map(str, sorted(replication)))
     yield text(middle, HEAD + BODY, "sum over " + " x ".join(param.axes))
     ranks = " and ".join(f"{{{', '.join(map(str, group))}}}" for group in param.groups)
     yield text(middle, HEAD + BODY + 20, ranks, "code")
     plural = "" if holders == "1" else "s"
-    yield text(middle, HEAD + BODY + 40, f"{len(param.pieces)} pieces, each on {holders} rank{plural}", "quiet")
+    yield text(middle, HEAD + BODY + 40, f"{len(param.shards)} shards, each on {holders} rank{plural}", "quiet")
 
 
 def draw(topology: Topology = GRID, *, style: str | None = None) -> str:
-    """The picture, as SVG; ``style`` replaces the one that follows the reader's light or dark mode."""
+    """Return the picture as SVG. ``style`` replaces the style sheet that follows the reader's light or dark mode."""
     params = list(linear_2d_parameters(topology))
     width, height = 2 * MARGIN + len(params) * PANEL + (len(params) - 1) * GAP, HEAD + BODY + 112
     style = style or f"{STYLE}  @media (prefers-color-scheme: dark) {{{DARK}  }}\n"
     sizes = " x ".join(str(size) for size in topology.sizes)
-    title = f"A 2-D linear layer on a {sizes} grid: who holds what, and which ranks are summed"
+    title = f"A 2-D linear layer on a {sizes} grid: the shards of each rank, and the groups of each sum"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
         f"<title>{title}</title>",

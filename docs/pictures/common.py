@@ -1,9 +1,9 @@
-"""What the pictures' scripts share: figures of a run, kept as JSON beside them, and a frame to draw curves in.
+"""Code that the scripts of the pictures share: figures of a run, stored as JSON, and a frame for curves.
 
-    python docs/pictures/drift.py           # measures, keeps the figures, draws
-    python docs/pictures/drift.py --draw    # draws again, from the figures that are kept
+    python docs/pictures/drift.py           # measures, stores the figures, draws
+    python docs/pictures/drift.py --draw    # draws from the stored figures
 
-No number in a picture is typed in. The tests compare each file with what its script draws, and the figures with a run.
+Every number in a picture comes from the figures. Tests compare each file with its script, and the figures with a run.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 EXAMPLES = ROOT / "examples"
 
-Figures = Any  # what JSON can say
+Figures = Any  # a JSON value
 Point = tuple[float, float]
 
 
 def example(name: str) -> Any:
-    """A script of examples/ as a module."""
+    """Import a script of examples/."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module(name)
 
 
 def figures_of(name: str) -> Figures:
-    """Those that are kept."""
+    """Return the stored figures of a picture."""
     return json.loads((HERE / "figures" / f"{name}.json").read_text())
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """Floats with so many significant digits, within lists and dicts."""
+    """Round all floats in nested lists and dicts to ``digits`` significant digits."""
     if isinstance(value, dict):
         return {key: rounded(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -54,16 +54,16 @@ def keep(name: str, figures: Figures) -> None:
 
 
 def main(name: str, measure: Callable[[], Figures], draw: Callable[[Figures], str]) -> None:
-    """The command line of a picture's script."""
+    """Run the command line of a picture's script."""
     parser = argparse.ArgumentParser(description=f"Draw {name}.svg from figures of a run.")
-    parser.add_argument("--draw", action="store_true", help="draw only, from the figures that are kept")
+    parser.add_argument("--draw", action="store_true", help="draw only, from the stored figures")
     if not parser.parse_args().draw:
         keep(name, measure())
     (HERE / f"{name}.svg").write_text(draw(figures_of(name)), encoding="utf-8")
 
 
 class Frame(NamedTuple):
-    """A place to draw curves in: where it is, and what its ends stand for."""
+    """A frame for curves: its position in pixels, and the values at its edges."""
 
     x: float
     y: float
@@ -76,7 +76,7 @@ class Frame(NamedTuple):
     log: bool = False
 
     def place(self, x: float, y: float) -> Point:
-        """Of a value; above and below the frame, on its edge."""
+        """Return the position of a value. Values outside the frame are on its edge."""
         low, high, value = (
             (log10(v) for v in (self.low, self.high, max(y, 1e-300))) if self.log else (self.low, self.high, y)
         )
@@ -84,7 +84,7 @@ class Frame(NamedTuple):
         return self.x + self.width * (x - self.left) / (self.right - self.left), self.y + self.height * (1 - part)
 
     def frame(self, title: str, ticks: Sequence[float], below: str = "step") -> Iterator[str]:
-        """Its outline, what it shows, and its numbers."""
+        """Draw the outline, the title and the ticks."""
         yield text(self.x, self.y - 10, title, "name")
         yield box(self.x, self.y, self.width, self.height, "line")
         for tick in ticks:

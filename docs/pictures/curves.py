@@ -1,4 +1,4 @@
-"""Loss and gradient norm of examples/train_digits.py in six layouts, on one another; and how far each is off the dense."""
+"""Draw loss and gradient norm of examples/train_digits.py in six layouts, and their difference from the dense run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LAYOUTS = {  # the dense one first
     "row=2,col=2": "2-D",
     "depth=2,row=2,col=2": "2.5-D",
     "input=2,weight=2,output=2": "3-D",
-    "data=2,tensor=2": "1-D, batch split",
+    "data=2,tensor=2": "1-D on 2 data ranks",
 }
 STEPS = 200
 
 
 def train(topology: str, steps: int = STEPS, stop_after: int = STEPS) -> Figures:
-    """On each rank: the loss and the norm of each step, and the accuracy on the test samples."""
+    """Return loss and norm of each step, and the accuracy on the test samples, on each rank."""
     torch.set_num_threads(1)
     script = example("train_digits")
     options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, "--steps", str(steps)])
@@ -36,7 +36,7 @@ def train(topology: str, steps: int = STEPS, stop_after: int = STEPS) -> Figures
 
 
 def measure() -> Figures:
-    """Minutes a layout: those that are kept already stay; remove figures/curves.json to measure all anew."""
+    """Measure layouts without figures, minutes each. Remove figures/curves.json to measure all layouts."""
     found = figures_of("curves") if (HERE / "figures" / "curves.json").exists() else {}
     for topology in LAYOUTS:
         if topology not in found:
@@ -46,7 +46,7 @@ def measure() -> Figures:
 
 
 def off(values: list[float], dense: list[float]) -> list[tuple[float, float]]:
-    """(step, largest relative difference so far), in figures that are kept to 6 digits."""
+    """Return (step, largest relative difference up to this step). The figures have 6 digits."""
     differences = [abs(a / b - 1) for a, b in zip(values, dense, strict=True)]
     return list(enumerate(accumulate(differences, max), start=1))
 
@@ -62,7 +62,7 @@ def panels(figures: Figures) -> Iterator[str]:
             points = list(enumerate(values[name], start=1))
             yield frame.curve(points, COLOURS[rank], 1.2 + 0.6 * (len(figures) - 1 - rank))
         below = Frame(76 + 410 * index, 360, 350, 120, 1, steps, 1e-7, 1e-2, log=True)
-        yield from below.frame(f"{name}: relative difference so far", (1e-6, 1e-4, 1e-2))
+        yield from below.frame(f"{name}: difference from dense", (1e-6, 1e-4, 1e-2))
         for rank, values in list(enumerate(figures.values()))[1:]:
             yield below.curve(off(values[name], dense[name]), COLOURS[rank], 1.6)
     x = 76.0
@@ -70,10 +70,12 @@ def panels(figures: Figures) -> Iterator[str]:
         yield line([(x, 531), (x + 22, 531)], colour=COLOURS[rank], width=5)
         yield text(x + 28, 535, LAYOUTS[topology])
         x += 48 + 7.6 * len(LAYOUTS[topology])
+    note = "Difference: the largest |value / dense value - 1| in all steps so far, of values with 6 digits"
+    yield text(76, 562, note, "quiet")
 
 
 def draw(figures: Figures) -> str:
-    return page("Six layouts, one curve: the transformer of examples/train_digits.py", 872, 560, panels(figures))
+    return page("A transformer trained in six layouts (examples/train_digits.py)", 872, 586, panels(figures))
 
 
 if __name__ == "__main__":

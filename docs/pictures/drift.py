@@ -1,7 +1,7 @@
-"""Copies that drift apart where each rank clips by what it holds, and the loss with them; and the same steps by the norm.
+"""Draw how replicas diverge, and the loss with them, if each rank clips by the norm of its own shards.
 
-The transformer of examples/train_digits.py, split over tensor=4: its layer norms, embedding and head are copies, which see
-the same gradients. Everything is the same in both runs but whose norm clips.
+The model is the transformer of examples/train_digits.py on tensor=4. Its layer norms, embedding and head are replicated and
+get equal gradients. The two runs differ only in the norm that clips.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from meshstep.testing import run_ranks
 from torch import nn
 
 TOPOLOGY, STEPS, LR = "tensor=4", 200, 0.4
-RUNS = {"own": "each rank clips by the norm of what it holds", "exact": "meshstep: all clip by the norm of the model"}
+RUNS = {"own": "each rank clips by the norm of its shards", "exact": "meshstep: all ranks clip by the global norm"}
 
 
 def train(steps: int = STEPS, lr: float = LR, runs: tuple[str, ...] = tuple(RUNS)) -> Figures:
-    """On each rank, of both runs: the largest loss of any rank, and how far copies are apart, relative, of each step."""
+    """Return, per run and step, the largest loss of any rank and the relative distance of replicas, on each rank."""
     torch.set_num_threads(1)
     return {run: one(run, steps, lr) for run in runs}
 
@@ -51,9 +51,9 @@ def one(run: str, steps: int, lr: float) -> dict[str, list[float]]:
 
 
 def apart(model: nn.Module, registry: ProcessGroupRegistry) -> float:
-    """The distance of all copies from those of rank 0, over their norm; of the rank that is farthest."""
-    copies = torch.cat([p.detach().flatten().double() for p in model.parameters() if spec_of(p) == P()])
-    first, *others = gather_objects(copies, registry)
+    """Return the largest distance of a rank's replicas from the replicas of rank 0, divided by the norm of these."""
+    replicas = torch.cat([p.detach().flatten().double() for p in model.parameters() if spec_of(p) == P()])
+    first, *others = gather_objects(replicas, registry)
     return max(float((other - first).norm() / first.norm()) for other in others)
 
 
@@ -62,7 +62,7 @@ def measure() -> Figures:
 
 
 def means(values: list[float], steps: int = 10) -> list[tuple[float, float]]:
-    """(step, mean over the last steps)."""
+    """Return (step, mean over the last ``steps`` values)."""
     return [(end, sum(values[end - steps : end]) / steps) for end in range(steps, len(values) + 1)]
 
 
@@ -70,8 +70,8 @@ def panels(figures: Figures) -> Iterator[str]:
     steps = len(figures["own"]["loss"])
     apart = Frame(76, 96, 350, 220, 1, steps, 1e-4, 1, log=True)
     loss = Frame(496, 96, 350, 220, 1, steps, 0, 2.6)
-    yield from apart.frame("copies apart, relative", (1e-4, 1e-3, 1e-2, 1e-1, 1))
-    yield from loss.frame("loss of the worst rank, mean of 10 steps", (0, 1, 2))
+    yield from apart.frame("distance of replicas / their norm", (1e-4, 1e-3, 1e-2, 1e-1, 1))
+    yield from loss.frame("largest loss of a rank, mean of 10 steps", (0, 1, 2))
     for index, run in enumerate(RUNS):
         colour = COLOURS[(1, 2)[index]]
         yield apart.curve(list(enumerate(figures[run]["apart"], start=1)), colour, 2)
@@ -84,7 +84,7 @@ def panels(figures: Figures) -> Iterator[str]:
 
 
 def draw(figures: Figures) -> str:
-    return page("Copies that clip by different norms: they drift apart", 872, 392, panels(figures))
+    return page("Replicas that are clipped by different norms diverge", 872, 392, panels(figures))
 
 
 if __name__ == "__main__":

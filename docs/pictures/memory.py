@@ -1,6 +1,6 @@
-"""What one of four data ranks keeps, by what is sharded: bytes an element of the model, counted from a step's tensors.
+"""Draw the memory of one of four data ranks for each state placement, in bytes per element of the model.
 
-bfloat16 weights with float32 gradients and masters, AdamW. `fully_shard`, which shards the weights as well, is torch's.
+The bytes are counted from the tensors of a step: bfloat16 weights, float32 gradients and master weights, AdamW.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 RANKS, WIDTH, DEPTH = 4, 64, 4
 PLACEMENTS: dict[str, Any] = {
-    "whole": (),
+    "replicated states": (),
     "ZeRO-1: Sharded('data')": Sharded("data"),
     "ZeRO-2: Sharded('data', gradients=True)": Sharded("data", gradients=True),
     "ZeRO-2 and Offloaded(1.0)": (Sharded("data", gradients=True), Offloaded(1.0)),
 }
-PARTS = ("weights", "gradients", "masters", "states")
+PARTS = ("weights", "gradients", "gradient shards", "master weights", "optimizer states")
 
 
 def kept() -> Figures:
-    """On each rank: placement -> part -> bytes an element of the model; what is offloaded counts as 'on the CPU'."""
+    """Return placement -> part -> bytes per element of the model, on each rank. Offloaded tensors count as "on the CPU"."""
     with ProcessGroupRegistry(Topology(data=RANKS)) as registry:
         return {name: of_placement(states, registry) for name, states in PLACEMENTS.items()}
 
@@ -48,26 +48,30 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
     moments = [value for value in moments if isinstance(value, Tensor) and value.dim()]
     found: dict[str, list[Any]] = {
         "weights": weights,
-        "gradients": gradients_of(weights, optimizer),
-        "masters": pieces,
-        "states": moments,
+        "gradients": [weight.grad for weight in weights if weight.grad is not None],
+        "gradient shards": gradient_shards(optimizer),
+        "master weights": pieces,
+        "optimizer states": moments,
     }
     numel = sum(weight.numel() for weight in weights)
     bytes_of = {name: memory_of(tensors) / numel for name, tensors in found.items()}
-    if isinstance(states, tuple) and states:  # on a CPU there is nothing to tell the two memories apart by
-        bytes_of |= {"masters": 0.0, "states": 0.0, "on the CPU": bytes_of["masters"] + bytes_of["states"]}
+    if (
+        isinstance(states, tuple) and states
+    ):  # everything is on the CPU here, so devices do not identify offloaded tensors
+        offloaded = bytes_of["master weights"] + bytes_of["optimizer states"]
+        bytes_of |= {"master weights": 0.0, "optimizer states": 0.0, "on the CPU": offloaded}
     return bytes_of
 
 
-def gradients_of(weights: list[nn.Parameter], optimizer: ParallelOptimizer) -> list[Tensor]:
-    """Those that are there when the update begins: of the weights, and the slices that they were reduced into."""
+def gradient_shards(optimizer: ParallelOptimizer) -> list[Tensor]:
+    """Return this rank's shards of the reduced gradients."""
     shards = [link for link in optimizer._states.links if isinstance(link, Shards)]
-    slices = [gradient for link in shards for bucket in link.buckets for gradient in bucket.gradients]
-    return [grad for grad in (*(weight.grad for weight in weights), *slices) if grad is not None]
+    found = [gradient for link in shards for bucket in link.buckets for gradient in bucket.gradients]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def memory_of(tensors: list[Any]) -> int:
-    """Bytes, each element once, however many tensors show it."""
+    """Return the bytes of the tensors. Tensors that share memory count once."""
     seen = {(tensor.data_ptr(), tensor.numel()): tensor.nbytes for tensor in tensors}
     return sum(seen.values())
 
@@ -80,12 +84,16 @@ def measure() -> Figures:
 def draw(figures: Figures) -> str:
     parts, scale, top = [], 26, 104
     colours = dict(
-        zip((*PARTS, "on the CPU"), (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[3], COLOURS[7]), strict=True)
+        zip(
+            (*PARTS, "on the CPU"),
+            (COLOURS[0], COLOURS[1], COLOURS[5], COLOURS[2], COLOURS[3], COLOURS[7]),
+            strict=True,
+        )
     )
     x = 36.0
     for name, colour in colours.items():
         parts += [box(x, 62, 14, 14, "", 3, colour), text(x + 20, 74, name)]
-        x += 48 + 7.4 * len(name)
+        x += 44 + 7.2 * len(name)
     for index, (placement, found) in enumerate(figures.items()):
         y, x = top + 46 * index, 320.0
         parts.append(text(308, y + 19, placement, "code", "end"))
@@ -97,11 +105,15 @@ def draw(figures: Figures) -> str:
         elsewhere = found.get("on the CPU", 0)
         said = f"{sum(found.values()) - elsewhere:g}" + (f", and {elsewhere:g} on the CPU" if elsewhere else "")
         parts.append(text(x + 10, y + 19, said, "name"))
-    height = top + 46 * len(figures) + 24
-    parts.append(
-        text(36, height - 14, f"data={RANKS}, AdamW; counted from a step's tensors when the update begins", "quiet")
+    height = top + 46 * len(figures) + 44
+    zero1 = figures["ZeRO-1: Sharded('data')"]
+    notes = (
+        f"ZeRO-1 keeps the full gradient ({zero1['gradients']:g}) and this rank's shard of the reduced gradient "
+        f"({zero1['gradient shards']:g}). ZeRO-2 keeps only the shard.",
+        f"data={RANKS}, bfloat16 weights with float32 master weights, AdamW; counted from the tensors of a step",
     )
-    return page("Bytes an element of the model on one of four data ranks, in bfloat16 with masters", 872, height, parts)
+    parts += [text(36, height - 34 + 20 * index, note, "quiet") for index, note in enumerate(notes)]
+    return page("Memory of one of four data ranks, in bytes per element of the model", 872, height, parts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A step of two data ranks as a timeline: what each rank is doing when, by its own clock, and which of it is sending.
+"""Draw a step of two data ranks as a timeline of its stages.
 
-The clocks of processes on one machine are one clock. Of eleven steps the one of median length is shown; times are of the
-machine that measured, and only their order is what a test can compare.
+Processes on one machine share a clock. The step is the one of median length of eleven. Times depend on the machine, so
+tests compare only the order of stages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Span = list[Any]  # [stage, start, end], in ms
 
 
 def steps(count: int = STEPS, width: int = WIDTH) -> list[list[Span]]:
-    """On each rank, of each step after the first: its spans, from the step's start on any rank."""
+    """Return the spans of each step after the first, on each rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.Tanh())))
@@ -69,7 +69,7 @@ def _timed(
 
 
 def watch(optimizer: ParallelOptimizer, timed: Callable[..., Any], stack: ExitStack) -> None:
-    """Time the stages of `ParallelOptimizer.step`, and what is sent within them."""
+    """Time the stages of `ParallelOptimizer.step`, and the collectives within them."""
     for name, stage in (("_completion", "reduce-scatter"), ("_clipping", "measure, decide")):
         kind = type(getattr(optimizer, name))
         stack.enter_context(mock.patch.object(kind, "__call__", partialmethod(_timed, timed, stage, kind.__call__)))
@@ -95,7 +95,7 @@ def bars(figures: Figures) -> Iterator[str]:
         y = 104 + 66 * index
         yield text(36, y + 26, f"rank {index}", "name")
         yield box(left, y, width, 40, "card")
-        # Inner spans end first and are drawn last: the update lies within what the all-gather ends.
+        # Inner spans end first and are drawn last: the update is inside the span of the all-gather.
         for stage, start, stop in sorted(rank, key=lambda span: span[1] - span[2]):
             x, long = left + width * start / end, width * (stop - start) / end
             yield box(x, y, max(long, 1.5), 40, "", 2, COLOURS[STAGES.index(stage)])

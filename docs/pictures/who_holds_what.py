@@ -1,4 +1,4 @@
-"""Who holds what, in each published layout: what `python -m meshstep.parallel ... --svg FILE` draws."""
+"""Draw the shards of each published layout, with the code of `python -m meshstep.parallel ... --svg FILE`."""
 
 from __future__ import annotations
 

@@ -98,6 +98,7 @@ def page(title: str, width: float, height: float, parts: Iterable[str], style: s
 
 MOST = 64  # ranks
 CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900
+BAR = 14  # height of a tensor of one dim, in pixels
 HEAD, FOOT = 48, 52  # pixels of a panel above its grids (title and spec) and below (text)
 
 Cells = frozenset[tuple[int, ...]]
@@ -123,17 +124,17 @@ def parameters(topology: Topology) -> list[Shown]:
         found += [
             Shown("3-D weight", P(("output", "weight"), "input"), 2),
             Shown("its bias", P("input"), 1),
-            Shown("a classifier", P(None, "output", owned={"input": "output"}), 2),
+            Shown("classifier weight", P(None, "output", owned={"input": "output"}), 2),
         ]
     for axis in sorted(names & {"tensor", "tp"})[:1]:
         found += [
-            Shown("weight, by outputs", P(axis, None), 2),
+            Shown("weight, sharded by outputs", P(axis, None), 2),
             Shown("its bias", P(axis), 1),
-            Shown("weight, by inputs", P(None, axis), 2),
+            Shown("weight, sharded by inputs", P(None, axis), 2),
         ]
     for axis in sorted(names & {"expert", "ep"})[:1]:
-        found += [Shown("weights of experts", P(axis, None, None), 3)]
-    return [*found, Shown("a replicated one", P(), 1)]
+        found += [Shown("expert weights", P(axis, None, None), 3)]
+    return [*found, Shown("a replicated parameter", P(), 1)]
 
 
 def held(shown: Shown, topology: Topology, rank: int) -> Cells:
@@ -249,7 +250,7 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
         yield from card(rank, cells_of(shown, topology), cells, colours.get(piece, ""), x, y)
     _, height = panel_size(topology)
     holders, count = shown.spec.holders(topology), len(colours)
-    shards = "1 shard" if count == 1 else f"{count} shards, each"
+    shards = "the full tensor" if count == 1 else f"{count} shards, each"
     yield text(left, top + height - FOOT + 12, f"{shards} on {holders} rank{'s' if holders > 1 else ''}")
     if shown.spec.partial:
         yield text(
@@ -260,13 +261,15 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
 def card(rank: int, sizes: Sequence[int], cells: Cells, colour: str, x: float, y: float) -> Iterator[str]:
     """Iterate over the SVG elements of a rank's card: its number, and the full tensor with the rank's cells filled.
 
-    A tensor of three dims is drawn as a column of cells along the first dim.
+    A tensor of one dim is a bar, and a matrix is a square: a dim that is not sharded is one cell of full size.
+    A tensor of three dims is a column of cells along the first dim.
     """
     yield box(x, y, CARD, CARD, "card", 6)
     yield text(x + CARD / 2, y + 14, str(rank), "quiet", "middle")
     rows, columns = (1, *sizes)[-2:] if len(sizes) < 3 else (sizes[0], 1)
-    width, height = (CARD - 16) / columns, min((CARD - 26) / rows, 32 if rows > 1 else 14)
-    top = y + 20 + (CARD - 26 - height * rows) / 2
+    full = CARD - 26 if len(sizes) > 1 else BAR
+    width, height = (CARD - 16) / columns, full / rows
+    top = y + 20 + (CARD - 26 - full) / 2
     for row, column in product(range(rows), range(columns)):
         cell = (column,) if len(sizes) == 1 else (row, column) if len(sizes) == 2 else (row, 0, 0)
         yield box(

@@ -13,8 +13,8 @@ A rank holds at most its own blocks and two panels of each operand. While a pane
 next panel (or the reduction of the previous one) runs.
 
 The ranks of a row differ along the axis `col`, so "along the row" means the process group over ``col``, and vice versa.
-Collectives of both groups run concurrently, started in the same order on all ranks; see "The order of collectives" in
-the README of `parallel`.
+Collectives of both groups run concurrently, started in the same order on all ranks; see
+docs/explanation/COLLECTIVES.md.
 
 References: van de Geijn and Watts 1997, "SUMMA: scalable universal matrix multiplication algorithm"; for training: Xu
 et al. 2021 (Optimus), arXiv:2104.05343.

@@ -1,6 +1,6 @@
 """Support for third-party libraries.
 
-`dtensor` supports FSDP2 and torch's tensor parallelism. `transformers`, `deepspeed`, `megatron` and `accelerate`
-support the libraries of these names. `audit` compares the layouts that these modules declare with the values and
+`dtensor` supports FSDP2 and torch's tensor parallelism. `transformers`, `deepspeed` and `megatron` support
+the libraries of these names. `audit` compares the layouts that these modules declare with the values and
 gradients of the parameters.
 """

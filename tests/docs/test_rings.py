@@ -21,7 +21,6 @@ PERIPHERY = (
     "parallel/interop/megatron",
     "parallel/interop/deepspeed",
     "parallel/interop/transformers",
-    "parallel/interop/accelerate",
     "parallel/interop/audit",
     "parallel/layout/picture",
     "parallel/__main__",

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
+from meshstep.optim.recipe.accelerated import taken_over
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.interop.accelerate import taken_over
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):

@@ -31,10 +31,10 @@ def step_by_bucket(
         step: Called with the bucket; updates the parameters in the optimizer's param groups.
     """
     groups = optimizer.param_groups
-    before: list[dict[str, Any]] = [dict(group) for group in groups]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(group, dict(group)) for group in groups]
     for bucket in buckets:
-        for group, numbers in zip(groups, before, strict=True):
-            group.update(numbers)
+        for group, entries in before:
+            group.update(entries)
         with holding(optimizer, bucket):
             step(bucket)
 
@@ -42,14 +42,13 @@ def step_by_bucket(
 @contextmanager
 def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
     """Restrict the optimizer's param groups to the parameters of ``bucket`` within the context."""
-    groups = optimizer.param_groups
-    all_params = [group["params"] for group in groups]
+    before = [(group, group["params"]) for group in optimizer.param_groups]
     holders.append(optimizer)
     try:
-        for group, params in zip(groups, bucket, strict=True):
+        for (group, _), params in zip(before, bucket, strict=True):
             group["params"] = params
         yield
     finally:
         holders.pop()
-        for group, params in zip(groups, all_params, strict=True):
+        for group, params in before:
             group["params"] = params

@@ -315,7 +315,7 @@ class StochasticRounding:
 
     def _step_bucket(self, bucket: Bucket, update: Callable[[], object]) -> None:
         halves = [param for params in bucket for param in params if param in self._keys]
-        copies = dict(zip(halves, self._make_float32_copies(halves), strict=True))
+        copies = self._make_float32_copies(halves)
         for group, params in zip(self.optimizer.param_groups, bucket, strict=True):
             group["params"] = [copies.get(param, param) for param in params]
         try:
@@ -327,16 +327,18 @@ class StochasticRounding:
             for copy in copies.values():
                 self.optimizer.state.pop(copy, None)
 
-    def _make_float32_copies(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return float32 parameters with float32 gradients and states."""
-        copies: list[Tensor] = [nn.Parameter(copy) for copy in float32_of(params)]
+    def _make_float32_copies(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Return for each parameter a float32 parameter with a float32 gradient and states."""
+        copies: dict[Tensor, Tensor] = {
+            param: nn.Parameter(copy) for param, copy in zip(params, float32_of(params), strict=True)
+        }
         gradients = float32_of([param.grad for param in params if param.grad is not None])  # `_buckets` omits None
-        for param, copy, gradient in zip(params, copies, gradients, strict=True):
+        for (param, copy), gradient in zip(copies.items(), gradients, strict=True):
             copy_annotation(param, copy)
             copy.grad = gradient
         states = [
             (param, copy, key, value)
-            for param, copy in zip(params, copies, strict=True)
+            for param, copy in copies.items()
             for key, value in self.optimizer.state.get(param, {}).items()
         ]
         halves = iter(float32_of([value for param, _, key, value in states if is_half_kept(key, value, param)]))

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -81,10 +81,15 @@ class FlatBucket:
         """Return the first element of each parameter in the buffer."""
         return tuple(accumulate((_aligned(numel) for numel in self.numels[:-1]), initial=0))
 
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Return the first element of each parameter in the buffer, and the element after its last one."""
+        return tuple((start, start + numel) for start, numel in zip(self.offsets, self.numels, strict=True))
+
     @property
     def end(self) -> int:
         """Return the element after the last parameter."""
-        return self.offsets[-1] + self.numels[-1]
+        return self.spans[-1][1]
 
     @property
     def numel(self) -> int:
@@ -105,10 +110,10 @@ class FlatBucket:
         """Return the segments of slice ``index``, in the order of the parameters. Empty parameters have no segment."""
         low, high = index * self.slice_numel, (index + 1) * self.slice_numel
         found = []
-        for position, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
-            first, last = max(low, offset), min(high, offset + numel)
+        for position, (start, stop) in enumerate(self.spans):
+            first, last = max(low, start), min(high, stop)
             if first < last:
-                found.append(Segment(position, first - offset, last - first, first - low))
+                found.append(Segment(position, first - start, last - first, first - low))
         return found
 
 
@@ -268,8 +273,8 @@ class GradientBucket:
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
-        self._spans = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
-        gaps = (stop for (_, stop), start in zip(self._spans, layout.offsets[1:], strict=False) if stop != start)
+        self._spans = list(zip(self.params, layout.spans, strict=True))
+        gaps = (stop for (_, stop), (start, _) in pairwise(layout.spans) if stop != start)
         self._first_gap = next(gaps, layout.end)
 
     def start(self) -> Finish:
@@ -317,7 +322,7 @@ class GradientBucket:
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
         flat[self._first_gap :].zero_()
         views, gradients = [], []
-        for view, param in zip(self.views(flat), self.params, strict=True):
+        for param, view in self._views(flat):
             gradient = dense(param.grad)
             if gradient is None:
                 view.zero_()
@@ -338,7 +343,7 @@ class GradientBucket:
 
     def _unpack(self, flat: Tensor) -> None:
         targets, sources = [], []
-        for view, param in zip(self.views(flat), self.params, strict=True):
+        for param, view in self._views(flat):
             if param.grad is None and not param.requires_grad:
                 continue  # frozen since the bucket was made: setting its gradient would step it
             narrow = param.grad is not None and param.grad.dtype != self.dtype  # copying the sum would round it
@@ -357,10 +362,9 @@ class GradientBucket:
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Return for each parameter the view of its elements in the flat buffer, with its shape."""
-        places = zip(self.params, self._spans, strict=True)
-        return [flat[start:stop].view(param.shape) for param, (start, stop) in places]
+    def _views(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter, and the view of its elements in the flat buffer with its shape."""
+        return [(param, flat[start:stop].view(param.shape)) for param, (start, stop) in self._spans]
 
 
 def reduce_all(buckets: Iterable[Reducible]) -> None:

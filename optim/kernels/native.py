@@ -55,6 +55,11 @@ class PointerColumns:
     halves: array[int] | None = None
     rests: array[int] | None = None
 
+    @property
+    def count(self) -> int:
+        """Return the number of rows."""
+        return len(self.numels)
+
 
 class Native:
     """Functions of one compiled library.

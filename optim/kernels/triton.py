@@ -151,7 +151,7 @@ class Triton:
         """
         alike: defaultdict[Variant, list[KernelLaunch]] = defaultdict(list)
         for part in parts:
-            if len(part.columns.numels):
+            if part.columns.count:
                 alike[_variant(kind, part)].append(part)
         with _on(found_inf.device):
             for variant, of_variant in alike.items():
@@ -213,16 +213,15 @@ def _variant(kind: Kind, part: KernelLaunch) -> Variant:
 
 
 def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
-    counts = [len(part.columns.numels) for part in parts]
     found = Together(array("Q"), array("Q"), array("Q"), array("q"), array("q"), array("d"), array("q"))
     for column in range(5):
-        for part, count in zip(parts, counts, strict=True):
-            found.fixed.extend(part.columns.fixed[column * count : (column + 1) * count])
-    for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        for part in parts:
+            found.fixed.extend(part.columns.fixed[column * part.columns.count : (column + 1) * part.columns.count])
+    for index, part in enumerate(parts):
         found.grads.extend(part.columns.grads)
-        found.halves.extend(part.columns.halves or [0] * count)
+        found.halves.extend(part.columns.halves or [0] * part.columns.count)
         found.numels.extend(part.columns.numels)
-        found.group_of.extend([index] * count)
+        found.group_of.extend([index] * part.columns.count)
         found.hyper.extend(_hyper(kind, part))
         rate = part.rate
         found.rates.extend([0, 0] if rate is None else [rate.data_ptr(), rate.dtype == torch.float64])

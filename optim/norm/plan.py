@@ -337,12 +337,13 @@ class ReductionPlan:
         warnings.warn("ReductionPlan.weights is called replica_weights now", DeprecationWarning, stacklevel=2)
         return self.replica_weights
 
+    def by_spec(self, answer: Callable[[P], T]) -> dict[P, T]:
+        """Return ``answer(spec)`` for each distinct spec of the entries."""
+        return {spec: answer(spec) for spec in dict.fromkeys(entry.spec for entry in self.entries)}
+
     def for_each(self, answer: Callable[[P], T]) -> tuple[T, ...]:
         """Return ``answer(spec)`` for each entry; ``answer`` is called once per distinct spec."""
-        answers: dict[P, T] = {}
-        for entry in self.entries:
-            if entry.spec not in answers:
-                answers[entry.spec] = answer(entry.spec)
+        answers = self.by_spec(answer)
         return tuple(answers[entry.spec] for entry in self.entries)
 
     @cached_property
@@ -356,8 +357,9 @@ class ReductionPlan:
 
         The number is local elements times the ranks that add them, divided by the replication factor.
         """
-        ranks = self.for_each(self._ranks_that_add)
-        return tuple(e.numel * n // h for e, n, h in zip(self.entries, ranks, self.num_replicas, strict=True))
+        ranks = self.by_spec(self._ranks_that_add)
+        replicas = self.by_spec(lambda spec: spec.holders(self.topology))
+        return tuple(entry.numel * ranks[entry.spec] // replicas[entry.spec] for entry in self.entries)
 
     def _ranks_that_add(self, spec: P) -> int:
         ranks, topology = 1, self.topology

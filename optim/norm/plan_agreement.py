@@ -92,7 +92,9 @@ class Called(NamedTuple):
         names: list[str] = []
         seen: Counter[Holders] = Counter()
         declared: Counter[str] = Counter()
-        for entry, holders in zip(plan.entries, _holders(plan), strict=True):
+        holders_of = _holders(plan)
+        for entry in plan.entries:
+            holders = holders_of[entry.spec]
             declared[entry.name] += 1
             times = declared[entry.name]
             names.append(entry.name if times == 1 else f"{entry.name} ({times})")
@@ -209,21 +211,22 @@ def _with_names(plan: ReductionPlan, by_rank: Sequence[Called]) -> ReductionPlan
     )
 
 
-def _holders(plan: ReductionPlan) -> tuple[Holders, ...]:
-    return plan.for_each(lambda spec: Holders.of(spec, plan))
+def _holders(plan: ReductionPlan) -> dict[P, Holders]:
+    return plan.by_spec(lambda spec: Holders.of(spec, plan))
 
 
 def _weighted(plan: ReductionPlan) -> Fraction:
-    numels: Counter[int] = Counter()
-    for entry, holders in zip(plan.entries, plan.num_replicas, strict=True):
-        numels[holders] += entry.numel
-    return sum((Fraction(numel, holders) for holders, numel in numels.items()), Fraction())
+    numels: Counter[P] = Counter()
+    for entry in plan.entries:
+        numels[entry.spec] += entry.numel
+    return sum((Fraction(numel, spec.holders(plan.topology)) for spec, numel in numels.items()), Fraction())
 
 
 def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | None]]:
     shapes: dict[Holders, list[tuple[int, ...] | None]] = {}
-    for entry, holders in zip(plan.entries, _holders(plan), strict=True):
-        shapes.setdefault(holders, []).append(entry.full_shape)
+    holders_of = _holders(plan)
+    for entry in plan.entries:
+        shapes.setdefault(holders_of[entry.spec], []).append(entry.full_shape)
     return shapes
 
 
@@ -233,7 +236,9 @@ def _drop_uneven_shapes(
     """Return the plan without the full shapes of parameters whose shards have unequal sizes."""
     seen: Counter[Holders] = Counter()
     entries = []
-    for entry, holders in zip(plan.entries, _holders(plan), strict=True):
+    holders_of = _holders(plan)
+    for entry in plan.entries:
+        holders = holders_of[entry.spec]
         position, seen[holders] = seen[holders], seen[holders] + 1
         even = len({shapes[holders][position] for shapes in by_rank if holders in shapes}) == 1
         entries.append(entry if even else replace(entry, full_shape=None))
@@ -242,9 +247,9 @@ def _drop_uneven_shapes(
 
 def _declarations(plan: ReductionPlan) -> dict[Holders, list[Declaration]]:
     declarations: dict[Holders, list[Declaration]] = {}
-    specs = plan.for_each(str)
-    for entry, holders, spec in zip(plan.entries, _holders(plan), specs, strict=True):
-        declarations.setdefault(holders, []).append(Declaration.of(entry, spec))
+    holders_of, text_of = _holders(plan), plan.by_spec(str)
+    for entry in plan.entries:
+        declarations.setdefault(holders_of[entry.spec], []).append(Declaration.of(entry, text_of[entry.spec]))
     return declarations
 
 

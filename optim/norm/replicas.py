@@ -254,16 +254,17 @@ class FingerprintMonitor:
         """
         if not totals:
             return
-        found = [self._mask_nonfinite(check, sums, finite) for check, sums in zip(self.checks, totals, strict=True)]
+        found = [
+            (self._mask_nonfinite(check, sums, finite), numbers)
+            for check, sums, numbers in zip(self.checks, totals, self._numbers, strict=True)
+        ]
         earlier = self.parted > 0
         # The first difference is kept.
         self._detected = [
             (torch.where(earlier, kept[0], sums), torch.where(earlier, kept[1], numbers))
-            for kept, sums, numbers in zip(
-                self._detected or zip(found, self._numbers, strict=True), found, self._numbers, strict=True
-            )
+            for kept, (sums, numbers) in zip(self._detected or found, found, strict=True)
         ]
-        some = torch.stack([sums.ne(0).any() for sums in found]).any()
+        some = torch.stack([sums.ne(0).any() for sums, _ in found]).any()
         self.parted = torch.maximum(self.parted, some.to(self.parted))
 
     def _mask_nonfinite(self, check: ReplicaCheck, sums: Tensor, finite: Tensor) -> Tensor:

@@ -315,7 +315,7 @@ def update_by_loops(
     arrays = columns.fixed, columns.grads, columns.halves, columns.rests, columns.numels, array("d", hyper)
     *tables, numbers = (None if values is None else values.buffer_info()[0] for values in arrays)
     dtypes, flag, threads = (DTYPES[grad_dtype], DTYPES[half_dtype]), found_inf.data_ptr(), torch.get_num_threads()
-    if loops.update(kind, len(columns.numels), *tables, *dtypes, numbers, factor, flag, threads):
+    if loops.update(kind, columns.count, *tables, *dtypes, numbers, factor, flag, threads):
         raise MemoryError(NO_MEMORY)
 
 

@@ -305,14 +305,14 @@ def step_correctly(optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer, without fused kernels if these give wrong results."""
     _start_sums(optimizer)
     groups = optimizer.param_groups if is_miscomputed(optimizer) else []
-    fused = [group["fused"] for group in groups]
+    before = [(group, group["fused"]) for group in groups]
     try:
         for group in groups:
             group["fused"] = False
         step_within(optimizer)
     finally:
-        for group, value in zip(groups, fused, strict=True):
-            group["fused"] = value
+        for group, fused in before:
+            group["fused"] = fused
 
 
 def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
@@ -346,13 +346,13 @@ def step_within(optimizer: torch.optim.Optimizer) -> None:
 def _no_global_hooks() -> Iterator[None]:
     """Return a context manager that removes the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
     registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    kept = [dict(hooks) for hooks in registries]
+    kept = [(hooks, dict(hooks)) for hooks in registries]
     for hooks in registries:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in zip(registries, kept, strict=True):
+        for hooks, before in kept:
             new = dict(hooks)
             hooks.clear()
             hooks.update({**before, **new})

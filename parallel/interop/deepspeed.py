@@ -161,9 +161,8 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
             DeepSpeed's norm sums over no data axis, and DeepSpeed does not sum partial gradients. Nothing is changed.
     """
     topology, coordinate = registry.topology, registry.coordinate
-    params = list(params)
-    specs = [spec_of(param).on(topology) for param in params]
-    for param, spec in zip(params, specs, strict=True):
+    specs = {param: spec_of(param).on(topology) for param in params}
+    for param, spec in specs.items():
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):
             raise ValueError(
@@ -177,7 +176,7 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
                 "does not sum; all-reduce the gradient in backward and declare the parameter without partial=, or step "
                 "with meshstep.optim.ParallelOptimizer"
             )
-    for param, spec in zip(params, specs, strict=True):
+    for param, spec in specs.items():
         param.model_parallel = counts_piece(spec, coordinate, topology)  # type: ignore[attr-defined]
         if spec.tied:
             param.ds_pipe_replicated = not _is_first_of_tied(spec, coordinate, topology)  # type: ignore[attr-defined]

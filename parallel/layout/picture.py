@@ -173,7 +173,7 @@ def draw(topology: Topology) -> str:
         parts += panel(shown, topology, left, top)
         widest, tallest = max(widest, left + width), height
         left += width + MARGIN
-    sizes = ", ".join(f"{axis}={size}" for axis, size in zip(topology.axes, topology.sizes, strict=True))
+    sizes = ", ".join(f"{axis}={topology.size(axis)}" for axis in topology.axes)
     title = f"Who holds what: {sizes or 'one rank'}"
     legend = "Filled: the shard of the full tensor that a rank holds. Equal shards have the same colour."
     bottom = top + tallest + 28
@@ -190,7 +190,7 @@ def draw(topology: Topology) -> str:
 
 def blocks_of(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the axes that number the blocks, and the two fastest axes, which span a block; without axes of size 1."""
-    axes = tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
+    axes = tuple(axis for axis in topology.axes if topology.size(axis) > 1)
     return axes[:-2], axes[-2:]
 
 

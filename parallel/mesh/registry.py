@@ -227,8 +227,8 @@ def default_group(topology: Topology) -> dist.ProcessGroup | None:
 
 def _suggestion(topology: Topology, world_size: int) -> str:
     fitting = []
-    for axis, size in zip(topology.axes, topology.sizes, strict=True):
-        rest = topology.world_size // size
+    for axis in topology.axes:
+        rest = topology.world_size // topology.size(axis)
         if world_size % rest == 0:
             fitting.append(f"{axis}={world_size // rest}")
     if fitting:

@@ -123,7 +123,7 @@ def _grid(topology: Topology, rank: int | None, place: dict[str, int]) -> list[s
 
 
 def _grid_axes(topology: Topology) -> tuple[str, ...]:
-    return tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
+    return tuple(axis for axis in topology.axes if topology.size(axis) > 1)
 
 
 def _block(topology: Topology, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:

@@ -696,9 +696,8 @@ class Topology(ByRole):
         return [(size, stride) for axis, size, stride in steps if axis in axes]
 
     def __repr__(self) -> str:
-        parts = [f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)]
-        by_axis = zip(self.axes, self.roles, strict=True)
-        roles = {axis: role for axis, role in by_axis if role != default_role(axis, self.aliases)}
+        parts = [f"{axis}={self.size(axis)}" for axis in self.axes]
+        roles = {axis: self.role(axis) for axis in self.axes if self.role(axis) != default_role(axis, self.aliases)}
         parts += [f"{name}={value}" for name, value in (("roles", roles), ("aliases", self.aliases)) if value]
         return f"Topology({', '.join(parts)})"
 

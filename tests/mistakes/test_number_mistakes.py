@@ -462,7 +462,7 @@ def autocast_beside_bf16(run: Run) -> None:
     write='set `on_nonfinite="raise"`, which names the parameters',
 )
 def every_step_skipped(run: Run) -> None:
-    """The loss is NaN in every step, and the script ignores `stats`."""
+    """The loss becomes NaN in all later steps, and the script ignores `stats`."""
     optimizer = run.optimizer(on_nonfinite=Skip(most_in_a_row=4))
     run.train(optimizer, [0])
     for _ in range(30):

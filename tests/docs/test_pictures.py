@@ -104,6 +104,8 @@ def test_what_pages_say_of_a_picture_are_its_figures() -> None:
     assert f"{off[4][1:]} too large or {off[5][1:]} too small" in readme
     assert f"{rows[0][1] / truth - 1:+.1%}" in readme
     assert f"diverge by {kept('drift')['own']['apart'][-1]:.0%}" in page
+    speed = " ".join((ROOT / "docs" / "explanation" / "SPEED.md").read_text().split())
+    assert f"the picture has {kept('peers')['one rank']['fp32']['meshstep']:.2f} for meshstep" in speed
 
 
 @pytest.mark.parametrize("topology", ["data=1", "tensor=4", "row=2,col=2", "data=2,tensor=2"])

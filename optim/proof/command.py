@@ -31,8 +31,7 @@ from ...parallel.mesh.text import aligned, named_ranks, printable
 from ...parallel.mesh.topology import Topology
 from ...parallel.ranks.interface import RanksError
 from ...parallel.ranks.run import run_ranks
-from .findings import Finding, Proof
-from .prove import Inferred, infer, prove
+from .prove import Finding, Inferred, Proof, infer, prove
 
 # Table ----------------------------------------------------------------------------------------------------------------
 

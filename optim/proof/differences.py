@@ -29,7 +29,7 @@ from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.random_state import random_state, set_random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from .measured import KnownParameter, Measured
+from .contracts import KnownParameter, Measured
 
 # The loss as a repeatable function of the parameters ------------------------------------------------------------------
 

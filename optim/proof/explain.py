@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,34 @@ from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
+from .contracts import (
+    COPY,
+    TERM,
+    GradientContract,
+    KnownParameter,
+    Measured,
+    ParameterView,
+    bits_of,
+    candidates,
+    larger_axes,
+    split_beside,
+)
 from .differences import Difference, Differences, Losses
-from .findings import Cause, candidates, split_beside
-from .measured import COPY, TERM, GradientContract, KnownParameter, Measured, ParameterView, bits_of, larger_axes
+
+Cause = Literal[
+    "split, not declared",
+    "declared split, but a copy",
+    "a sum is missing",
+    "counted several times",
+    "divided too often",
+    "added on every rank",
+    "held by others",
+    "no gradient comes",
+    "copies differ",
+    "backward is wrong",
+    "forward differs",
+]
+
 
 # The order in which modules run, and the first tensor in that order that differs between ranks ------------------------
 

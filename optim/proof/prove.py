@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,96 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
+from .contracts import (
+    GradientContract,
+    KnownParameter,
+    Measured,
+    Shape,
+    candidates,
+    declared_contract,
+    spec_of_contract,
+    split_beside,
+)
 from .differences import Differences, Digits, M, Objective, Promise, find_wrong, in_float64, unequal_loss_axes
-from .explain import Explainer, Fault, ForwardOrder, ForwardRecord, HookPoint, cause_of, locate_fault
-from .findings import Cause, Finding, Proof, Shape, candidates, spec_of_contract, split_beside
-from .measured import GradientContract, KnownParameter, Measured, declared_contract
+from .explain import Cause, Explainer, Fault, ForwardOrder, ForwardRecord, HookPoint, cause_of, locate_fault
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A parameter whose gradient, completed as its layout declares, is not the derivative of the loss.
+
+    Args:
+        name: Name of the parameter, followed by its pipeline stage if several stages use the name for different
+            parameters.
+        module: Name of the module that holds the parameter.
+        declared: The declared spec; None if the parameter has none.
+        inferred: The spec that would make the gradient right; None if no layout does.
+        cause: The kind of mistake.
+        axes: The mesh axes along which it happens.
+        factor: Factor by which the gradient is too large; None if the gradient is not a multiple of the right one.
+        text: Description of the most likely mistake.
+    """
+
+    name: str
+    module: str
+    declared: P | None
+    inferred: P | None
+    cause: Cause
+    axes: tuple[str, ...]
+    factor: float | None
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values, with specs as text."""
+        specs = {"declared": self.declared, "inferred": self.inferred}
+        return asdict(self) | {key: None if spec is None else repr(spec) for key, spec in specs.items()}
+
+    def __str__(self) -> str:
+        declared = "" if self.declared is None else f"declared {self.declared}, but "
+        return f"{self.name}: {declared}{self.text}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Result of `prove`, the same on all ranks.
+
+    Args:
+        proved: Names of the parameters whose gradients are the derivative of the loss.
+        untold: Names of the parameters that were not decided: the loss hardly depends on them, or they were left out.
+        findings: One finding per wrong parameter, in forward order.
+        where: Description of the module whose backward is wrong; None if it was not located.
+        forwards: Number of forwards of the model.
+    """
+
+    proved: tuple[str, ...]
+    untold: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    where: str | None
+    forwards: int
+
+    @property
+    def right(self) -> bool:
+        """Return True if there are no findings."""
+        return not self.findings
+
+    def check(self) -> None:
+        """Raise AssertionError with the text of all findings if there are any."""
+        if self.findings:
+            raise AssertionError(str(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values, with specs as text."""
+        return asdict(self) | {"findings": [finding.to_json() for finding in self.findings], "right": self.right}
+
+    def __str__(self) -> str:
+        summary = f"{len(self.proved)} parameters are right, in {self.forwards} forwards"
+        untold = f"; not decided: {', '.join(self.untold)}" if self.untold else ""
+        if self.right:
+            return summary + untold
+        wrong = [str(finding) for finding in self.findings]
+        where = [self.where] if self.where else []
+        count = "1 parameter is wrong" if len(wrong) == 1 else f"{len(wrong)} parameters are wrong"
+        return "\n".join([f"{count}:", *wrong, *where, f"The other {summary}{untold}"])
 
 
 def prove(

@@ -1,8 +1,7 @@
 """Tools to test parallel models: run functions on ranks, prove layouts, compare with a dense model, draw random layouts."""
 
 from ..optim.proof.exact import assert_exact
-from ..optim.proof.findings import Finding, Proof
-from ..optim.proof.prove import Inferred, infer, prove
+from ..optim.proof.prove import Finding, Inferred, Proof, infer, prove
 from ..parallel.ranks.interface import Ranks, RanksError
 from ..parallel.ranks.pool import RankPool
 from ..parallel.ranks.run import fake_world, run_ranks

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from arguments import arguments
 from meshstep.optim import ParallelOptimizer, Sharded
-from meshstep.optim.proof.findings import Proof
-from meshstep.optim.proof.prove import prove
+from meshstep.optim.proof.prove import Proof, prove
 from meshstep.parallel import (
     ColumnParallelLinear,
     P,

@@ -12,7 +12,7 @@ from pathlib import Path
 import forked_python
 import pytest
 from meshstep.optim.proof.command import main, report
-from meshstep.optim.proof.findings import Finding, Proof
+from meshstep.optim.proof.prove import Finding, Proof
 from meshstep.parallel import P
 from meshstep.parallel.ranks.run import ranks_of_this_process
 from name_servers import without_names

@@ -1,11 +1,16 @@
-"""The parameters of a model after one backward: the values on each rank, and their description on all ranks."""
+"""Gradient contracts of parameters, which say how the ranks' gradients make up the derivative of the loss.
+
+A contract comes from a declared spec or from the values of a parameter on all ranks after one backward, and can be
+converted to a spec. All values except the tensors are the same on every rank.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import prod
 from typing import Literal
 
@@ -20,7 +25,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.replicas import TensorHash
 
-# Gradient contracts: how the ranks' gradients make up the derivative of the loss, axis by axis ------------------------
+# Gradient contracts, axis by axis -------------------------------------------------------------------------------------
 
 # Every rank moves its shard of a parameter along a direction v and computes the product <g, v> with its own gradient.
 # The derivative of the loss is a combination of these products, which depends on the layout along each axis:
@@ -82,9 +87,9 @@ class GradientContract:
         same = [axis for axis, along in self.by_axis if along.products == "same"]
         divisor = prod(topology.size(axis) for axis, along in self.by_axis if along.products == "mean")
         sums: dict[tuple[int, ...], float] = {}
-        for rank, product in products.items():
+        for rank, value in products.items():
             where = tuple(topology.coordinate_of(rank, axis) for axis in same)
-            sums[where] = sums.get(where, 0.0) + product / divisor
+            sums[where] = sums.get(where, 0.0) + value / divisor
         found = list(sums.values())
         return sum(found) / len(found), max(found) - min(found)
 
@@ -119,7 +124,7 @@ def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> G
     return GradientContract(tuple((axis, along(axis)) for axis in larger_axes(topology)))
 
 
-# Measured -------------------------------------------------------------------------------------------------------------
+# The parameters after one backward: the values on each rank, and their description on all ranks -----------------------
 
 
 @cache
@@ -349,3 +354,154 @@ def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -
             stage = tuple((axis, topology.coordinate_of(rank, axis)) for axis in topology.pipe_axes if several)
             found.setdefault((name, stage), KnownParameter(name, stage, {})).seen[rank] = seen
     return list(found.values())
+
+
+# Conversion of a gradient contract to a spec for `declare` ------------------------------------------------------------
+
+Shape = tuple[int, ...]
+Beside = Mapping[str, tuple[Shape, bool]]
+
+
+def spec_of_contract(
+    known: KnownParameter, contract: GradientContract, topology: Topology, beside: Beside
+) -> tuple[P, bool]:
+    """Return the spec for a contract, and whether its sharded dims are certain.
+
+    The gradient norm and the step are right in either case; only a checkpoint for other layouts depends on the dims.
+
+    Args:
+        known: The parameter.
+        contract: How the ranks' gradients make up the derivative.
+        topology: The mesh.
+        beside: For each other parameter of the same module, by name: its local shape, and whether it is sharded over
+            the same axes.
+    """
+    partial, owned, tied = [], dict[str, int | str](), dict[str, tuple[int, ...]]()
+    for axis, along in contract.by_axis:
+        held = known.coordinates(axis, topology)
+        if along.apart:
+            continue
+        if len(held) == 1:
+            if axis not in topology.pipe_axes:
+                owned[axis] = held[0]
+        elif len(held) < topology.size(axis) or (axis in topology.pipe_axes and along.products == "sum"):
+            tied[axis] = held
+        elif along.products == "sum" and axis not in topology.data_axes:
+            partial.append(axis)
+    owned |= dict(_diagonals(known, contract, topology))
+    entries, is_certain = _entries(known, cutting_axes(known, contract, topology), topology, beside)
+    return P(*entries, partial=tuple(partial), owned=owned, tied=tied), is_certain
+
+
+def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
+    """Return the axes that shard a dim.
+
+    These are all axes with distinct shards, except pipeline axes and one axis of each diagonal.
+    """
+    diagonals = dict(_diagonals(known, contract, topology))
+    return [axis for axis in contract.apart if axis not in topology.pipe_axes and axis not in diagonals]
+
+
+def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topology) -> Iterator[tuple[str, str]]:
+    """Yield (axis, axis of the owner's coordinate) for ranks that hold the parameter on a diagonal of two axes only."""
+    done: set[str] = set()
+    cutting = [axis for axis in contract.apart if axis not in topology.pipe_axes]
+    for other in cutting:
+        for axis in cutting:
+            pairs = {(topology.coordinate_of(rank, axis), topology.coordinate_of(rank, other)) for rank in known.seen}
+            if axis != other and not {axis, other} & done and all(a == b for a, b in pairs):
+                done |= {axis, other}
+                yield axis, other
+
+
+def _entries(
+    known: KnownParameter, cutting: Sequence[str], topology: Topology, beside: Beside
+) -> tuple[list[tuple[str, ...]], bool]:
+    """Return the sharding axes of each dim, and whether they are certain."""
+    shape = known.first.shape
+    dims = len(shape)
+    if not cutting:
+        return [], True
+    fitting = list(cuts_that_fit(known, cutting, topology))
+    is_certain = len(fitting) == 1
+    if not is_certain and known.full is None and dims == 2 and len(cutting) == 1:
+        # In nn.Linear, dim 0 is the output features: it is sharded exactly if a bias of as many elements is sharded too.
+        biases = [cut for length, cut in beside.values() if length == shape[:1]]
+        if biases:
+            fitting, is_certain = [{cutting[0]: 0 if biases[0] else 1}], True
+    chosen = fitting[0] if fitting else dict.fromkeys(cutting, 0)
+    return [tuple(axis for axis, at in chosen.items() if at == dim) for dim in range(dims)], is_certain
+
+
+def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topology) -> Iterator[dict[str, int]]:
+    """Yield the possible choices of one sharded dim per axis.
+
+    A choice fits if it turns the full shape into the largest local shape. Every choice fits if the full shape is not
+    known.
+    """
+    dims, full = range(len(known.first.shape)), known.full
+    largest = [max(seen.shape[dim] for seen in known.seen.values()) for dim in dims]
+    for choice in product(dims, repeat=len(cutting)):
+        cut = dict(zip(cutting, choice, strict=True))
+        parts = [prod(topology.size(axis) for axis, at in cut.items() if at == dim) for dim in dims]
+        if full is None or (len(full) == len(parts) and all(-(-full[d] // parts[d]) == largest[d] for d in dims)):
+            yield cut
+
+
+# Candidates -----------------------------------------------------------------------------------------------------------
+
+# The contracts that a parameter may have, given which ranks hold it and whether their values are equal.
+
+
+def candidates(
+    known: KnownParameter, topology: Topology, split: Sequence[str], first: GradientContract | None
+) -> Iterator[GradientContract]:
+    """Yield every contract that the values allow, the most likely one first.
+
+    Args:
+        known: The parameter.
+        topology: The mesh.
+        split: The axes that certainly shard another parameter of the same module. They decide for constant values,
+            which can belong to shards or to replicas with partial gradients.
+        first: Yielded before all others: the declared contract. None: there is none.
+    """
+    if first is not None:
+        yield first
+    choices = []
+    for axis in larger_axes(topology):
+        # The optimizer averages over data axes, so a deviation is more likely along another axis of the same size.
+        is_data = axis in topology.data_axes
+        options = enumerate(_along(known, axis, topology, axis in split))
+        choices.append([(axis, along, is_data and at > 0) for at, along in options])
+    for chosen in sorted(product(*choices), key=lambda chosen: sum(is_unlikely for _, _, is_unlikely in chosen)):
+        contract = GradientContract(tuple((axis, along) for axis, along, _ in chosen))
+        cutting = cutting_axes(known, contract, topology)
+        if contract != first and (known.full is None or any(True for _ in cuts_that_fit(known, cutting, topology))):
+            yield contract
+
+
+def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) -> tuple[AxisContract, ...]:
+    if len(known.coordinates(axis, topology)) == 1:
+        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # a single rank holds the parameter
+    if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
+        return (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
+    alike: tuple[AxisContract, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)
+    if not known.constant:
+        return alike
+    pieces = (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
+    return (*pieces, *alike) if split or known.full is not None else (*alike, *pieces)
+
+
+def split_beside(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
+    """Return the axes along which another parameter of the same module is sharded.
+
+    Several ranks hold that parameter with unequal values.
+    """
+    beside = [
+        other
+        for other in everything
+        if other is not known and other.module == known.module and other.stage == known.stage
+    ]
+    return tuple(
+        axis for axis in larger_axes(topology) if any(not other.equal_along(axis, topology) for other in beside)
+    )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel.layout.annotation import annotation_of, copy_annotation
+from ..parallel.layout.annotation import copy_annotation, label_of
 from ..parallel.mesh.value_checks import wrong
 from .casting import copy_each_, float32_of, has_equal_values, is_half
 
@@ -321,12 +321,6 @@ def use_main_grad_(param: Tensor) -> None:
     grad, param.grad = param.grad, None
     param.grad_dtype = torch.float32
     param.grad = None if grad is None else grad.float()
-
-
-def label_of(param: Tensor) -> str:
-    """Return the parameter's name for messages, or its shape if it has no name."""
-    annotation = annotation_of(param)
-    return (annotation.name if annotation else None) or f"a parameter of shape {tuple(param.shape)}"
 
 
 def _shorten(positions: Mapping[int, object]) -> str:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
-from ...amp.master_weights import label_of
 from ...amp.modes import Precision
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
-from ...parallel.layout.annotation import annotation_of
+from ...parallel.layout.annotation import annotation_of, label_of
 from ...parallel.mesh.call_tracker import level_of_caller
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology

@@ -16,12 +16,12 @@ from ...amp.master_weights import (
     MasterWeights,
     check_saved,
     join_master,
-    label_of,
     load_states_exactly,
     split_master,
     use_main_grad_,
 )
 from ...amp.stochastic_rounding import StochasticRounding
+from ...parallel.layout.annotation import label_of
 from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
 from ..norm.param_table import ParamPosition

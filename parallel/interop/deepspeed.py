@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout.annotation import annotation_of
+from ..layout.annotation import label_of
 from ..layout.spec import P
 from ..mesh.agreement import on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
@@ -166,13 +166,13 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):
             raise ValueError(
-                f"{_name_of(param)} ({spec}) is {f'sharded over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's "
+                f"{label_of(param)} ({spec}) is {f'sharded over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's "
                 "norm does not support; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
             )
         pending = [axis for axis in spec.partial if topology.size(axis) > 1]
         if pending:
             raise ValueError(
-                f"{_name_of(param)} ({spec}) has a partial gradient over {pending[0]!r} after backward, which DeepSpeed "
+                f"{label_of(param)} ({spec}) has a partial gradient over {pending[0]!r} after backward, which DeepSpeed "
                 "does not sum; all-reduce the gradient in backward and declare the parameter without partial=, or step "
                 "with meshstep.optim.ParallelOptimizer"
             )
@@ -233,11 +233,6 @@ def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
         raise ValueError(
             f"{unmarked[0]} has no model_parallel flag; call mark_model_parallel(model.parameters(), registry)"
         )
-
-
-def _name_of(param: Tensor) -> str:
-    annotation = annotation_of(param)
-    return (annotation.name if annotation else None) or f"a parameter of shape {tuple(param.shape)}"
 
 
 def _is_first_of_tied(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:

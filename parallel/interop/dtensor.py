@@ -37,7 +37,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of, attach
+from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of, attach, label_of
 from ..layout.spec import P, cut_spans
 from ..mesh.refinement import ranks_along
 from ..mesh.topology import Topology, axes_along
@@ -98,8 +98,7 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
 
 def label(tensor: DTensor) -> str:
     """Return the name of a DTensor for messages, or its shape if it has no name."""
-    annotation = annotation_of(tensor)
-    return (annotation.name if annotation else None) or f"a DTensor parameter of shape {tuple(tensor.shape)}"
+    return label_of(tensor, "DTensor parameter")
 
 
 # Attributes of DTensors -----------------------------------------------------------------------------------------------

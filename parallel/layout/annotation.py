@@ -104,6 +104,12 @@ def annotation_of(param: Tensor) -> Annotation | None:
     return found if isinstance(found, Annotation) else None
 
 
+def label_of(param: Tensor, kind: str = "parameter") -> str:
+    """Return the name of a parameter for messages, or its kind and shape if it has no name."""
+    annotation = annotation_of(param)
+    return (annotation.name if annotation else None) or f"a {kind} of shape {tuple(param.shape)}"
+
+
 def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
     """Declare the layout of every parameter of ``module``, and record the qualified names for errors.
 

@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from html import unescape
 from pathlib import Path
 from posixpath import dirname, normpath, relpath
 from posixpath import join as join_paths
@@ -227,8 +228,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 _NAME = re.compile(r"(<a\b.*?</a>|<pre\b.*?</pre>|<h[1-6]\b.*?</h[1-6]>)|<code>(\w+)(\(\))?</code>", re.DOTALL)
 
 
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</(?:span|div)>', re.DOTALL)
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link exported names in code marks to their API pages."""
+    """Link exported names in code marks to their API pages, and write formulas as MathML, which needs no script."""
+    if "arithmatex" in html:
+        from latex2mathml.converter import convert
+
+        html = _FORMULA.sub(
+            lambda match: convert(unescape(match[2]), display="block" if match[1] == "div" else "inline"), html
+        )
     targets = {Path(file.src_uri).stem: file for file in files if file.src_uri.startswith(f"{API}/")}
 
     def linked(match: re.Match[str]) -> str:

@@ -132,6 +132,12 @@ def test_built_page_of_a_named_tuple_shows_its_fields(site: Path) -> None:
     assert re.search(r"Decision\(\s*factors: ", text)
 
 
+def test_built_pages_have_formulas_as_mathml(site: Path) -> None:
+    page = (site / "explanation" / "norms_of_layouts" / "index.html").read_text()
+    assert page.count("<math") >= 5
+    assert re.findall(r"arithmatex|\\\(|\\\[|\$\$", page) == []
+
+
 @pytest.mark.parametrize("words", SEARCHED)
 def test_search_index_has(site: Path, words: str) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())

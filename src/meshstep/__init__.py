@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .optim import *  # noqa: F403
     from .parallel import *  # noqa: F403
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _PACKAGES = ("parallel", "amp", "optim")
 

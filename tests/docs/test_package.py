@@ -40,6 +40,9 @@ def test_the_source_distribution_has_all_that_its_tests_read(sdist: dict[str, st
         Path("LICENSE"),
         Path(".ci/run"),
         Path(".github/workflows/ci.yml"),
+        Path(".github/workflows/wheels.yml"),
+        Path("CITATION.cff"),
+        Path("mkdocs.yml"),
         Path("src/meshstep/__init__.py"),
         Path("src/meshstep/py.typed"),
     }

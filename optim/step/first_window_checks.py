@@ -176,10 +176,10 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
     except Exception as error:
         if not is_transport_error(error):
             raise
-        # `is_transport_error` recognizes "waited in vain" as an error that has been explained already.
+        # `is_transport_error` recognizes "got no reply" as an error that has been explained already.
         raise RuntimeError(
             f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
-            f"{window.steps}, and waited in vain: the windows of other ranks have micro-batches. Call backward equally "
+            f"{window.steps}, and got no reply: the windows of other ranks have micro-batches. Call backward equally "
             "often on every rank, and backward(None) on a rank without samples. torch reports: "
             f"{str(error).partition(chr(10))[0]}"
         ) from error

@@ -186,7 +186,7 @@ def _end() -> None:
 
 # Calls ----------------------------------------------------------------------------------------------------------------
 
-_IN_VAIN = "waited in vain"
+_NO_REPLY = "got no reply"
 _GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")  # the second follows an earlier timeout
 _CPP_TRACE = ("Exception raised from ", "frame #", "C++ CapturedTraceback:")
 _SAME_CALLS = "Every rank must make the same calls in the same order"
@@ -356,7 +356,7 @@ def is_transport_error(error: BaseException | None) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
-    return type(error) is RuntimeError and _IN_VAIN not in text and any(part in text for part in _GLOO_ERRORS)
+    return type(error) is RuntimeError and _NO_REPLY not in text and any(part in text for part in _GLOO_ERRORS)
 
 
 # The error ------------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 def _explain(call: Call, registry: Caller, error: BaseException) -> str:
     rank = registry.global_rank
-    failure = f"rank {rank} {_IN_VAIN} in {call}"
+    failure = f"rank {rank} {_NO_REPLY} in {call}"
     reason = f"torch reports: {printable(str(error).partition(chr(10))[0])}"
     answers = request_answers(rank)
     if answers is None:

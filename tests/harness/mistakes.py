@@ -421,7 +421,7 @@ def check(one: Mistake, world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = world.run(topology.world_size, attempt, one.script, one.topology, one.mode, folder)
     if one.waits:
-        world.close()  # a group in which a rank has waited in vain is broken
+        world.close()  # a group in which a rank got no reply is broken
     outcome, said = one.outcome, [text for result in results for text in result.said]
     if isinstance(outcome, Warned):
         assert any(matches(outcome.shown, text) for text in said), f"no rank said {outcome.shown!r}, but {said}"

@@ -444,7 +444,7 @@ def one_more_micro_batch_on_one_rank(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "waited in vain ... Every rank must make the same calls in the same order", ranks=(0,)),
+    Error(RuntimeError, "got no reply ... Every rank must make the same calls in the same order", ranks=(0,)),
     write="use loaders of equal length: `prepare_dataloader`",
     waits=True,
 )

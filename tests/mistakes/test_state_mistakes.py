@@ -417,7 +417,7 @@ def average_swapped_in_beside_masters(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "waited in vain in ... Every rank must make the same calls"),
+    Error(RuntimeError, "got no reply in ... Every rank must make the same calls"),
     write="call `save_checkpoint` on every rank",
     waits=True,
 )
@@ -604,7 +604,7 @@ def reports_on_one_rank(run: Run) -> None:
 
 @mistake(
     "tensor=2",
-    Error(RuntimeError, "waited in vain ... Every rank must make the same calls", ranks=(0,)),
+    Error(RuntimeError, "got no reply ... Every rank must make the same calls", ranks=(0,)),
     write="evaluate on all ranks that hold a shard",
     waits=True,
 )

@@ -134,7 +134,7 @@ def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_o
 ) -> None:
     (error, cause, seconds), (other, *_) = waited[name].result()
     assert error.startswith(
-        f"rank 0 waited in vain in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
+        f"rank 0 got no reply in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
         "returned), but at test_calls.py:"
     )
     assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: " in error
@@ -147,7 +147,7 @@ def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_o
 @pytest.mark.parametrize("name", IN_A_MODEL)
 def test_collective_of_a_model_on_one_rank_alone_names_all_ranks_calls(name: str, waited: Ended) -> None:
     (error, cause, _), (other, *_) = waited[f"{name} of a model"].result()
-    assert error.startswith(f"rank 0 waited in vain in {name} (its 1st); rank 1: in no call of meshstep (its last, ")
+    assert error.startswith(f"rank 0 got no reply in {name} (its 1st); rank 1: in no call of meshstep (its last, ")
     assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: {cause}" in error
     assert other == ""
 
@@ -163,7 +163,7 @@ def in_other_orders(path: Path) -> tuple[str, str, float]:
 def test_calls_in_another_order_are_named_on_every_rank(waited: Ended) -> None:
     calls = ["step (its 3rd)", *["save_checkpoint (its 1st)"] * 2]
     for rank, (error, *_) in enumerate(waited["in other orders"].result()):
-        assert error.startswith(f"rank {rank} waited in vain in {calls[rank]}; rank")
+        assert error.startswith(f"rank {rank} got no reply in {calls[rank]}; rank")
         assert f". {SAME}, and no rank may stop before the others. torch reports: " in error
         for other in {0, 1, 2} - {rank}:
             # One that has given up before, on a busy machine, says so.
@@ -225,7 +225,7 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
 def test_of_one_call_it_is_not_said_that_the_order_is_wrong(waited: Ended) -> None:
     for rank, (error, cause, _) in enumerate(waited["other collectives"].result()):
         assert re.fullmatch(
-            rf"rank {rank} waited in vain in step \(its 1st\); rank {1 - rank}: "
+            rf"rank {rank} got no reply in step \(its 1st\); rank {1 - rank}: "
             # The first one to be answered may have left it before the other one asks.
             r"in (step \(its 1st\)|no call of meshstep \(its last, step \(its 1st\), raised RuntimeError\), but at .*)\. "
             "All ranks made the same call: a connection was lost, or a rank took longer than the timeout. "
@@ -248,7 +248,7 @@ def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(waited: 
         name = "gather_objects" if rank else "step"
         for error, number in ((first, 1), (second, 2)):
             which = {"step": {1: "3rd", 2: "4th"}, "gather_objects": {1: "1st", 2: "2nd"}}[name][number]
-            assert error.startswith(f"rank {rank} waited in vain in {name} (its {which}); rank {1 - rank}: in ")
+            assert error.startswith(f"rank {rank} got no reply in {name} (its {which}); rank {1 - rank}: in ")
 
 
 def with_an_error_of_its_own() -> str:
@@ -344,7 +344,7 @@ def test_a_call_within_another_one_is_a_part_of_it(calling: Calling, outer: str,
     assert first(lambda: second(said)) == f"in {outer} (its 1st)"
     assert f"(its last, {outer} (its 1st), returned), but at test_calls.py:" in said()
     with pytest.raises(
-        RuntimeError, match=rf"^rank 0 waited in vain in {outer} \(its 2nd\); the calls of other ranks are"
+        RuntimeError, match=rf"^rank 0 got no reply in {outer} \(its 2nd\); the calls of other ranks are"
     ):
         first(lambda: second(raising(dist.DistError("timed out"))))
     assert f"(its last, {outer} (its 2nd), raised RuntimeError)" in said()
@@ -435,7 +435,7 @@ def test_answers_that_arrived_are_used_where_the_store_ends(calling: Calling, mo
     with pytest.raises(RuntimeError) as caught:
         calling.step(raising(dist.DistError("timed out")))
     assert str(caught.value) == (
-        "rank 0 waited in vain in step (its 1st); rank 1: in save_checkpoint (its 1st); rank 2: no response (the process "
+        "rank 0 got no reply in step (its 1st); rank 1: in save_checkpoint (its 1st); rank 2: no response (the process "
         f"has exited or is stopped). {SAME}, and no rank may stop before the others. torch reports: timed out"
     )
 
@@ -484,7 +484,7 @@ def with_an_own_step() -> str:
 
 def test_a_step_that_somebody_writes_anew_is_a_call_too(world: World) -> None:
     for rank, error in enumerate(world.run(2, with_an_own_step)):
-        assert error.startswith(f"rank {rank} waited in vain in step (its ")
+        assert error.startswith(f"rank {rank} got no reply in step (its ")
 
 
 # Processes that end, or are stopped ----------------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def ended() -> Ended:
 def test_a_process_that_was_killed_gives_no_answer(ended: Ended) -> None:
     (error,) = ended["killed"].result()
     assert error.startswith(
-        "rank 0 waited in vain in step (its 3rd); rank 1: in no call of meshstep (its last, step (its 2nd), "
+        "rank 0 got no reply in step (its 3rd); rank 1: in no call of meshstep (its last, step (its 2nd), "
     )
     assert " in evaluate; rank 2: no response (the process has exited or is stopped). " in error
 
@@ -543,13 +543,13 @@ def test_a_process_that_was_killed_gives_no_answer(ended: Ended) -> None:
 def test_a_store_that_is_stopped_keeps_nobody(ended: Ended) -> None:
     for rank, error in enumerate(ended["stopped"].result(), 1):
         assert error.startswith(
-            f"rank {rank} waited in vain in step (its 3rd); the calls of other ranks are unknown, because the job's store "
+            f"rank {rank} got no reply in step (its 3rd); the calls of other ranks are unknown, because the job's store "
             "does not respond. torch reports: "
         )
 
 
 def test_ranks_that_outlive_the_stores_server_log_no_stack_trace(ended: Ended) -> None:
     for rank, (error, logged) in enumerate(ended["server killed"].result(), 1):
-        assert error.startswith(f"rank {rank} waited in vain in step (its 3rd); the calls of other ranks are unknown, ")
+        assert error.startswith(f"rank {rank} got no reply in step (its 3rd); the calls of other ranks are unknown, ")
         assert "frame #" not in logged
         assert "recvValue failed" not in logged

@@ -283,7 +283,7 @@ def meet_without_rank_1(given_up: Path) -> str:
         while len([*given_up.iterdir()]) < 3:
             time.sleep(0.1)  # and answers
         return ""
-    with pytest.raises(RuntimeError, match=r"waited in vain in meet \(its 1st\)") as error:
+    with pytest.raises(RuntimeError, match=r"got no reply in meet \(its 1st\)") as error:
         registry.meet("tensor")
     (given_up / str(registry.global_rank)).touch()
     return str(error.value)

@@ -822,5 +822,5 @@ def step_without_backward() -> str:
 
 def test_a_managed_step_without_backward_on_one_rank_ends_in_an_error(world: World) -> None:
     first, second = world.run(2, step_without_backward)
-    assert "rank 0 waited in vain in step (its 3rd); rank 1: in " in first
+    assert "rank 0 got no reply in step (its 3rd); rank 1: in " in first
     assert second.startswith("rank 1 called step() before any backward of its window of accumulation_steps=1")

@@ -240,7 +240,8 @@ class TorchStates(torch.optim.Optimizer):
         """Create states with a step of zero gradients at learning rate 0, and reset the step counts."""
         inner = self._optimizer.optimizer
         stepped = [param for group in inner.param_groups for param in group["params"]]
-        kept, rates = [param.grad for param in stepped], [group["lr"] for group in inner.param_groups]
+        kept = [(param, param.grad) for param in stepped]
+        rates = [(group, group["lr"]) for group in inner.param_groups]
         for param in stepped:
             if param.requires_grad:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
@@ -252,9 +253,9 @@ class TorchStates(torch.optim.Optimizer):
                 inner.step()
             else:
                 split.step_as_masters(inner.step)
-        for group, rate in zip(inner.param_groups, rates, strict=True):
+        for group, rate in rates:
             group["lr"] = rate
-        for param, grad in zip(stepped, kept, strict=True):
+        for param, grad in kept:
             param.grad = grad
         for part in parts_of(inner):
             for group in part.param_groups:
@@ -354,11 +355,10 @@ class TorchStates(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict`, on this or another layout. Raises, collectives: as the class."""
-        items = [item for group in self._parameters for item in group]
-        order = on_all_ranks(lambda: self._order(state_dict, len(items)), self.registry)
+        saved_states = on_all_ranks(lambda: self._saved_states(state_dict), self.registry)
         state: dict[int, dict[str, Any]] = {}
         masters: dict[int, Tensor] = {}
-        for item, saved in zip(items, order, strict=True):
+        for item, saved in saved_states:
             for key in self._keys[item.entry.name]:
                 if key not in saved:
                     continue
@@ -398,17 +398,18 @@ class TorchStates(torch.optim.Optimizer):
                 f"the state has a wrong number or text ({problem}); give the result of state_dict()"
             ) from None
 
-    def _order(self, state_dict: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-        """Return the saved states by parameter. Raise ValueError if they belong to other parameters or another mode."""
+    def _saved_states(self, state_dict: Mapping[str, Any]) -> list[tuple[ParameterStates, Mapping[str, Any]]]:
+        """Return each parameter's saved state. Raise ValueError if it belongs to another parameter or another mode."""
+        items = [item for group in self._parameters for item in group]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
-        if lengths != [len(group) for group in self._parameters] or len(names) != count:
+        if lengths != [len(group) for group in self._parameters] or len(names) != len(items):
             raise ValueError(
                 f"the state has param groups of {lengths} parameters, but this optimizer has groups of "
                 f"{[len(group) for group in self._parameters]}; make the groups that were saved"
             )
-        found = [state_dict["state"].get(name, {}) for name in names]
-        for item, saved in zip((item for group in self._parameters for item in group), found, strict=True):
+        found = [(item, state_dict["state"].get(name, {})) for item, name in zip(items, names, strict=True)]
+        for item, saved in found:
             if saved and (wrong := set(self._keys[item.entry.name]) ^ set(saved)):
                 raise ValueError(
                     f"{', '.join(sorted(wrong))} of {item.entry.name} is only in the state, or only in this optimizer: the "

@@ -223,8 +223,9 @@ class SplitMasters(Link):
         saved = check_saved(state, weights)
         for position, weight in weights.items():
             master = torch.empty_like(weight, dtype=torch.float32).copy_(saved[position])
-            for target, value in zip((weight, self.remainders[weight]), split_master(master), strict=True):
-                target.copy_(value)
+            rounded, remainder = split_master(master)
+            weight.copy_(rounded)
+            self.remainders[weight].copy_(remainder)
         self._note_weights()
         self._loaded = _bit_sums(self._weights)
 

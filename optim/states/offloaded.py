@@ -68,10 +68,10 @@ class HostBucket:
     def __init__(self, params: Sequence[Tensor], grad_dtype: torch.dtype) -> None:
         self.params, self.device, self._grad_dtype = list(params), params[0].device, grad_dtype
         self._pinned = self.device.type == "cuda"  # transfers without pinned memory are synchronous
-        self._strides = [torch.empty_like(param, device="meta").stride() for param in params]
-        self._starts, self._numel = list[int](), 0
+        self._views_of: list[tuple[int, torch.Size, tuple[int, ...]]] = []  # start, shape and stride in a flat buffer
+        self._numel = 0
         for param in params:
-            self._starts.append(self._numel)
+            self._views_of.append((self._numel, param.shape, torch.empty_like(param, device="meta").stride()))
             self._numel += -(-param.numel() // ALIGNMENT) * ALIGNMENT
         self._weights = self._flat(params[0].dtype)
         # `.data` gives each copy its own version counter, from which masters detect writes.
@@ -90,8 +90,7 @@ class HostBucket:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of the flat buffer per parameter, with the parameter's shape and memory format."""
-        places = zip(self.params, self._starts, self._strides, strict=True)
-        return [flat[start:].as_strided(param.shape, stride) for param, start, stride in places]
+        return [flat[start:].as_strided(shape, stride) for start, shape, stride in self._views_of]
 
     # To the CPU ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,14 +76,20 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
     raise RuntimeError("the inputs of updates are not kept: give states=Replayable(), which copies them in each step")
 
 
+class _Values(NamedTuple):
+    """The values of a stepped tensor, its gradient, and its optimizer state (None: it has none)."""
+
+    value: Tensor
+    gradient: Tensor | None
+    state: State | None
+
+
 @dataclass(frozen=True)
 class _Inputs:
     """The inputs of an update. Tensors are copies."""
 
     update: Callable[[], object]
-    values: list[Tensor]
-    gradients: list[Tensor | None]
-    states: list[State]
+    params: dict[Tensor, _Values]
     groups: list[State]
 
 
@@ -92,14 +98,14 @@ class UpdateRecorder(Link):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._names: list[str] = []
+        self._names: dict[Tensor, str] = {}
         self._inputs: _Inputs | None = None
 
     def not_captured(self) -> str | None:
         return "Replayable reads on the host whether an update is skipped"
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        self._names += [at.name for at in positions]
+        self._names |= {at.tensor: at.name for at in positions}
         self._inputs = None
         return {}
 
@@ -124,52 +130,49 @@ class UpdateRecorder(Link):
         update(request)
 
     def _now(self, update: Callable[[], object]) -> _Inputs:
-        params = self._params
-        gradients = [None if param.grad is None else param.grad.clone() for param in params]
-        values = [param.detach().clone() for param in params]
-        states = [_copied(self.optimizer.state.get(param, {})) for param in params]
-        return _Inputs(update, values, gradients, states, _options(self.optimizer))
+        params = {}
+        for param in self._params:
+            gradient = None if param.grad is None else param.grad.clone()
+            params[param] = _Values(param.detach().clone(), gradient, _copied(self.optimizer.state.get(param, {})))
+        return _Inputs(update, params, _options(self.optimizer))
 
     @torch.no_grad()
     def replay(self) -> list[str]:
         """Repeat the last update; see the function `replay`."""
         if self._inputs is None:
             raise RuntimeError("no update has been made since the optimizer was made or loaded: make a step first")
-        inputs, params, state = self._inputs, self._params, self.optimizer.state
-        after, groups = (
-            [param.detach().clone() for param in params],
-            [{**group} for group in self.optimizer.param_groups],
-        )
-        gradients, states = [param.grad for param in params], [state.get(param) for param in params]
+        inputs, state = self._inputs, self.optimizer.state
+        after = {param: _Values(param.detach().clone(), param.grad, state.get(param)) for param in self._params}
+        groups = [(group, {**group}) for group in self.optimizer.param_groups]
         try:
             self._put(inputs)
             inputs.update()
             return [
-                f"{name}: {what}"
-                for name, param, value, of_param in zip(self._names, params, after, states, strict=True)
-                for what in _differing(param, value, state.get(param, {}), of_param or {})
+                f"{self._names[param]}: {what}"
+                for param, was in after.items()
+                for what in _differing(param, was.value, state.get(param, {}), was.state or {})
             ]
         finally:
-            copy_each_(params, after)
-            for param, gradient, of_param in zip(params, gradients, states, strict=True):
-                param.grad = gradient
-                state.pop(param, None)
-                if of_param is not None:
-                    state[param] = of_param
-            for group, before in zip(self.optimizer.param_groups, groups, strict=True):
+            copy_each_([*after], [was.value for was in after.values()])
+            for param, was in after.items():
+                self._set(param, was.gradient, was.state)
+            for group, before in groups:
                 group.update(before)
 
     def _put(self, inputs: _Inputs) -> None:
         """Put copies of the kept inputs into the parameters, gradients, states and param groups."""
-        params = self._params
-        copy_each_(params, inputs.values)
-        for param, gradient, state in zip(params, inputs.gradients, inputs.states, strict=True):
-            param.grad = None if gradient is None else gradient.clone()
-            self.optimizer.state.pop(param, None)
-            if state:
-                self.optimizer.state[param] = _copied(state)
+        copy_each_([*inputs.params], [kept.value for kept in inputs.params.values()])
+        for param, kept in inputs.params.items():
+            gradient = None if kept.gradient is None else kept.gradient.clone()
+            self._set(param, gradient, _copied(kept.state) if kept.state else None)
         for group, options in zip(self.optimizer.param_groups, inputs.groups, strict=True):
             group.update(_copied(options))
+
+    def _set(self, param: Tensor, gradient: Tensor | None, state: State | None) -> None:
+        param.grad = gradient
+        self.optimizer.state.pop(param, None)
+        if state is not None:
+            self.optimizer.state[param] = state
 
 
 def _copied(state: State) -> State:

@@ -82,6 +82,7 @@ class ZeroBucket:
         segments: The parts of parameters in this rank's slice.
         pieces: A 1-dim parameter (a shard) per segment: a view of the model parameter, or of a copy if the parameter is not
             contiguous.
+        shards: The (segment, piece) pairs.
         gradients: The reduced gradient per segment so far, or None.
     """
 
@@ -111,6 +112,7 @@ class ZeroBucket:
         self.segments = layout.segments(rank)
         self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
+        self.shards = list(zip(self.segments, self.pieces, strict=True))
         self._seen = self._look()
         self._piece_versions = self._look_at_pieces()
 
@@ -129,14 +131,14 @@ class ZeroBucket:
     def _look(self) -> list[tuple[int, int, tuple[int, ...]]]:
         return [(param.data_ptr(), param._version, param.stride()) for param in self.params]
 
-    def _look_at_pieces(self) -> list[int]:
-        return [piece._version for piece in self.pieces]
+    def _look_at_pieces(self) -> dict[Tensor, int]:
+        return {piece: piece._version for piece in self.pieces}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Update the shards of parameters that were written to or have new memory. Host synchronization: none."""
         now = self._look()
-        for segment, piece in zip(self.segments, self.pieces, strict=True):
+        for segment, piece in self.shards:
             if now[segment.position] != self._seen[segment.position]:
                 piece.data = self._piece(segment)
                 torch.autograd.graph.increment_version(piece)  # masters compare shards whose version changes
@@ -153,8 +155,8 @@ class ZeroBucket:
         copy.
         """
         now = self._look()
-        for segment, piece, version in zip(self.segments, self.pieces, self._piece_versions, strict=True):
-            position = segment.position
+        for segment, piece in self.shards:
+            position, version = segment.position, self._piece_versions[piece]
             if self.params[position].is_contiguous() or now[position] != self._seen[position]:
                 continue
             if piece._version == version and not has_equal_values(self._part(segment), piece.detach()):
@@ -478,10 +480,8 @@ class Shards(Link):
             choose_sharded_axes(entry, self.how.axis, topology, self._averages_data, self.how.gradients)
             for entry in entries
         ]
-        planned, sharded = (
-            self._layouts(tensors, entries, decisions),
-            {i: decision for i, decision in enumerate(decisions) if decision.axes},
-        )
+        sharded = {index: decision for index, decision in enumerate(decisions) if decision.axes}
+        planned = self._layouts(tensors, entries, sharded)
         self._compare_ranks(entries, sharded)
         self._axes_of |= {tensors[index]: decision.axes for index, decision in sharded.items()}
         self._names |= {tensors[index]: entries[index].name for index in sharded}
@@ -489,7 +489,7 @@ class Shards(Link):
         for decision, layout in planned:
             is_late = self._is_late(entries[layout.indices[0]])
             bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, decision, is_late)
-            for segment, piece in zip(bucket.segments, bucket.pieces, strict=True):
+            for segment, piece in bucket.shards:
                 index = layout.indices[segment.position]
                 annotate(piece, piece_spec(entries[index].spec, sharded[index].axes), entries[index].name)
                 pieces[tensors[index]].append((piece, segment.start))
@@ -504,7 +504,7 @@ class Shards(Link):
         return pieces
 
     def _layouts(
-        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], decisions: Sequence[ShardingDecision]
+        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], sharded: Mapping[int, ShardingDecision]
     ) -> list[tuple[ShardingDecision, FlatBucket]]:
         """Return the sharding and layout of each bucket, in the order in which backward fills the buckets.
 
@@ -512,10 +512,9 @@ class Shards(Link):
         a bucket contains only parameters of one kind of layout.
         """
         together: dict[tuple[ShardingDecision, Bucket, torch.dtype, str], list[int]] = {}
-        for index, (param, entry, decision) in enumerate(zip(params, entries, decisions, strict=True)):
-            if decision.axes:
-                key = (decision, Bucket.of(entry.spec, self.registry.topology), param.dtype, str(param.device))
-                together.setdefault(key, []).append(index)
+        for index, decision in sharded.items():
+            param, layout = params[index], Bucket.of(entries[index].spec, self.registry.topology)
+            together.setdefault((decision, layout, param.dtype, str(param.device)), []).append(index)
         planned = []
         for (decision, *_), indices in together.items():
             bucket_numel = BUCKET_BYTES // self._grad_dtype(params[indices[0]]).itemsize

@@ -58,7 +58,7 @@ class Objective:
         self.topology, self.registry = registry.topology, registry
         self._loss: Callable[[], Tensor | None] = lambda: loss_fn(model)
         self._params = list(model.parameters())
-        self._gradients = [param.grad for param in self._params]
+        self._gradients = [(param, param.grad) for param in self._params]
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
             for module in model.modules()
@@ -106,7 +106,7 @@ class Objective:
 
     def close(self) -> None:
         """Restore the gradients and the random states from before."""
-        for param, gradient in zip(self._params, self._gradients, strict=True):
+        for param, gradient in self._gradients:
             param.grad = gradient
         set_random_state(self._random)
 

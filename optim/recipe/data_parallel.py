@@ -113,19 +113,18 @@ def wrap(
         return list(parts)
     if mode == "ddp":
         group = registry.group(*registry.topology.data_axes)
-        trained = [any(param.requires_grad for param in part.parameters()) for part in parts]
-        pairs = zip(parts, trained, strict=True)
         return [
-            DistributedDataParallel(part, process_group=group) if is_trained else part for part, is_trained in pairs
+            DistributedDataParallel(part, process_group=group)
+            if any(param.requires_grad for param in part.parameters())
+            else part
+            for part in parts
         ]
     if mode == "fsdp":
-        before = [dict(part.named_parameters()) for part in parts]
-        shared = _shared(before)
+        before = [(part, dict(part.named_parameters())) for part in parts]
+        shared = _shared([params for _, params in before])
         for part in parts:
             _shard_fully(part, registry, shared)
-        new = {
-            old[name]: param for part, old in zip(parts, before, strict=True) for name, param in part.named_parameters()
-        }
+        new = {old[name]: param for part, old in before for name, param in part.named_parameters()}
         for group_ in optimizer.param_groups if optimizer is not None else ():
             group_["params"] = [new[param] for param in group_["params"]]
     return list(parts)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import aligned
-from .telemetry import chosen, world_sum
+from .telemetry import matches_any, world_sum
 
 
 class Trial(NamedTuple):
@@ -144,8 +144,7 @@ def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tens
 
         return hook
 
-    fits = chosen([name for name, _ in named], layers)
-    handles = [m.register_forward_hook(keep(name)) for (name, m), fit in zip(named, fits, strict=True) if fit]
+    handles = [module.register_forward_hook(keep(name)) for name, module in named if matches_any(layers, name)]
     try:
         yield seen
     finally:

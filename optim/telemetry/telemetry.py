@@ -61,17 +61,17 @@ By = Literal["parameter", "layer", "group"] | Mapping[str, str]
 TOTAL = "total"
 
 
-def labelled(names: Sequence[str], groups: Sequence[int], by: By) -> tuple[list[str], list[int | None]]:
+def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list[int | None]]:
     """Return the labels, and the index of each logical parameter's label (None: it has none).
 
     Args:
-        names: Names of the logical parameters.
-        groups: Their param groups.
+        params: Name and param group of each logical parameter.
         by: The kind of labels.
 
     Raises:
         ValueError: A glob matches nothing, or a label is ``"total"``.
     """
+    names = [name for name, _ in params]
     if isinstance(by, Mapping):
         found = [next((label for label, glob in by.items() if matches(glob, name)), None) for name in names]
         for label, glob in by.items():
@@ -81,7 +81,7 @@ def labelled(names: Sequence[str], groups: Sequence[int], by: By) -> tuple[list[
                 )
         labels = list(by)
     else:
-        found = [_label(name, group, by) for name, group in zip(names, groups, strict=True)]
+        found = [_label(name, group, by) for name, group in params]
         labels = list(dict.fromkeys(label for label in found if label is not None))
     if TOTAL in labels:
         raise ValueError(f"by= has the label {TOTAL!r}, which is reserved for the full model; give another label")
@@ -95,9 +95,9 @@ def checked_by(by: object) -> None:
         raise ValueError(f"by={by!r}: give 'parameter', 'layer', 'group', or labels with globs, {{'mlp': '*.mlp.*'}}")
 
 
-def chosen(names: Sequence[str], globs: Sequence[str]) -> list[bool]:
-    """Return whether each name matches any of the globs."""
-    return [any(matches(glob, name) for glob in globs) for name in names]
+def matches_any(globs: Sequence[str], name: str) -> bool:
+    """Return True if ``name`` matches any of the globs."""
+    return any(matches(glob, name) for glob in globs)
 
 
 def _label(name: str, group: int, by: object) -> str:
@@ -345,8 +345,8 @@ class Planned:
         pairs = zip(model.parameter_slots, model.entries, strict=True)
         own_slots = {slot: (entry.group, is_local(entry, registry.topology)) for slot, entry in pairs}
         everywhere = {slot: info for of_rank in gather_objects(own_slots, registry) for slot, info in of_rank.items()}
-        groups = [everywhere[slot][0] for slot in range(len(names))]
-        labels, where = on_all_ranks(lambda: labelled(names, groups, by), registry)
+        params = [(name, everywhere[slot][0]) for slot, name in enumerate(names)]
+        labels, where = on_all_ranks(lambda: labelled(params, by), registry)
         self.labels = (*labels, TOTAL)
         self._to_labels = Slots(where, len(labels), device)
 
@@ -355,7 +355,7 @@ class Planned:
         elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
         self._elements = self.to_labels(self.summed(elements))
 
-        fits = chosen(names, spectral.globs if spectral else ())
+        fits = [matches_any(spectral.globs if spectral else (), name) for name in names]
         # A full shape is unknown if shards have unequal sizes; `PowerIteration` raises for such a matrix.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
@@ -378,7 +378,7 @@ class Planned:
             )
         params = optimizer.transforms.params
         self.local = LocalGradients(params, model, self.registry, self.device, self.constants)
-        self.left_out = tuple(name for name, is_own in zip(self.plan.parameter_names, own, strict=True) if not is_own)
+        self.left_out = tuple(name for slot, name in enumerate(self.plan.parameter_names) if not own[slot])
         self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
 
     def to_parameters(self, values: Tensor) -> Tensor:

@@ -50,12 +50,14 @@ class ReportFile:
 
     def _drop(self, is_kept: Callable[[str], bool]) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        flags = [line.endswith("\n") and is_kept(line) for line in lines]
-        if all(flags):
+        kept, others = list[str](), list[str]()
+        for line in lines:
+            (kept if line.endswith("\n") and is_kept(line) else others).append(line)
+        if not others:
             return
         with open(f"{self.path}.dropped", "a", encoding="utf-8") as dropped:
-            dropped.writelines(line.rstrip("\n") + "\n" for line, kept in zip(lines, flags, strict=True) if not kept)
-        self._replace(line for line, kept in zip(lines, flags, strict=True) if kept)
+            dropped.writelines(line.rstrip("\n") + "\n" for line in others)
+        self._replace(kept)
 
     def _replace(self, lines: Iterable[str]) -> None:
         """Replace the file's content atomically: a crash leaves the old file or the new one."""

@@ -118,7 +118,8 @@ class Adafactor(WholeOptimizer):
         shape = self.tensors.tensors[slot.position].shape
         if not is_factored(shape):
             return {"variance": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
-        return dict(zip(("row_var", "col_var"), row_and_column_zeros(slot, shape), strict=True))
+        rows, columns = row_and_column_zeros(slot, shape)
+        return {"row_var": rows, "col_var": columns}
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         measured = iter(self.tensors.sums(self._squares(slots)))
@@ -130,8 +131,9 @@ class Adafactor(WholeOptimizer):
             total(slot.position, self._update(slot, moments[slot.position]).double().square(), self._shape(slot))
             for slot in slots
         )
-        for slot, squares in zip(slots, of_updates, strict=True):
-            group, u = slot.group, self._update(slot, moments[slot.position])
+        measured = iter(of_updates)
+        for slot in slots:
+            group, u, squares = slot.group, self._update(slot, moments[slot.position]), next(measured)
             rate = sizes[slot.position].clamp(min=group["eps"][1]) * slot.step.rsqrt().clamp(max=group["lr"])
             rate = rate / (rms(squares, self._shape(slot)) / group["d"]).clamp(min=1)
             param = slot.param * (1 - group["lr"] * group["weight_decay"]) - rate * u
@@ -309,8 +311,8 @@ class CAME(WholeOptimizer):
         shape, (beta1, _, beta3) = self._shape(slot), slot.group["betas"]
         ee, eu = (next(sums), next(sums)), (next(sums), next(sums))
         found = {}
-        for along, length, of_uu, of_ee, of_eu in zip(("row", "col"), (shape[-1], shape[-2]), uu, ee, eu, strict=True):
-            squares = (of_ee - 2 * a * of_eu + a * a * of_uu).clamp(min=0)
+        for index, (along, length) in enumerate((("row", shape[-1]), ("col", shape[-2]))):
+            squares = (ee[index] - 2 * a * eu[index] + a * a * uu[index]).clamp(min=0)
             mean = beta1**2 * squares / length + slot.group["eps"][1]
             found[f"exp_avg_res_{along}"] = toward(slot.state[f"exp_avg_res_{along}"], mean, 1 - beta3)
         return found

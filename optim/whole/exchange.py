@@ -202,8 +202,7 @@ class Round:
         flat = self._buffers.flat(("whole", self._buffer_index), self._lists * sum(numels), self._dtype, device)
         parts = iter(flat.split([numel for numel in numels for _ in range(self._lists)]))
         return {
-            number: [next(parts).view(matrix.shape) for _ in range(self._lists)]
-            for number, matrix in zip(self._own, self.own, strict=True)
+            number: [next(parts).view(self._matrices[number].shape) for _ in range(self._lists)] for number in self._own
         }
 
     # Back to the holders --------------------------------------------------------------------------------------------

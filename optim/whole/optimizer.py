@@ -174,15 +174,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
         groups = [group for group in self.param_groups for _ in group["params"]]
 
-        def say() -> list[Any]:
-            return [
-                self.metadata_for(row.name, row.region.full_shape, group, row.model_entry.spec)
-                if row.region and row.trained
-                else None
-                for (_, row), group in zip(rows, groups, strict=True)
-            ]
+        def metadata(position: int) -> Any:
+            _, row = rows[position]
+            if not row.region or not row.trained:
+                return None
+            return self.metadata_for(row.name, row.region.full_shape, groups[position], row.model_entry.spec)
 
-        tensors = WholeTensors.of([(name, row.tensor, row.region) for name, row in rows], registry, say)
+        tensors = WholeTensors.of([(name, row.tensor, row.region) for name, row in rows], registry, metadata)
         self._frozen = {position for position, (_, row) in enumerate(rows) if not row.trained}
         self.bound(tensors)
 

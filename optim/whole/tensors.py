@@ -255,7 +255,7 @@ class WholeTensors:
         cls,
         named: Sequence[tuple[str, Tensor, Region | None]],
         registry: ProcessGroupRegistry,
-        say: Callable[[], Sequence[Any]] | None = None,
+        metadata: Callable[[int], Any] | None = None,
     ) -> WholeTensors:
         """Agree with all ranks on the full tensors.
 
@@ -263,7 +263,7 @@ class WholeTensors:
             named: Per position, the full tensor's name (unique in the model), the stepped tensor, and its region of the
                 full tensor (None: unknown).
             registry: The process groups.
-            say: Returns the metadata of each position, which must be equal on all ranks that hold the tensor; may
+            metadata: Returns the metadata of a position, which must be equal on all ranks that hold the tensor; may
                 raise. None: no metadata.
 
         Raises:
@@ -275,13 +275,13 @@ class WholeTensors:
 
         def own() -> tuple[None, list[tuple[str, Any, Any, Region]]]:
             found = []
-            for (name, piece, region), says in zip(named, say() if say else [None] * len(named), strict=True):
+            for position, (name, piece, region) in enumerate(named):
                 if region is None:
                     raise ValueError(
                         f"{name} has shards of unequal sizes in an unknown order, so its full tensor can't be formed; make "
                         "the dim divisible by the number of ranks, or split it as torch.chunk does"
                     )
-                found.append((name, piece.dtype, says, region))
+                found.append((name, piece.dtype, metadata(position) if metadata else None, region))
             return None, found
 
         _, ranks = on_all_ranks_with(own, registry)

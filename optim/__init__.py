@@ -4,13 +4,14 @@ import warnings
 
 from .build import Measure, Reduce
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
+from .clip.base import Clip, ClipState, Decision, OfEachParameter
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
-from .clip.rule import ByNorm, Clip, ClipState, Decision, OfEachParameter
 from .clip.rules import (
     AdaGC,
     Adaptive,
     ByGroup,
     ByName,
+    ByNorm,
     ByPreviousNorm,
     ByValue,
     PerParameter,

@@ -26,8 +26,8 @@ from ..parallel.mesh.agreement import (
 from ..parallel.mesh.call_tracker import level_of_caller
 from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..parallel.mesh.topology import Topology
+from .clip.base import Clip
 from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds
-from .clip.rule import Clip
 from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
 from .gradients.buckets import BUCKET_BYTES, Exchange, gradient_buckets
 from .gradients.reduce_in_backward import BackwardReducer, Early

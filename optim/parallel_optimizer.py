@@ -30,9 +30,9 @@ from .build import (
     update_not_captured,
     wrong_arguments,
 )
+from .clip.base import Clip, ClipState
 from .clip.clipper import AgreedThresholds, GradientClipper, GradScaleInfo, StepDecision
-from .clip.rule import ByNorm, Clip, ClipState
-from .clip.rules import ByValue, ClipSpec, in_use
+from .clip.rules import ByNorm, ByValue, ClipSpec, in_use
 from .gradients.buckets import Exchange
 from .gradients.in_place import nonfinite_names
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction

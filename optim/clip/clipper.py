@@ -27,8 +27,8 @@ from ..norm.global_norm import GlobalNorm, Named, PackedSum, UnitDim, Units
 from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level, Norms, Reduction
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
-from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, check_threshold
-from .rules import ByGroup, ByValue
+from .base import NOTHING, Clip, ClipState, Decision, check_threshold
+from .rules import ByGroup, ByNorm, ByValue
 
 # Votes on a step ------------------------------------------------------------------------------------------------------
 

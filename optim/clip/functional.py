@@ -25,8 +25,8 @@ from ..norm.global_norm import GlobalNorm, PackedSum
 from ..norm.measure import GradStats, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
+from .base import ClipState, check_threshold
 from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
-from .rule import ClipState, check_threshold
 from .rules import ClipSpec, check_packed, clip_of, planned_for
 
 # Parameters given to a function ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The clipping rules other than `ByNorm`, with and without state, and the conversion of the argument ``max_norm=``."""
+"""The clipping rules, with and without state, and the conversion of the argument ``max_norm=``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ..norm.global_norm import Named, UnitDim, Units
 from ..norm.measure import Norms, checked_norm_type
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
-from .rule import (
-    ByNorm,
+from .base import (
     Clip,
     ClipState,
     Decision,
@@ -36,6 +35,33 @@ from .rule import (
     next_step_count,
     resolve_threshold,
 )
+
+
+@dataclass(frozen=True)
+class ByNorm(Clip):
+    """Clips by the global norm: coef = min(1, max_norm / (total_norm + 1e-6)).
+
+    Pascanu et al. 2013, arXiv:1211.5063. ``max_norm=1.0`` is short for ``max_norm=ByNorm(1.0)``.
+
+    Args:
+        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function of the number of steps that
+            were not skipped, such as `WarmUp`.
+        norm_type: p >= 1, or inf. None (default): the optimizer's p.
+    """
+
+    max_norm: Threshold
+    norm_type: float | None = None
+
+    def check(self) -> None:
+        check_threshold(self.max_norm, "max_norm")
+
+    def initial(self) -> Mapping[str, Initial]:
+        return initial_step_count(self.max_norm)
+
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+        return Decision(
+            clip_coefficient(norms.total, resolve_threshold(self.max_norm, state.get("steps"))), next_step_count(state)
+        )
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,12 @@ def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or is_dense(tensor)
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the elements in memory order, [numel]: a view of a dense tensor, otherwise a copy."""
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).reshape(-1).contiguous()
+
+
 def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
     """Return True if both tensors store their elements in the same order. ``param`` must be dense and not lazy."""
     same = (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()

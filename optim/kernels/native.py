@@ -133,12 +133,6 @@ def built() -> Native | None:
     return Native(found[0])
 
 
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements in memory order, [numel]: a view of a dense tensor, otherwise a copy."""
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).reshape(-1).contiguous()
-
-
 # Reference formulas of the updates ------------------------------------------------------------------------------------
 
 # They use torch operations, in the dtype of their arguments. g is the gradient times the factor (negative to maximize),

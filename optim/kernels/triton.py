@@ -23,8 +23,8 @@ from triton.runtime import JITFunction
 
 from . import triton_kernels
 from .device_constants import Tables
-from .memory import PLAIN
-from .native import DTYPES, Kind, PointerColumns, in_memory_order
+from .memory import PLAIN, in_memory_order
+from .native import DTYPES, Kind, PointerColumns
 
 MOST = 11  # largest p whose powers remain in the range of float64
 

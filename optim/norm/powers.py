@@ -22,8 +22,8 @@ from torch._utils import _flatten_dense_tensors
 
 from ...amp.capture import is_captured
 from ..kernels.choice import chosen, triton_on
-from ..kernels.memory import PLAIN
-from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native, in_memory_order
+from ..kernels.memory import PLAIN, in_memory_order
+from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native
 
 SMALL = 1024  # elements of a gradient that is summed together with other gradients
 ROW = 1024  # elements that are summed in float32

@@ -33,7 +33,7 @@ from ...parallel.mesh.value_checks import (
     list_of,
     wrong,
 )
-from ..clip.rule import ClipState
+from ..clip.base import ClipState
 from ..norm.plan import ReductionPlan
 from ..step.skips import SkipMonitor
 from ..step.torch_engine import lay_out_states

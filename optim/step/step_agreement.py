@@ -19,8 +19,8 @@ from torch import Tensor
 from ...parallel.mesh.agreement import describe, gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry, is_fake
 from ...parallel.mesh.text import named_ranks
-from ..clip.rule import ByNorm, Clip
-from ..clip.rules import ByValue
+from ..clip.base import Clip
+from ..clip.rules import ByNorm, ByValue
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import Called, Holders
 from ..norm.replicas import splitmix64_finalizer

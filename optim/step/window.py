@@ -32,8 +32,8 @@ from ...amp.capture import is_captured
 from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_scalar, is_whole
+from ..clip.base import Clip
 from ..clip.clipper import GradScaleInfo, StepDecision
-from ..clip.rule import Clip
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import PackedSum
 from ..norm.powers import accumulation_dtype

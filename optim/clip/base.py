@@ -1,4 +1,4 @@
-"""The interface of clipping rules, the usual rule (`ByNorm`), and the state of a rule.
+"""The interface of clipping rules, their thresholds, and the state of a rule.
 
 A rule maps norms, and its state from earlier steps, to factors on gradients. Each rule has a level. It receives the norms
 at this level, as device tensors that are bitwise identical on every rank. They are norms of the unscaled, averaged
@@ -25,7 +25,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -162,33 +161,6 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:  # noqa: B027 (most rules have nothing to do here)
         """Change the ``.grad`` of these tensors in place, after the factors were applied. Default: no change."""
-
-
-@dataclass(frozen=True)
-class ByNorm(Clip):
-    """Clips by the global norm: coef = min(1, max_norm / (total_norm + 1e-6)).
-
-    Pascanu et al. 2013, arXiv:1211.5063. ``max_norm=1.0`` is short for ``max_norm=ByNorm(1.0)``.
-
-    Args:
-        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function of the number of steps that
-            were not skipped, such as `WarmUp`.
-        norm_type: p >= 1, or inf. None (default): the optimizer's p.
-    """
-
-    max_norm: Threshold
-    norm_type: float | None = None
-
-    def check(self) -> None:
-        check_threshold(self.max_norm, "max_norm")
-
-    def initial(self) -> Mapping[str, Initial]:
-        return initial_step_count(self.max_norm)
-
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(
-            clip_coefficient(norms.total, resolve_threshold(self.max_norm, state.get("steps"))), next_step_count(state)
-        )
 
 
 # Thresholds -----------------------------------------------------------------------------------------------------------

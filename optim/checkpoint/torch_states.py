@@ -325,9 +325,10 @@ class TorchStates(torch.optim.Optimizer):
             if kept:
                 state[position] = kept
         groups, first = [], 0
-        for group, items in zip(self.param_groups, self._parameters, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(items)))})
-            first += len(items)
+        for group in self.param_groups:
+            past = first + len(group["params"])
+            groups.append({**group, "params": list(range(first, past))})
+            first = past
         return {"state": state, "param_groups": groups}
 
     def _check(

@@ -290,10 +290,12 @@ def reference_sharded_step(
     """
     for rank, optimizer in enumerate(optimizers):
         copies = [copy for group in optimizer.param_groups for copy in group["params"]]
-        for copy, gradient in zip(copies, reference_slice(gradients, layout, rank, average=True), strict=True):
+        parts = reference_slice(gradients, layout, rank, average=True)
+        shards = list(zip(copies, parts, layout.segments(rank), strict=True))
+        for copy, gradient, _ in shards:
             copy.grad = gradient.to(copy.dtype)
         optimizer.step()
-        for copy, s in zip(copies, layout.segments(rank), strict=True):
+        for copy, _, s in shards:
             params[s.position].data.view(-1)[s.start : s.start + s.numel] = copy.detach()
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, overload
 
 from .refinement import agreed_dims, refined
 from .text import render
@@ -376,6 +376,17 @@ _REGISTRY_ATTRIBUTES = frozenset(
 )
 
 
+class _Axis(NamedTuple):
+    """Size and role of an axis, and the distance between the ranks of neighbouring coordinates."""
+
+    size: int
+    stride: int
+    role: Role
+
+    def coordinate(self, rank: int) -> int:
+        return rank // self.stride % self.size
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class Topology(ByRole):
     """The arrangement of all ranks on named mesh axes; immutable and hashable.
@@ -418,7 +429,7 @@ class Topology(ByRole):
     _aliases: tuple[tuple[str, tuple[str, ...]], ...]
     world_size: int = field(compare=False)
     _explicit: frozenset[str] = field(compare=False)
-    _strides: tuple[int, ...] = field(compare=False)
+    _by_axis: Mapping[str, _Axis] = field(compare=False)
 
     @overload
     def __init__(self, *, roles: Mapping[str, Role] | None = None, **axes: int) -> None: ...
@@ -436,14 +447,16 @@ class Topology(ByRole):
                 raise ValueError(f"axis {axis!r} has size {size!r}; write an integer >= 1, such as {axis}=2")
         sizes = tuple(axes.values())
         atoms_by_alias = dict(resolve_aliases(aliases or {}, tuple(axes)))
+        axis_roles = roles_of(axes, atoms_by_alias, roles or {})
+        strides = (prod(sizes[i + 1 :]) for i in range(len(sizes)))
         values = {
             "axes": tuple(axes),
             "sizes": sizes,
-            "roles": roles_of(axes, atoms_by_alias, roles or {}),
+            "roles": axis_roles,
             "_aliases": tuple(atoms_by_alias.items()),
             "world_size": prod(sizes),
             "_explicit": frozenset(atom for name in roles or () for atom in atoms_by_alias.get(name, (name,))),
-            "_strides": tuple(prod(sizes[i + 1 :]) for i in range(len(sizes))),
+            "_by_axis": dict(zip(axes, map(_Axis, sizes, strides, axis_roles), strict=True)),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -524,7 +537,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        return prod(self.sizes[self.axes.index(axis)] for axis in self.atoms(*axes))
+        return prod(self._by_axis[axis].size for axis in self.atoms(*axes))
 
     def role(self, axis: str) -> Role:
         """Return the role of an axis or alias: ``"pipe"``, ``"data"`` or ``"model"``.
@@ -534,7 +547,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or an alias whose axes have several roles.
         """
-        found = {atom: self.roles[self.axes.index(atom)] for atom in self._atoms(axis)}
+        found = {atom: self._by_axis[atom].role for atom in self._atoms(axis)}
         if len({*found.values()}) > 1:
             raise ValueError(
                 f"the axes of {axis!r} have several roles, {', '.join(f'{a} {r!r}' for a, r in found.items())}; name "
@@ -553,9 +566,8 @@ class Topology(ByRole):
             ValueError: The rank is not in the world.
         """
         self._check_rank(rank)
-        steps = zip(self.axes, self._strides, self.sizes, strict=True)
         sizes_by_alias = {alias: {atom: self.size(atom) for atom in atoms} for alias, atoms in self._aliases}
-        return Coordinate({axis: rank // stride % size for axis, stride, size in steps}, sizes_by_alias)
+        return Coordinate({name: axis.coordinate(rank) for name, axis in self._by_axis.items()}, sizes_by_alias)
 
     def coordinate_of(self, rank: int, axis: str) -> int:
         """Return the index of ``rank`` on one axis, or for an alias the row-major index over its axes.
@@ -568,8 +580,8 @@ class Topology(ByRole):
         """
         self._check_rank(rank)
         index = 0
-        for dim in map(self.axes.index, self._atoms(axis)):
-            index = index * self.sizes[dim] + rank // self._strides[dim] % self.sizes[dim]
+        for atom in self._atoms(axis):
+            index = index * self._by_axis[atom].size + self._by_axis[atom].coordinate(rank)
         return index
 
     def on_axes(self, coordinate: Mapping[str, int]) -> dict[str, int]:
@@ -688,12 +700,11 @@ class Topology(ByRole):
         return f"axes: {_join_names(self.axes)}" + (f"; aliases: {_join_names(self.aliases)}" if self._aliases else "")
 
     def _offset(self, coordinate: Mapping[str, int]) -> int:
-        return sum(value * self._strides[self.axes.index(axis)] for axis, value in coordinate.items())
+        return sum(value * self._by_axis[axis].stride for axis, value in coordinate.items())
 
     def _dims(self, axes: tuple[str, ...]) -> list[tuple[int, int]]:
         """Return (size, stride) per axis, in the topology's order, so that ranks are ascending."""
-        steps = zip(self.axes, self.sizes, self._strides, strict=True)
-        return [(size, stride) for axis, size, stride in steps if axis in axes]
+        return [(axis.size, axis.stride) for name, axis in self._by_axis.items() if name in axes]
 
     def __repr__(self) -> str:
         parts = [f"{axis}={self.size(axis)}" for axis in self.axes]

@@ -216,6 +216,10 @@ class StochasticRounding:
             sharded.
         seed: Integer of at most 64 bits, equal on all ranks. Default: 0.
         bucket_numel: Number of elements per bucket, >= 1. Default: 2^22.
+
+    Attributes:
+        steps: Number of steps made.
+        copies: While `step` calls its argument, the float32 copy of each bfloat16 parameter of the bucket; else empty.
     Raises:
         ValueError: ``bucket_numel`` is smaller than 1. Or, on more than one rank, a bfloat16 parameter has no spec or
             no name.
@@ -235,6 +239,7 @@ class StochasticRounding:
         self.optimizer, self.registry = optimizer, registry
         self.seed, self.bucket_numel = seed, bucket_numel
         self.steps = 0
+        self.copies: Mapping[Tensor, Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
         self._keys = self._make_keys()
         load_shared_numbers_exactly(optimizer)
@@ -318,12 +323,14 @@ class StochasticRounding:
         copies = self._make_float32_copies(halves)
         for group, params in zip(self.optimizer.param_groups, bucket, strict=True):
             group["params"] = [copies.get(param, param) for param in params]
+        self.copies = copies
         try:
             update()
             for copy in copies.values():
                 copy.grad = None
             self._round_back(copies)
         finally:
+            self.copies = {}
             for copy in copies.values():
                 self.optimizer.state.pop(copy, None)
 

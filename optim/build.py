@@ -120,7 +120,7 @@ class Setup:
                 switch.check_groups(self.registry)
                 switch.check_layouts(plan.entries, topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
-            dtypes, names = {entry.dtype for entry in entries}, self.per_parameter_norms or bool(self.check_replicas)
+            dtypes, names = {entry.dtype for entry in entries}, topology.world_size > 1 or self.per_parameter_norms
             filled = frozenset(index for index, group in enumerate(groups) if group)
             return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds, filled)
 

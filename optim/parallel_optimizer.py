@@ -43,6 +43,7 @@ from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .step.data_parallel import GradSyncController
 from .step.first_window_checks import check_window_is_used
+from .step.missing_shards import MissingShards
 from .step.skips import DISAGREED, REPLICAS_DIVERGED, OnNonfinite, SkipMonitor
 from .step.step_agreement import StepAgreement
 from .step.torch_engine import lay_out_states
@@ -426,7 +427,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             decision = window.decision or self._clipping(self._clip, self._scale_info(), captured=window.captured)
             reason = self._count(decision)
             if reason is None:
-                self._engine.run(UpdateRequest(decision.skipped, decision.factor), self._states.around_update)
+                with self._missing_shards.filled(decision.shard_counts, decision.skipped) as skip_of:
+                    request = UpdateRequest(decision.skipped, decision.factor, skip_of=skip_of)
+                    self._engine.run(request, self._states.around_update)
             if self.loss_scale is not None:
                 self.loss_scale.update(decision.stats.found_inf)  # only now: gradients were divided by backward's scale
             self._finish_window(decision)
@@ -496,12 +499,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scale
 
     def _scale_info(self) -> GradScaleInfo:
-        """Return the divisors of the window's gradients, with this rank's value of the agreement field."""
+        """Return the divisors of the window's gradients, with this rank's values of the fields that all ranks sum."""
         window, agreement = self._window, self._agreement
         if agreement is None:
             return window.scale_info(self.registry, window.scale, self._device)
         facts = window.number_of_facts(agreement, self._completion.changed)
-        return window.scale_info(self.registry, window.scale, self._device, facts, agreement.of_tensors())
+        info = window.scale_info(self.registry, window.scale, self._device, facts, agreement.of_tensors())
+        return info._replace(pack=info.pack.with_fields(self._missing_shards.field()))
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
@@ -599,6 +603,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._clip.bind(plan.parameter_names)
         self._completion = self._setup.completion(self._table, self._states, self._agreement)
         self._clipping = self._setup.clipping(self._table, self._states, thresholds)
+        self._missing_shards = MissingShards(self._table, self._device)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         registry = self.registry
         around = self._states.around_backward

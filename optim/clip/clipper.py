@@ -141,6 +141,9 @@ def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[i
 # The decision of a step, and the scale that the gradients still contain -----------------------------------------------
 
 
+SHARD_COUNTS = "shards with a gradient"  # the field of `MissingShards` in the packed sum
+
+
 class StepDecision(NamedTuple):
     """The decision of a step: skip it if ``skipped`` is 1, else multiply all gradients by ``factor``.
 
@@ -150,6 +153,7 @@ class StepDecision(NamedTuple):
         factor: 0-dim. None: gradients are already multiplied, or need no factor.
         past: 0-dim bool: the step is skipped because some gradients bypassed `backward`. None: not checked.
         problem: The exception that ``commit=`` raised on this rank. None: no exception.
+        shard_counts: The sum of `MissingShards.field`. None: no parameter is sharded.
     """
 
     stats: GradStats
@@ -157,6 +161,7 @@ class StepDecision(NamedTuple):
     factor: Tensor | None
     past: Tensor | None = None
     problem: Exception | None = None
+    shard_counts: Tensor | None = None
 
     def after(self, earlier: StepDecision) -> StepDecision:
         """Return this decision combined with an earlier one of the same window, whose reasons to skip still apply."""
@@ -178,6 +183,7 @@ class GradScaleInfo(NamedTuple):
         pack: Fields that the measurement sums over all ranks. It may have these fields:
             ``"window_weight"``: the window's weight per pipeline stage, see `window_fields`;
             ``"agreement"``: 0 if ranks agree, see `StepAgreement`;
+            `SHARD_COUNTS`: the number of shards with a gradient per full tensor, see `MissingShards`;
             ``"bypassed"``: negative if gradients must not be applied, for example because their loss was not scaled.
         scale: The loss scale that gradients still contain. None: there is none, or gradients are already unscaled.
         is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Default: False.
@@ -457,7 +463,8 @@ class GradientClipper:
             skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)
         else:
             skipped = stats.skipped
-        decision = StepDecision(stats, skipped, factor, past, None if vote is None else vote.problem)
+        problem = None if vote is None else vote.problem
+        decision = StepDecision(stats, skipped, factor, past, problem, sums.get(SHARD_COUNTS))
         return decision if earlier is None else decision.after(earlier)
 
     def _add_thresholds(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -410,7 +409,8 @@ class StochasticallyRounded(Link):
         return self._rounding
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        self._made.step(partial(update, request))
+        rounding = self._made
+        rounding.step(lambda: update(request.on_copies(rounding.copies)))
 
     def state_dict(self) -> dict[str, Any]:
         return self._made.state_dict()

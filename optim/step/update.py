@@ -87,11 +87,50 @@ class UpdateEngine:
         """Step or skip the parameters in the present param groups, which may be some of all parameters."""
         for forget in _CACHES:
             forget()
+        apart = [param for param in params_of(self.optimizer) if param in request.skip_of] if request.skip_of else []
+        if apart:
+            self._step_apart(request, apart)
+        else:
+            self._step_together(request)
+
+    def _step_apart(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
+        """Step the parameters in ``apart`` one by one, each with its own skip flag, and all others together.
+
+        Optimizers that need full tensors step all parameters together: they take a missing gradient for zeros.
+        Host synchronization: one if an optimizer can't be skipped on the device or can't step in parts.
+        """
+        ids, skip_of = {id(param) for param in apart}, request.skip_of
+        request = replace(request, skip_of={})
+        one_by_one = list[tuple[torch.optim.Optimizer, Tensor]]()
+        on_host = list[Tensor]()
+        for part in parts_of(self.optimizer):
+            if not asks_other_ranks(part):
+                own = [param for param in params_of(part) if id(param) in ids]
+                if steps_in_parts(part):
+                    one_by_one += [(part, param) for param in own]
+                else:
+                    on_host += own
+        if on_host:
+            flags = torch.stack([skip_of[param] for param in on_host]).tolist()
+            for param, skips in zip(on_host, flags, strict=True):
+                param.grad = None if skips else param.grad
+        held = {id(param) for _, param in one_by_one}
+        rest = [[param for param in group["params"] if id(param) not in held] for group in self.optimizer.param_groups]
+        with holding(self.optimizer, rest):
+            self._step_together(request)
+        for part, param in one_by_one:
+            skip = skip_of[param].to(param.device)
+            own_request = _on_cpu(request) if param.is_cpu and request.on_host is not None else request
+            only = [[other for other in group["params"] if other is param] for group in part.param_groups]
+            with holding(part, only):
+                self._step_split(part, replace(own_request, skip=skip, on_host=None))
+
+    def _step_together(self, request: UpdateRequest) -> None:
         optimizer = self.optimizer
         if request.split_weights is None and step_cached_rows(optimizer, request, self._cache_of(optimizer)):
             return
         if request.on_host is None:
-            self._step_split(request)
+            self._step_split(optimizer, request)
             return
         groups = enumerate(optimizer.param_groups)
         places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
@@ -99,19 +138,19 @@ class UpdateEngine:
         if len(sides) == 2 and steps_in_parts(optimizer):
             for on_cpu, of_side in sorted(sides.items()):  # the device first, because kernel launches return at once
                 with hold_only(optimizer, of_side):
-                    self._step_split(_on_cpu(request) if on_cpu else request)
+                    self._step_split(optimizer, _on_cpu(request) if on_cpu else request)
         else:
-            self._step_split(_on_cpu(request) if True in sides else request)
+            self._step_split(optimizer, _on_cpu(request) if True in sides else request)
 
     def _cache_of(self, optimizer: torch.optim.Optimizer) -> RowCache:
         return self._caches.setdefault(optimizer, {})
 
-    def _step_split(self, request: UpdateRequest) -> None:
+    def _step_split(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
         """Step split weights as float32 masters.
 
         The loops join, step and split in one pass. Other engines step float32 copies, bucket by bucket.
         """
-        weights, optimizer = request.split_weights, self.optimizer
+        weights = request.split_weights
         if weights is None:
             self._step_parts(optimizer, request)
             return

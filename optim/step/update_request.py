@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -29,6 +29,7 @@ class UpdateRequest:
         factor: The factor on all gradients, 0-dim on the same device. None (default): 1.
         low_precision_out: Half-precision copies that an engine may write in the same pass. None (default): there are none.
         split_weights: bfloat16 weights that are stepped as float32 masters. None (default): there are none.
+        skip_of: Tensors whose update has its own ``skip``, 0-dim on the same device. Default: none.
         on_host: Copies of ``skip`` and ``factor`` that are on their way to the CPU. None (default): no CUDA device decides
             for parameters on the CPU.
     """
@@ -37,7 +38,14 @@ class UpdateRequest:
     factor: Tensor | None = None
     low_precision_out: LowPrecisionOut | None = None
     split_weights: SplitWeights | None = None
+    skip_of: Mapping[Tensor, Tensor] = field(default_factory=dict)
     on_host: HostDecision | None = None
+
+    def on_copies(self, copies: Mapping[Tensor, Tensor]) -> UpdateRequest:
+        """Return the request for param groups in which ``copies`` (the copy of each tensor) are stepped instead."""
+        if not self.skip_of:
+            return self
+        return replace(self, skip_of={copies.get(tensor, tensor): skip for tensor, skip in self.skip_of.items()})
 
     @property
     def remainders(self) -> Mapping[Tensor, Tensor]:

@@ -123,6 +123,7 @@ def expected(case: Case) -> list[Sent]:
             sharded=case.sharded,
             weight_bytes=2 if case.bf16 else 4,
             groups=case.groups,
+            tensors=7 if case.tensor > 1 else 0,
         )
     names = {"reduce_scatter": "reduce_scatter_single", "all_gather": "all_gather_single"}
     return sorted(Sent(names.get(what, what), *rest) for what, *rest in found)

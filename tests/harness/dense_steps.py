@@ -1,7 +1,7 @@
 """What a drawn configuration must compute: every parameter whole, in float64, an element at a time.
 
 It knows nothing of groups, buckets, pieces or windows, only of the definitions: which ranks' losses an element's gradient
-is summed over and divided by, that an element without gradient is left out of a step, and the formulas of the optimizers.
+is summed over and divided by, that a parameter without gradient is left out of a step, and the formulas of the optimizers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 
 
 def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Of each parameter, flat: the mean gradient of the window, which elements have one, and the same mean of the terms'
+    """Of each parameter, flat: the mean gradient of the window, whether it has one, and the same mean of the terms'
     absolute values, by which a sum in low precision may be off.
 
     Without weights a micro-batch without a loss counts as one whose loss is 0.
@@ -90,7 +90,8 @@ def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor
                 seen.add(piece)
                 where = elements(setting, name, at)
                 gradient[where], present[where], absolute[where] = _summed(case, setting, name, at, step)
-        found[name] = gradient / divisor, present, absolute / divisor
+        # A sharded tensor is one parameter: if a piece has a gradient, all pieces are stepped.
+        found[name] = gradient / divisor, present.any().expand(numel), absolute / divisor
     return found
 
 

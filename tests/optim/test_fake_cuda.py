@@ -454,6 +454,34 @@ def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mod
     assert len(few.launches) < len(many.launches)
 
 
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_a_shard_without_gradient_waits_for_nothing(mode: str) -> None:
+    """Whether other shards of the tensor have one is decided on the device."""
+    topology, (precision, dtype) = Topology(tensor=2), MODES[mode]
+    with world(topology), fake_cuda() as logging:
+        registry = ProcessGroupRegistry(topology)
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(4, 3, device="cuda", dtype=dtype)) for name in ("experts", "other")}
+        )
+        for name, param in model.items():
+            annotate(param, P("tensor"), name)
+        adamw = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, precision=precision, max_norm=1.0, check_replicas=False)
+        launches = []
+        for index in range(5):
+            with logging() as log:
+                with optimizer.window():
+                    for name, param in model.items():
+                        grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
+                        has_tokens = name == "other" or index in (0, 2)
+                        param.grad = torch.ones_like(param, dtype=grad_dtype) if has_tokens else None
+                optimizer.step()
+            optimizer.zero_grad()
+            assert [wait for wait in log.waits if COMPARES not in wait] == []
+            launches.append(len(log.launches))
+        assert launches[4] > launches[2], "the shard is stepped by itself"
+
+
 def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parameters and gradients, whole ones and pieces."""
     looked_at: list[str] = []

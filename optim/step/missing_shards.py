@@ -1,0 +1,92 @@
+"""Sharded parameters of which this rank's shard has no gradient, although another shard may have one.
+
+A sharded tensor is one parameter. In the dense model it has a gradient or it has none, and it is stepped as a whole. In a
+parallel model one shard may lack a gradient that other shards have: for example grouped experts
+``P("expert", None, None)`` on a rank that got no tokens. All shards of such a tensor must be stepped, with zeros for the
+missing gradients.
+
+Each rank counts, for each full tensor, the shards that have a gradient. The collective that measures the gradient norm sums
+these counts. A rank with a missing gradient then steps that shard in a separate update, which the device skips if the sum
+is 0. So the host reads nothing, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..clip.clipper import SHARD_COUNTS
+from ..gradients.in_place import gradient_dtype
+from ..kernels.device_constants import Constants
+from ..norm.param_table import ParamTable, SteppedTensor
+
+
+class MissingShards:
+    """Decides together with all ranks which shards without a gradient are stepped.
+
+    Args:
+        table: One record per stepped tensor, with the names of full tensors.
+        device: The device of the packed sum.
+    """
+
+    def __init__(self, table: ParamTable, device: torch.device) -> None:
+        plan, self._device = table.model_plan, device
+        is_sharded = any(plan.topology.size(*bucket.distinct) > 1 for bucket in plan.buckets)  # equal on all ranks
+        self._count = len(plan.parameter_names) if is_sharded else 0
+        self._rows: list[tuple[SteppedTensor, int]] = []
+        for row in table if self._count else ():
+            shards = plan.topology.size(*row.model_entry.spec.distinct_axes(plan.topology))
+            if row.trained and shards > 1 and row.logical_index is not None and row.tensor.numel():
+                self._rows.append((row, row.logical_index))
+        self._constants = Constants()
+        self._missing: list[tuple[SteppedTensor, int]] = []
+
+    def field(self) -> dict[str, Tensor]:
+        """Return the field of the packed sum: this rank's number of shards with a gradient per full tensor, float64.
+
+        Call it after the gradients were reduced. Empty if no parameter of any rank is sharded.
+        Host synchronization: none.
+        """
+        if not self._count:
+            return {}
+        missing = [at for at, (row, _) in enumerate(self._rows) if row.grad_tensor.grad is None]
+        self._missing = [self._rows[at] for at in missing if self._rows[at][0].leaf.requires_grad]
+        key = SHARD_COUNTS, *missing
+        return {SHARD_COUNTS: self._constants(key, lambda: self._counts(missing), torch.float64, self._device)}
+
+    def _counts(self, missing: list[int]) -> list[float]:
+        counts, without = [0.0] * self._count, {*missing}
+        for at, (_, slot) in enumerate(self._rows):
+            counts[slot] += at not in without
+        return counts
+
+    @contextmanager
+    def filled(self, counts: Tensor | None, skip: Tensor) -> Iterator[Mapping[Tensor, Tensor]]:
+        """Give missing gradients zeros within the context.
+
+        Args:
+            counts: The sum of `field` over all ranks; None: it was empty.
+            skip: 0-dim; 1: the whole update is skipped.
+        Yields:
+            The stepped tensors whose own gradients are missing, each with the flag that skips its update: 1 if ``skip`` is
+            1, or if no shard of the full tensor has a gradient.
+        Host synchronization: none.
+        """
+        missing = self._missing
+        if counts is None or not missing:
+            yield {}
+            return
+        slots = [slot for _, slot in missing]
+        places = self._constants(("slots", *slots), slots.copy, torch.int64, self._device)
+        absent = (counts.to(self._device)[places] == 0).to(skip.dtype)
+        flags = torch.maximum(absent.to(skip.device), skip).unbind()
+        for row, _ in missing:
+            row.grad_tensor.grad = torch.zeros_like(row.grad_tensor, dtype=gradient_dtype(row.grad_tensor))
+        try:
+            yield {row.tensor: flag for (row, _), flag in zip(missing, flags, strict=True)}
+        finally:
+            for row, _ in missing:
+                row.grad_tensor.grad = None

@@ -112,8 +112,10 @@ class ConstantLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """Loss scale that grows after a run of good steps and backs off when a step overflows.
 
-        overflow:                                    scale = max(scale * backoff_factor, min_scale)
-        after growth_interval good steps in a row:   scale = min(scale * growth_factor, max_scale)
+    ```text
+    overflow:                                    scale = max(scale * backoff_factor, min_scale)
+    after growth_interval good steps in a row:   scale = min(scale * growth_factor, max_scale)
+    ```
 
     The run of good steps restarts after an overflow and after a growth. A growth beyond the range of float32 is
     omitted.

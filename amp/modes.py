@@ -30,7 +30,16 @@ _MARK = "_meshstep_precision"
 
 
 class Precision(ABC):
-    """Base class of precision modes. Subclasses implement `_prepare`, which is called once per model."""
+    """Base class of precision modes. Subclasses implement `_prepare`, which is called once per model.
+
+    ```python
+    class Float64(Precision):
+        name = "float64"
+
+        def _prepare(self, model, registry):
+            model.double()
+    ```
+    """
 
     name: ClassVar[str]
     main_grads: bool = True
@@ -173,7 +182,9 @@ def precision_of(precision: str | Precision) -> Precision:
 class Fp32(Precision):
     """Full precision: half-precision parameters, buffers and inputs become float32.
 
+    ```python
     model = Fp32().prepare(model)
+    ```
     """
 
     name: ClassVar[str] = "fp32"

@@ -188,10 +188,12 @@ class StochasticRounding:
 
     Memory of AdamW between steps, in bytes per parameter element:
 
-                               weight   master   grad   two moments   sum
-        masters                2        4        4      8             18
-        split masters          2        2        4      8             16
-        stochastic rounding    2        -        2      4             8
+    ```text
+                           weight   master   grad   two moments   sum
+    masters                2        4        4      8             18
+    split masters          2        2        4      8             16
+    stochastic rounding    2        -        2      4             8
+    ```
 
     During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. With AdamW a
     copy takes 16 bytes per element. The price is accuracy. Gradients accumulate in bfloat16, so long accumulation

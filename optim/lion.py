@@ -15,9 +15,11 @@ from torch import Tensor
 class Lion(torch.optim.Optimizer):
     """Lion optimizer: every element moves by the same amount, in the direction of the sign of a momentum.
 
-        m, w: momentum (state ``"exp_avg"``), weight
-        w <- w (1 - lr weight_decay) - lr sign(b1 m + (1 - b1) g)
-        m <- b2 m + (1 - b2) g
+    ```text
+    m, w: momentum (state ``"exp_avg"``), weight
+    w <- w (1 - lr weight_decay) - lr sign(b1 m + (1 - b1) g)
+    m <- b2 m + (1 - b2) g
+    ```
 
         optimizer = ParallelOptimizer(Lion(model.parameters(), lr=1e-4), registry, max_norm=1.0)
 

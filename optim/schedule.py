@@ -531,7 +531,9 @@ class MultiStepLR(WarmupLR):
 
         schedule = MultiStepLR(optimizer, milestones=[300, 600], warmup_steps=50)
 
-        decay(t) = gamma ** |{m in milestones: m <= t}|
+    ```text
+    decay(t) = gamma ** |{m in milestones: m <= t}|
+    ```
 
     Args:
         milestones: Numbers of taken steps from the start of the run, >= 0, in any order; a repeated milestone counts
@@ -566,7 +568,9 @@ class PolynomialLR(WarmupLR):
 
         schedule = PolynomialLR(optimizer, total_steps=1000, warmup_steps=50, power=2.0)
 
-        x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
+    ```text
+    x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
+    ```
 
     Args:
         total_steps: Number of steps in the run, >= 1, including the warm-up.
@@ -626,7 +630,9 @@ class CosineAnnealingLR(WarmupLR):
 
         schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50, eta_min=1e-5)
 
-        x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
+    ```text
+    x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
+    ```
 
     Without warm-up it equals torch's CosineAnnealingLR up to t = total_steps; after that torch's rate rises again.
 

@@ -284,6 +284,9 @@ def _rank() -> int:
 class Launch:
     """Result of `init_distributed`: rank, device and launcher of this process.
 
+        launch = init_distributed()
+        print(launch.rank, launch.world_size, launch.device)
+
     Attributes:
         rank: Rank of this process, 0..world_size-1.
         world_size: Number of processes.

@@ -161,6 +161,8 @@ def api_pages() -> tuple[dict[str, str], list[Any]]:
         "# API",
         "One page per exported name. `meshstep` exports the names of `meshstep.parallel`, `meshstep.amp` and "
         "`meshstep.optim`, so `from meshstep import P` works too.",
+        "Examples use names such as `registry`, `model` and `adamw` without defining them. "
+        "[Split your first MLP](../tutorials/FIRST_MLP.md) shows how to make such objects.",
     ]
     for package in PACKAGES:
         names = sources.exports(package)

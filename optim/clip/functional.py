@@ -251,7 +251,9 @@ def clip_grad_norm_(
 ) -> GradStats:
     """Clip sharded gradients by their global p-norm, in place.
 
-        coef = min(1, max_norm / (total_norm + 1e-6))        Pascanu et al. 2013, arXiv:1211.5063
+    ```text
+    coef = min(1, max_norm / (total_norm + 1e-6))        Pascanu et al. 2013, arXiv:1211.5063
+    ```
 
         stats = clip_grad_norm_(model.parameters(), 1.0, registry)
         if not stats.found_inf:

@@ -41,6 +41,8 @@ from .base import (
 class ByNorm(Clip):
     """Clips by the global norm: coef = min(1, max_norm / (total_norm + 1e-6)).
 
+        ParallelOptimizer(adamw, registry, max_norm=ByNorm(1.0, norm_type=1.0))
+
     Pascanu et al. 2013, arXiv:1211.5063. ``max_norm=1.0`` is short for ``max_norm=ByNorm(1.0)``.
 
     Args:
@@ -185,7 +187,9 @@ class Adaptive(Clip):
 
         ParallelOptimizer(sgd, registry, max_norm=Adaptive(0.01))
 
-        factor = min(1, clipping * max(||w||, eps) / ||g||)        Brock et al. 2021, arXiv:2102.06171
+    ```text
+    factor = min(1, clipping * max(||w||, eps) / ||g||)        Brock et al. 2021, arXiv:2102.06171
+    ```
 
     A unit is a row of the full tensor, which holds the weights of one output. Several ranks may hold parts of it. A tensor
     of fewer than two dims is one unit.
@@ -383,11 +387,13 @@ class AdaGC(Clip):
 
         ParallelOptimizer(adamw, registry, max_norm=AdaGC())
 
-        in the first ``warm_up`` steps:   h_t = min(1, max_norm / total_norm)
-                                          mean[i] <- min(mean[i], h_t ||g_i||)
-        afterwards:                       h_t[i] = min(1, times mean[i] / ||g_i||)
-                                          mean[i] <- decay mean[i] + (1 - decay) h_t[i] ||g_i||
-                                                             Wang et al. 2025, arXiv:2502.11034
+    ```text
+    in the first ``warm_up`` steps:   h_t = min(1, max_norm / total_norm)
+                                      mean[i] <- min(mean[i], h_t ||g_i||)
+    afterwards:                       h_t[i] = min(1, times mean[i] / ||g_i||)
+                                      mean[i] <- decay mean[i] + (1 - decay) h_t[i] ||g_i||
+                                                         Wang et al. 2025, arXiv:2502.11034
+    ```
 
     ``g_i`` is the gradient of a logical parameter; all of its shards get the same factor. A norm of 0, as of an unused
     parameter, does not change the mean, because a mean of 0 would stay 0. A parameter without a gradient in the warm-up
@@ -568,9 +574,11 @@ class SkipSpikes(Clip):
 class WarmUp:
     """A threshold that changes linearly over the first steps.
 
-        max_norm=WarmUp(10.0, 1.0, steps=1000)
+        ParallelOptimizer(adamw, registry, max_norm=WarmUp(10.0, 1.0, steps=1000))
 
-        threshold = start + (end - start) * min(1, steps taken / steps)
+    ```text
+    threshold = start + (end - start) * min(1, steps taken / steps)
+    ```
 
     Any function may replace it that maps a 0-dim tensor, the number of steps that were not skipped, to a 0-dim tensor.
 
@@ -603,11 +611,13 @@ class ZClip(Clip):
 
         ParallelOptimizer(adamw, registry, max_norm=ZClip())
 
-        z_t = (g_t - mean) / sqrt(var)                       g_t: the total norm
-        c_t = mean + z^2 / z_t sqrt(var)  if z_t > z, else g_t          reciprocal clipping
-        mean <- decay mean + (1 - decay) c_t
-        var  <- decay var  + (1 - decay) (c_t - mean)^2      with the new mean
-                                                             Kumar et al. 2025, arXiv:2504.02507
+    ```text
+    z_t = (g_t - mean) / sqrt(var)                       g_t: the total norm
+    c_t = mean + z^2 / z_t sqrt(var)  if z_t > z, else g_t          reciprocal clipping
+    mean <- decay mean + (1 - decay) c_t
+    var  <- decay var  + (1 - decay) (c_t - mean)^2      with the new mean
+                                                         Kumar et al. 2025, arXiv:2504.02507
+    ```
 
     In the first ``warm_up`` steps only ``max_norm`` clips. The statistics are then the population mean and variance of all
     norms so far, as in the authors' code. Spikes enter the statistics as their clipped norm c_t. Skipped steps do not.

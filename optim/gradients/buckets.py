@@ -177,7 +177,9 @@ class Exchange(ABC):
 class Exact(Exchange):
     """Sums gradients in their own dtype. This is the default hook.
 
-    ParallelOptimizer(..., overlap=True, compression=Exact())
+    ```python
+    ParallelOptimizer(adamw, registry, overlap=True, compression=Exact())
+    ```
     """
 
     def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
@@ -582,8 +584,8 @@ def sync_gradients(
 class Bf16Wire(Exchange):
     """Reduces float32 gradients in bfloat16: half the bytes, 8 significant bits.
 
-        ParallelOptimizer(..., overlap=True, compression=Bf16Wire())
-        ParallelOptimizer(..., states=Sharded("data", compression=Bf16Wire()))
+        ParallelOptimizer(adamw, registry, overlap=True, compression=Bf16Wire())
+        ParallelOptimizer(adamw, registry, states=Sharded("data", compression=Bf16Wire()))
 
     Error feedback keeps the rounding error of a rank's gradients, and adds it to its next gradients. So small gradients are
     delayed instead of lost. Rounding errors of the sum itself are lost. Gradients of other dtypes are reduced in their own

@@ -89,6 +89,10 @@ def check_every(every: object, said: str) -> None:
 class Fingerprints:
     """Compare replicas periodically in a long run, to detect silent data corruption: ``check_replicas=Fingerprints()``.
 
+        optimizer = ParallelOptimizer(adamw, registry, check_replicas=Fingerprints(every=100))
+        ...
+        optimizer.poll()  # before a checkpoint
+
     Weights, master weights, optimizer states with their step counts, and reduced gradients are compared bitwise. A single
     flipped bit is always detected; any other difference is missed once in 2^32.
 

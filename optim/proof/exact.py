@@ -51,6 +51,16 @@ def assert_exact(
 ) -> None:
     """Compare a step of a parallel model with the same step of a dense model, on every rank.
 
+        def parallel_step():
+            parallel(x).square().mean().backward()
+            return parallel
+
+        def dense_step():
+            dense(x).square().mean().backward()
+            return dense
+
+        assert_exact(parallel_step, dense_step, registry)
+
     A step that returns its model has run backward only. Then the replicas' gradients are reduced with `sync_gradients`,
     the global norm is measured, and norm, gradients and parameters are compared. A step that returns ``(model, norm)``
     has updated the model as well. Then the norm (or the total norm of a `GradStats`) and the new parameters are

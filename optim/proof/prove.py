@@ -34,6 +34,10 @@ from .explain import Cause, Explainer, Fault, ForwardOrder, ForwardRecord, HookP
 class Finding:
     """A parameter whose gradient, completed as its layout declares, is not the derivative of the loss.
 
+        proof = prove(model, lambda model: model(batch), registry)
+        for finding in proof.findings:
+            print(finding.name, finding.declared, finding.inferred, finding.text)
+
     Args:
         name: Name of the parameter, followed by its pipeline stage if several stages use the name for different
             parameters.
@@ -68,6 +72,9 @@ class Finding:
 @dataclass(frozen=True)
 class Proof:
     """Result of `prove`, the same on all ranks.
+
+        proof = prove(model, lambda model: model(batch), registry)
+        assert not proof.findings, proof
 
     Args:
         proved: Names of the parameters whose gradients are the derivative of the loss.
@@ -164,6 +171,9 @@ def prove(
 class Inferred:
     """Result of `infer`. The rules describe this rank's parameters; the other fields are the same on all ranks.
 
+        inferred = infer(model, lambda model: model(batch), registry)
+        declare(model, inferred.rules)
+
     Args:
         rules: Specs for `declare`, by full parameter name.
         dims_unknown: Names of the parameters whose sharded dims, or their order, are not certain. Norm, clipping and
@@ -200,9 +210,11 @@ def infer(
 
         print(infer(model, lambda model: model(batch), registry))
 
-        declare(model, {
-            'layers.*.up.weight': P('tensor'),
-            ...
+    ```text
+    declare(model, {
+        'layers.*.up.weight': P('tensor'),
+        ...
+    ```
 
     Ranks with equal values hold replicas, ranks with different values hold shards. The loss decides which gradients are
     complete and which are partial, as in `prove`. A vector with one constant value on all ranks, like the ones of a

@@ -350,6 +350,13 @@ Schedule = TypeVar("Schedule")
 class Booster(Saving, Generic[Stats_co]):
     """Prepares the objects of a training loop for one precision mode and one kind of data parallelism.
 
+        booster = Booster("bf16", registry, max_norm=1.0)
+        model, optimizer, criterion, loader, _ = booster.boost(model, adamw, criterion, loader)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            booster.backward(criterion(model(inputs), targets), optimizer)
+            optimizer.step()
+
     Args:
         mixed_precision: Name of a mode (``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16_naive"``, ``"fp16_apex"``,
             ``"fp8"``) or a precision object. Default: ``"fp32"``.

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 class Pipeline:
     """Runs the micro-batches of a schedule within the optimizer's accumulation window.
 
+        pipeline = Pipeline(schedule, optimizer)
+        loss = pipeline.backward(inputs, target=targets)    # on every rank; None except on the last stage
+        optimizer.step()
+
     The loss function is prepared for the precision mode. With ``scale_grads=True``, torch's default, it must return the
     mean over a micro-batch, and the objective of a call is the mean over all micro-batches. With ``scale_grads=False``
     it must return a sum; give `backward` the divisor as ``weight=``.

@@ -172,7 +172,20 @@ class Binding:
 
 
 class Placement(ABC):
-    """A state placement: an immutable argument that chooses where optimizer states and stepped tensors are kept."""
+    """A state placement: an immutable argument that chooses where optimizer states and stepped tensors are kept.
+
+    ```python
+    class CountedUpdates(Placement):
+        position = Position.UPDATE
+
+        def check(self, binding):
+            if binding.overlap:
+                raise ValueError("CountedUpdates needs overlap=False")
+
+        def link(self, binding):
+            return CountUpdates()    # a `Link`
+    ```
+    """
 
     position: ClassVar[Position]
     draws: ClassVar[bool] = False
@@ -189,6 +202,13 @@ class Placement(ABC):
 
 class Link:
     """A parameter transform that replaces nothing. Subclasses override the methods that they need.
+
+        class CountUpdates(Link):
+            updates = 0
+
+            def step(self, request, update):
+                self.updates += 1
+                super().step(request, update)
 
     In `step`, ``update`` runs the inner transforms and then steps or skips the optimizer.
     """

@@ -28,6 +28,8 @@ from .telemetry import matches_any, world_sum
 class Trial(NamedTuple):
     """A model of one width.
 
+        trial = Trial(model, lambda: model(x), lambda: train(model, steps=3))
+
     Args:
         model: The model; it is trained in place.
         forward: Runs the model on one input, the same in every call.
@@ -42,6 +44,9 @@ class Trial(NamedTuple):
 @dataclass(frozen=True)
 class CoordinateCheck:
     """Result of `coordinate_check`; prints as a table.
+
+        check = coordinate_check(build, (64, 128, 256), registry)
+        print(check.widths, check.changes)
 
     Args:
         widths: The widths, ascending.

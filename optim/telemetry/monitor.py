@@ -42,6 +42,8 @@ from .telemetry import Measurement, Telemetry, world_sum
 class Report:
     """Numbers of the steps since the last report, on the host.
 
+        monitor = Monitor(registry, lambda report: print(report.step, report.loss, report.grad_norm))
+
     ``str(report)`` is one line for a log or ``tqdm.set_postfix_str``.
 
     Attributes:

@@ -415,6 +415,10 @@ class Planned:
 class Measurement:
     """Figures of one measured step, on the device, bitwise identical on every rank.
 
+        telemetry = Telemetry(optimizer, every=1)
+        optimizer.step()
+        print(dict(zip(telemetry.last.names, telemetry.last.values.tolist())))
+
     Args:
         step: Number of the step, counted from 1.
         names: Names of the figures, with slashes as dashboards expect: ``"update_norm/total"``.

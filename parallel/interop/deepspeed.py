@@ -1,7 +1,7 @@
 """Megatron-style ``mpu`` object for DeepSpeed, which takes ranks and process groups from a registry.
 
     mark_model_parallel(model.parameters(), registry)
-    engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), ...)
+    engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), config=config)
     check_engine(engine, registry)
 
 The topology's roles define three kinds of axes: *pipeline* (pipe), *tensor* and *data*. All model axes together form

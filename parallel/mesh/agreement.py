@@ -23,8 +23,7 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
     Every rank must call this function at the same point. It pickles the value and synchronizes with the host: use it
     during set-up, not in every step.
 
-        >>> gather_objects(registry.global_rank, registry)  # with 2 ranks
-        [0, 1]
+        gather_objects(registry.global_rank, registry)  # [0]; on 2 ranks [0, 1]
 
     Args:
         value: Any object that `pickle` accepts.

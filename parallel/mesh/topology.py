@@ -397,11 +397,13 @@ class Topology(ByRole):
 
     An axis has one of three roles:
 
-        role       meaning of a coordinate                         default for the names
-        "pipe"     a stage with its own parameters                 pipe, pipeline, pp
-        "data"     replicas, whose gradients are averaged          data, replica, dp, ddp, dp_replicate, dp_shard, fsdp,
-                                                                   hsdp, edp, efsdp, cp, context
-        "model"    parameters sharded or replicated by their spec  all others: tensor, tp, sp, row, col, ...
+    ```text
+    role       meaning of a coordinate                         default for the names
+    "pipe"     a stage with its own parameters                 pipe, pipeline, pp
+    "data"     replicas, whose gradients are averaged          data, replica, dp, ddp, dp_replicate, dp_shard, fsdp,
+                                                               hsdp, edp, efsdp, cp, context
+    "model"    parameters sharded or replicated by their spec  all others: tensor, tp, sp, row, col, ...
+    ```
 
     An axis with another name has the default role of an alias that contains it. Give the role of an ``expert`` axis
     yourself: by default it is a model axis (see `untold_expert_axes`).

@@ -26,6 +26,20 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("docs", "examples", "parallel", "amp", "optim")
 FRONT, INDEX, API = "README.md", "docs/README.md", "docs/api"
 PACKAGES = ("meshstep.parallel", "meshstep.amp", "meshstep.optim", "meshstep.testing")
+# Exported names that torch has too. A page may mean torch's, so these names are not linked by themselves.
+ALSO_IN_TORCH = {
+    "Adafactor",
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "DataParallel",
+    "GradScaler",
+    "Muon",
+    "MultiStepLR",
+    "Placement",
+    "PolynomialLR",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+}
 OTHER_HOST = re.compile(r"[a-z]+:")
 
 # Section, a heading of docs/README.md -> the folder of its pages. Other pages belong to the heading that links them.
@@ -162,7 +176,7 @@ def api_pages() -> tuple[dict[str, str], list[Any]]:
         "One page per exported name. `meshstep` exports the names of `meshstep.parallel`, `meshstep.amp` and "
         "`meshstep.optim`, so `from meshstep import P` works too.",
         "Examples use names such as `registry`, `model` and `adamw` without defining them. "
-        "[Split your first MLP](../tutorials/FIRST_MLP.md) shows how to make such objects.",
+        "[The tutorial](../tutorials/FIRST_MLP.md) shows how to make such objects.",
     ]
     for package in PACKAGES:
         names = sources.exports(package)
@@ -245,8 +259,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def linked(match: re.Match[str]) -> str:
         file = targets.get(match[2]) if match[2] else None
-        if file is None or file is page.file:
+        if file is None or file is page.file or match[2] in ALSO_IN_TORCH:
             return match[0]
         return f'<a href="{file.url_relative_to(page.file)}">{match[0]}</a>'
 
-    return _NAME.sub(linked, html)
+    html = _NAME.sub(linked, html)
+    return re.sub(
+        r"(<span class=\"doc doc-object-name[^>]*>)(meshstep\.\w+\.)", r"\1\2<wbr>", html
+    )  # where a line may end

@@ -70,6 +70,12 @@ def test_navigation_follows_the_order_of_the_index() -> None:
     assert [page for page in howto if page in linked] == linked
 
 
+def test_names_that_torch_has_too_are_not_linked_by_themselves() -> None:
+    modules = ("amp", "nn.utils", "optim", "optim.lr_scheduler", "distributed.tensor", "distributed.fsdp", "nn")
+    names = {name.rpartition(".")[2] for name in exported_names()}
+    assert {n for n in names if any(hasattr(import_module(f"torch.{m}"), n) for m in modules)} == HOOKS["ALSO_IN_TORCH"]
+
+
 @pytest.mark.parametrize(
     ("page", "expected"),
     [
@@ -125,6 +131,11 @@ def test_built_api_pages_show_the_docstrings(site: Path) -> None:
         summary = sources.summary(package, symbol)
         longest = " ".join(max(re.split("[`*]", summary), key=len).split())
         assert longest in " ".join(html.unescape(text).split()), f"{name}: {summary}"
+
+
+def test_built_pages_link_exported_names(site: Path) -> None:
+    page = (site / "howto" / "zero" / "index.html").read_text()
+    assert re.search(r'<a href="\.\./\.\./api/meshstep\.optim/Sharded/"><code>Sharded</code></a>', page)
 
 
 def test_built_page_of_a_named_tuple_shows_its_fields(site: Path) -> None:

@@ -183,7 +183,7 @@ def test_backward_and_no_sync_take_what_boost_returned() -> None:
 def test_torchrun_without_init_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(RuntimeError, match=r"torchrun started 4 processes.*call meshstep.parallel.launch.init_dist"):
+    with pytest.raises(RuntimeError, match=r"torchrun started 4 processes.*call meshstep\.parallel\.init_distributed"):
         Booster()
 
 

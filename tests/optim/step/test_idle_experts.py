@@ -53,12 +53,17 @@ def test_idle_experts_count_as_zeros_where_they_have_copies(
 
 
 @pytest.mark.parametrize("options", [{}, {"states": Sharded("data")}])
-def test_without_copies_what_has_no_gradient_is_left_out_of_the_step(world: World, options: dict[str, Any]) -> None:
-    found = world.run(4, stepped, 1, "one data coordinate", False, options)
-    norm = sqrt(2 * 2.0**2 + 2 * 2.0**2)
-    coef = 4.0 / (norm + 1e-6)
+@pytest.mark.parametrize("idle", SAID)
+def test_experts_without_replicas_are_stepped_together_or_not_at_all(
+    world: World, idle: str, options: dict[str, Any]
+) -> None:
+    """They are shards of one tensor: if one has a gradient, the momentum of all moves their weights."""
+    found = world.run(4, stepped, 1, idle, False, options)
+    said = SAID[idle][1] / 4
+    norm = sqrt(2 * said**2 + 2 * 2.0**2)
+    coef = min(1.0, 4.0 / (norm + 1e-6))
     for rank, (total, expert, router) in enumerate(found):
         assert total == pytest.approx(norm, rel=1e-6)
-        moved = 0.5 * 0.25 + 2.0 * coef if rank == 1 else 0.0
+        moved = 0.5 * 0.25 + (said * coef if rank == 1 else 0.0) if said else 0.0
         assert expert == pytest.approx([1 - 0.25 - moved] * 2, rel=1e-6)
         assert router == pytest.approx([1 - 1 - (0.5 * 1 + 2 * coef)] * 2, rel=1e-6)

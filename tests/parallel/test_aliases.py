@@ -1,4 +1,4 @@
-"""Aliases: one name for several axes, taken wherever an axis is."""
+"""Aliases: one name for several axes, accepted wherever an axis name is accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from world import World
 FOLDED = Topology(edp=2, mid=2, tensor=2, aliases={"data": ("edp", "mid"), "expert": ("mid", "tensor")})
 
 
-def test_an_alias_is_taken_for_its_axes() -> None:
+def test_topology_methods_accept_an_alias() -> None:
     assert FOLDED.world_size == 8
     assert (FOLDED.size("data"), FOLDED.size("data", "tensor")) == (4, 8)
     assert FOLDED.atoms("tensor", "data") == ("tensor", "edp", "mid")
@@ -44,7 +44,7 @@ def test_an_alias_is_taken_for_its_axes() -> None:
     assert eval(repr(FOLDED)) == FOLDED == Topology.parse("edp=2,mid=2,tensor=2,data=edp+mid,expert=mid+tensor")
 
 
-def test_axes_have_the_role_that_their_alias_says() -> None:
+def test_axes_take_the_role_of_their_alias() -> None:
     assert FOLDED.data_axes == FOLDED.sample_axes == ("edp", "mid")
     assert FOLDED.model_axes == ("tensor",)
     assert (FOLDED.role("data"), FOLDED.untold_expert_axes) == ("data", ())
@@ -99,12 +99,12 @@ def test_axes_have_the_role_that_their_alias_says() -> None:
         ),
     ],
 )
-def test_bad_input_says_what_to_write(call: Callable[[], object], message: str) -> None:
+def test_alias_errors_say_what_to_write(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_an_alias_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_table_lists_aliases(capsys: pytest.CaptureFixture[str]) -> None:
     main(["edp=2", "mid=2", "tensor=2", "data=edp+mid", "expert=mid+tensor"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
@@ -116,7 +116,7 @@ def test_an_alias_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "alias 'data' contains 'md'" in capsys.readouterr().err
 
 
-def test_a_spec_speaks_of_the_axes_of_its_aliases() -> None:
+def test_spec_on_topology_replaces_aliases_by_their_axes() -> None:
     assert P("expert").on(FOLDED) == P((("mid", "tensor"),))
     assert P(("tensor", "data")).on(FOLDED) == P(("tensor", ("edp", "mid")))
     assert P(None, blocks("expert", 2)).on(FOLDED) == P(None, blocks(("mid", "tensor"), 2))
@@ -132,8 +132,8 @@ def test_a_spec_speaks_of_the_axes_of_its_aliases() -> None:
 
 
 @given(length=st.integers(0, 9), sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)))
-def test_axes_together_cut_as_torch_cuts_over_one(length: int, sizes: tuple[int, int, int]) -> None:
-    """An alias of axes cuts as the axis of the other topology, of their size, does: also where pieces are uneven."""
+def test_sharding_over_alias_equals_sharding_over_one_axis(length: int, sizes: tuple[int, int, int]) -> None:
+    """An alias shards a dim exactly as a single axis of the same size does, also if the shards are uneven."""
     one = Topology(data=sizes[0] * sizes[1], tensor=sizes[2])
     two = Topology(edp=sizes[0], mid=sizes[1], tensor=sizes[2], aliases={"data": ("edp", "mid")})
     for spec in (P("data"), P(("tensor", "data")), P(("data", "tensor"))):
@@ -174,11 +174,11 @@ def on_meshes() -> list[Any]:
         return [mesh.mesh_dim_names, mesh.mesh.tolist(), plain.mesh_dim_names, plain.mesh.tolist()]
 
 
-def test_an_alias_has_groups_and_collectives(world: World) -> None:
+def test_alias_works_in_groups_and_collectives(world: World) -> None:
     world.run(8, on_groups)
 
 
-def test_an_alias_is_a_dim_of_a_device_mesh(world: World) -> None:
+def test_alias_becomes_dim_of_device_mesh(world: World) -> None:
     for found in world.run(8, on_meshes):
         assert found == [
             ("tensor", "data"),

@@ -1,4 +1,4 @@
-"""Threads that wait for the interpreter when the process ends get it, as gloo's do that let go of their tensors."""
+"""Threads that wait for the interpreter lock at process exit get it, for example gloo threads that release tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshstep.parallel.mesh import registry as at_exit
 from meshstep.parallel.mesh.registry import let_threads_finish
 from world import World
 
-# The thread has work left when the last line is reached, and nobody gives the interpreter away before the end.
+# The thread has work left at the last line, and the main thread does not release the interpreter lock before exit.
 SCRIPT = """
 import ast, atexit, sys, threading, time
 from functools import cache
-# Only the function and its constant: torch, which the module imports, has threads of its own.
+# Execute only the function and its constant: the module imports torch, which starts threads of its own.
 names = ("def let_threads_finish", "MOMENT =")
 source = ast.parse(open(sys.argv[1]).read())
 exec("\\n".join(ast.unparse(node) for node in source.body if any(name in ast.unparse(node) for name in names)))
@@ -35,7 +35,7 @@ go.release()
 
 
 @pytest.mark.parametrize(("way", "said"), [("waits", "done\n"), ("does not wait", "")])
-def test_a_thread_finishes_its_work(way: str, said: str) -> None:
+def test_let_threads_finish_lets_daemon_thread_print_at_exit(way: str, said: str) -> None:
     command = [sys.executable, "-c", SCRIPT, at_exit.__file__, way]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == said
 
@@ -45,5 +45,5 @@ def registered() -> int:
         return let_threads_finish.cache_info().currsize
 
 
-def test_a_registry_of_several_ranks_asks_for_it_once(world: World) -> None:
+def test_two_registries_register_one_exit_handler(world: World) -> None:
     assert world.run(2, registered) == [1, 1]

@@ -1,4 +1,4 @@
-"""The audit of declared layouts, on layers whose truth is known."""
+"""The audit of declared layouts, on parameters whose true layout is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshstep.parallel.interop.audit import Audit, audit
 from torch import Tensor, nn
 from world import World
 
-# What one parameter of four elements is along `tensor`: its values and gradients on ranks 0 and 1.
+# Four elements of one parameter along `tensor`: values on ranks 0 and 1, then gradients on ranks 0 and 1.
 RAMP, OTHER, ZEROS = [0.1, 0.2, 0.3, 0.4], [0.5, -0.6, 0.7, 0.8], [0.0] * 4
 PIECE, TERM, COPY = (RAMP, OTHER, RAMP, OTHER), (RAMP, RAMP, RAMP, OTHER), (RAMP, RAMP, OTHER, OTHER)
 ZERO_PIECE, ZERO_COPY = (ZEROS, ZEROS, RAMP, OTHER), (ZEROS, ZEROS, OTHER, OTHER)
@@ -24,7 +24,9 @@ def audited(truth: Truth, spec: P, dtype: torch.dtype, where: str) -> Audit:
         model = nn.ParameterDict({"w": nn.Parameter(torch.tensor(truth[rank], dtype=dtype))})
         annotate(model["w"], spec, "w")
         gradient: Tensor = torch.tensor(truth[2 + rank], dtype=dtype) * (1 + registry.rank("data"))
-        gradient = gradient * (1 + rank * torch.finfo(dtype).eps)  # as two ranks compute the same
+        gradient = gradient * (
+            1 + rank * torch.finfo(dtype).eps
+        )  # rounding differs between two ranks that compute the same gradient
         if where != "none":
             setattr(model["w"], where, gradient)
         return audit(model, registry)
@@ -48,14 +50,14 @@ WRONG = [
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-def test_what_is_declared_as_it_is_passes(world: World) -> None:
+def test_audit_accepts_correct_specs(world: World) -> None:
     cases = [(4, (truth, spec, dtype, "grad")) for truth, spec in RIGHT for dtype in DTYPES]
     for found in world.run_each(audited, cases):
         assert found == [Audit(1, ())] * 4
     assert str(found[0]) == "1 parameters match their declared layouts"
 
 
-def test_what_is_declared_as_something_else_is_named(world: World) -> None:
+def test_audit_names_parameter_with_wrong_spec(world: World) -> None:
     cases = [
         (truth, spec, dtype, said, where)
         for truth, spec, said in WRONG
@@ -70,7 +72,7 @@ def test_what_is_declared_as_something_else_is_named(world: World) -> None:
         assert str(found[0]).startswith(f"w: declared {spec}, ")
 
 
-def test_values_alone_tell_pieces_from_copies(world: World) -> None:
+def test_audit_without_gradients_distinguishes_shards_from_replicas(world: World) -> None:
     found = world.run_each(
         audited,
         [(4, (truth, spec, torch.float32, "none")) for truth, spec in ((PIECE, P()), (COPY, P("tensor")), (TERM, P()))],
@@ -90,7 +92,7 @@ def drifted() -> Audit:
         return audit(model, registry)
 
 
-def test_along_data_axes_copies_have_equal_values_and_gradients_of_their_own(world: World) -> None:
+def test_audit_compares_values_but_not_gradients_along_data_axis(world: World) -> None:
     (disagreement,) = world.run(2, drifted)[0].disagreements
     assert (disagreement.axis, disagreement.found) == ("data", "the values differ")
 
@@ -106,5 +108,5 @@ def undeclared() -> str:
         return str(error.value)
 
 
-def test_a_parameter_that_nobody_declared_is_an_error_on_every_rank(world: World) -> None:
+def test_audit_raises_on_every_rank_for_undeclared_parameter(world: World) -> None:
     assert all("shape (2, 2)" in text for text in world.run(2, undeclared))

@@ -1,4 +1,4 @@
-"""Ranks that don't make the same calls in the same order: the error of each says where all of them are."""
+"""Ranks that make different calls or a different order of calls: the error of each rank says where all ranks are."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def error_of(call: Call) -> tuple[str, str, float]:
 
 
 def at_once(calls: Mapping[str, tuple[Any, ...]]) -> Ended:
-    """Functions with their arguments: most of their time they wait for a timeout."""
+    """Run functions, given with their arguments, at the same time: they mostly wait for a timeout."""
     with ThreadPoolExecutor(len(calls)) as threads:
         started = {name: threads.submit(*call) for name, call in calls.items()}
         wait(started.values())
@@ -64,7 +64,7 @@ def at_once(calls: Mapping[str, tuple[Any, ...]]) -> Ended:
 
 @pytest.fixture(scope="module")
 def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """What came of those calls that wait in vain, by name; each had ranks of its own."""
+    """Results, by name, of calls that run into the timeout; each call has ranks of its own."""
     folder = tmp_path_factory.mktemp
     calls: dict[str, tuple[Any, ...]] = {
         **{name: (2, alone, name, folder("alone")) for name in ("step", "save_checkpoint", "clip_grad_by_norm")},
@@ -86,7 +86,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def in_a_model(name: str, path: Path) -> tuple[str, str, float]:
-    """Rank 0 in a collective of the model's own, in forward or backward; rank 1 in other code."""
+    """Rank 0 is in a collective of the model, in forward or backward; rank 1 is in other code."""
     mark = path / "mark"
     with ProcessGroupRegistry(Topology(tensor=2), apart=True) as registry:
         gather_objects(None, registry)
@@ -107,7 +107,7 @@ IN_A_MODEL = ("reduce_from", "copy_to", "all_gather_to", "cross_entropy")
 
 
 def in_code_of_its_own(mark: Path) -> None:
-    """Until rank 0 has made a mark."""
+    """Wait until rank 0 has created the file ``mark``."""
     while not mark.exists():
         time.sleep(0.1)
 
@@ -129,9 +129,7 @@ def alone(name: str, path: Path) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("name", "number"), [("step", "3rd"), ("save_checkpoint", "1st"), ("clip_grad_by_norm", "1st")]
 )
-def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_others_do(
-    name: str, number: str, waited: Ended
-) -> None:
+def test_timeout_error_names_the_call_and_where_other_ranks_are(name: str, number: str, waited: Ended) -> None:
     (error, cause, seconds), (other, *_) = waited[name].result()
     assert error.startswith(
         f"rank 0 got no reply in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
@@ -140,12 +138,12 @@ def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_o
     assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: " in error
     assert cause
     assert cause in error
-    assert seconds >= 2.0, "not before the timeout"
+    assert seconds >= 2.0, "raised before the timeout"
     assert other == ""
 
 
 @pytest.mark.parametrize("name", IN_A_MODEL)
-def test_collective_of_a_model_on_one_rank_alone_names_all_ranks_calls(name: str, waited: Ended) -> None:
+def test_timeout_error_of_model_collective_names_calls_of_all_ranks(name: str, waited: Ended) -> None:
     (error, cause, _), (other, *_) = waited[f"{name} of a model"].result()
     assert error.startswith(f"rank 0 got no reply in {name} (its 1st); rank 1: in no call of meshstep (its last, ")
     assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: {cause}" in error
@@ -160,22 +158,22 @@ def in_other_orders(path: Path) -> tuple[str, str, float]:
         return error_of(calls[run.rank > 0])
 
 
-def test_calls_in_another_order_are_named_on_every_rank(waited: Ended) -> None:
+def test_timeout_error_on_every_rank_names_calls_in_different_order(waited: Ended) -> None:
     calls = ["step (its 3rd)", *["save_checkpoint (its 1st)"] * 2]
     for rank, (error, *_) in enumerate(waited["in other orders"].result()):
         assert error.startswith(f"rank {rank} got no reply in {calls[rank]}; rank")
         assert f". {SAME}, and no rank may stop before the others. torch reports: " in error
         for other in {0, 1, 2} - {rank}:
-            # One that has given up before, on a busy machine, says so.
+            # On a busy machine another rank may already have given up; then it reports its error instead.
             call = re.escape(calls[other])
             said = rf"{other}: in ({call}|no call of meshstep \(its last, {call}, raised RuntimeError\), but at)"
             assert re.search(said, error.replace("ranks 1-2: in save", f"rank {other}: in save"))
 
 
-def test_calls_that_meet_in_a_gather_are_compared_at_once(world: World, tmp_path: Path) -> None:
+def test_different_calls_in_one_gather_raise_before_the_timeout(world: World, tmp_path: Path) -> None:
     for error, _, seconds in world.run(2, saving_and_loading, tmp_path):
         assert error == (f"ranks meet in different calls: rank 0 in save_checkpoint, rank 1 in load_checkpoint. {SAME}")
-        assert seconds < 60.0, "without waiting for the timeout"
+        assert seconds < 60.0, "waited for the timeout"
 
 
 def saving_and_loading(path: Path) -> tuple[str, str, float]:
@@ -193,12 +191,12 @@ def late(path: Path) -> tuple[str, str, float]:
         found = error_of(run.optimizer.step)
         mark.touch()
         if run.rank == 0:
-            in_code_of_its_own(path / "end")  # nobody would answer once the group is gone
+            in_code_of_its_own(path / "end")  # a rank without a group does not reply
         (path / "end").touch()
         return found
 
 
-def test_a_rank_that_comes_too_late_is_told_that_the_others_have_given_up(waited: Ended) -> None:
+def test_late_rank_error_says_that_other_rank_gave_up(waited: Ended) -> None:
     (first, *_), (second, *_) = waited["late"].result()
     assert "rank 1: in no call of meshstep (its last, step (its 2nd), returned), but at test_calls.py:" in first
     assert "rank 0: in no call of meshstep (its last, step (its 3rd), raised RuntimeError)" in second
@@ -222,11 +220,11 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
         return error_of(meet)
 
 
-def test_of_one_call_it_is_not_said_that_the_order_is_wrong(waited: Ended) -> None:
+def test_timeout_error_does_not_blame_call_order_if_calls_are_equal(waited: Ended) -> None:
     for rank, (error, cause, _) in enumerate(waited["other collectives"].result()):
         assert re.fullmatch(
             rf"rank {rank} got no reply in step \(its 1st\); rank {1 - rank}: "
-            # The first one to be answered may have left it before the other one asks.
+            # The first rank to get a reply may have left the call before the other rank requests one.
             r"in (step \(its 1st\)|no call of meshstep \(its last, step \(its 1st\), raised RuntimeError\), but at .*)\. "
             "All ranks made the same call: a connection was lost, or a rank took longer than the timeout. "
             f"torch reports: {re.escape(cause)}",
@@ -243,7 +241,7 @@ def again() -> list[str]:
         return [error_of(partial(gather_objects, None, run.registry))[0] for _ in range(2)]
 
 
-def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(waited: Ended) -> None:
+def test_second_failed_call_names_calls_of_other_ranks_too(waited: Ended) -> None:
     for rank, (first, second) in enumerate(waited["again"].result()):
         name = "gather_objects" if rank else "step"
         for error, number in ((first, 1), (second, 2)):
@@ -258,7 +256,7 @@ def with_an_error_of_its_own() -> str:
     return str(caught.value)
 
 
-def test_other_errors_stay_as_they_are(world: World) -> None:
+def test_track_call_leaves_other_errors_unchanged(world: World) -> None:
     assert world.run(2, with_an_error_of_its_own) == ["too large"] * 2
 
 
@@ -282,17 +280,17 @@ def while_a_checkpoint_is_written(path: Path) -> tuple[str, str, float]:
         return found
 
 
-def test_calls_in_threads_are_named_too(waited: Ended) -> None:
+def test_timeout_error_names_calls_in_threads(waited: Ended) -> None:
     (error, *_), _ = waited["in a thread"].result()
     assert "(its last, step (its 2nd), returned), but at test_calls.py:" in error
     assert " in in_code_of_its_own, and in a thread in writing (its 1st). " in error
 
 
-# What a process says of itself ----------------------------------------------------------------------------------------
+# Activity report of one process ---------------------------------------------------------------------------------------
 
 
 class Calling:
-    """An object with public calls, on one of two ranks that are none."""
+    """An object with tracked calls, on rank 0 of a registry that has no second process."""
 
     class Registry:
         topology, global_rank = Topology(data=2), 0
@@ -315,14 +313,14 @@ class Calling:
 
 @pytest.fixture
 def calling(monkeypatch: pytest.MonkeyPatch) -> Calling:
-    """In a process that has made no calls."""
+    """A `Calling` in a process that has made no calls."""
     monkeypatch.setattr(calls_module, "start_answering", lambda *_: True)
     calls_module.answer_questions(None)  # type: ignore[arg-type]
     return Calling()
 
 
 def said() -> str:
-    """By the thread that answers."""
+    """Return the activity report, made in another thread as for a request of another rank."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(calls_module._describe_activity).result()
 
@@ -336,8 +334,8 @@ def raising(error: BaseException) -> Call:
 
 @pytest.mark.parametrize("outer", ["window", "backward"])
 @pytest.mark.parametrize("inner", ["step", "window"])
-def test_a_call_within_another_one_is_a_part_of_it(calling: Calling, outer: str, inner: str) -> None:
-    """A window with a backward in it; an optimizer that steps in a hook of backward."""
+def test_nested_call_is_reported_as_its_outer_call(calling: Calling, outer: str, inner: str) -> None:
+    """Examples: a window that contains a backward; an optimizer step in a backward hook."""
     if outer == inner:
         outer = "step"
     first, second = getattr(calling, outer), getattr(calling, inner)
@@ -352,7 +350,7 @@ def test_a_call_within_another_one_is_a_part_of_it(calling: Calling, outer: str,
 
 @pytest.mark.parametrize("error", [ValueError("of its own"), KeyboardInterrupt(), SystemExit(1)])
 @pytest.mark.parametrize("name", ["step", "window"])
-def test_how_the_last_call_ended_is_said(calling: Calling, name: str, error: BaseException) -> None:
+def test_activity_report_says_how_the_last_call_ended(calling: Calling, name: str, error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
         getattr(calling, name)(raising(error))
     assert caught.value is error
@@ -363,7 +361,7 @@ def test_how_the_last_call_ended_is_said(calling: Calling, name: str, error: Bas
     assert "returned)" in said()
 
 
-def test_a_call_that_has_ended_in_a_thread_is_not_the_last_one(calling: Calling) -> None:
+def test_activity_report_ignores_finished_calls_of_other_threads(calling: Calling) -> None:
     calling.step(said)
     thread = threading.Thread(target=calling.window, args=(said,))
     thread.start()
@@ -371,8 +369,8 @@ def test_a_call_that_has_ended_in_a_thread_is_not_the_last_one(calling: Calling)
     assert "(its last, step (its 1st), returned)" in said()
 
 
-def test_call_number_counts_calls_of_its_own_thread(calling: Calling) -> None:
-    """Optimizers that are stepped in several threads."""
+def test_call_number_counts_calls_per_thread(calling: Calling) -> None:
+    """Example: optimizers that step in several threads."""
     calling.step(said)
     for before in (3, 0):
 
@@ -387,7 +385,7 @@ def test_call_number_counts_calls_of_its_own_thread(calling: Calling) -> None:
     assert calling.step(said) == "in step (its 2nd)"
 
 
-def test_calls_of_a_thread_that_has_ended_are_forgotten(calling: Calling) -> None:
+def test_call_records_of_finished_threads_are_dropped(calling: Calling) -> None:
     for _ in range(3):
         thread = threading.Thread(target=calling.step, args=(lambda: None,))
         thread.start()
@@ -399,7 +397,7 @@ def test_calls_of_a_thread_that_has_ended_are_forgotten(calling: Calling) -> Non
     }
 
 
-def test_error_of_torch_is_told_without_its_stack_trace(calling: Calling) -> None:
+def test_timeout_error_omits_native_stack_trace_of_torch(calling: Calling) -> None:
     torchs = dist.DistError(
         "wait timeout after 2000ms\nException raised from recv at TCPStore.cpp:1 (most recent call first):\n"
         "frame #0: c10::Error::Error() + 0xb0 (0x7f in libc10.so)\nframe #1: <unknown function>\n"
@@ -412,7 +410,7 @@ def test_error_of_torch_is_told_without_its_stack_trace(calling: Calling) -> Non
 
 
 class EndingStore:
-    """A store whose server ends after one rank's answer has arrived."""
+    """A store whose server ends after the reply of one rank has arrived."""
 
     def add(self, key: str, amount: int) -> int:
         return 1
@@ -426,7 +424,9 @@ class EndingStore:
         return json.dumps((1, "in save_checkpoint (its 1st)"))
 
 
-def test_answers_that_arrived_are_used_where_the_store_ends(calling: Calling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_error_uses_replies_received_before_the_store_closed(
+    calling: Calling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answering: Any = object.__new__(answers_module.Answering)
     answering.world_size, answering._store, answering.is_of_now = 3, EndingStore(), lambda: True
     answering._server, answering.stop = SimpleNamespace(check=lambda: None), lambda: None
@@ -440,7 +440,7 @@ def test_answers_that_arrived_are_used_where_the_store_ends(calling: Calling, mo
     )
 
 
-def test_a_call_may_end_in_another_thread(calling: Calling) -> None:
+def test_tracked_call_may_end_in_another_thread(calling: Calling) -> None:
     call = track_call("window", calling.registry)
     call.__enter__()
     with ThreadPoolExecutor(1) as thread:
@@ -448,7 +448,7 @@ def test_a_call_may_end_in_another_thread(calling: Calling) -> None:
     assert "(its last, window (its 1st), returned)" in said()
 
 
-def test_an_answer_keeps_nothing_of_what_it_has_looked_at(calling: Calling) -> None:
+def test_activity_report_keeps_no_reference_to_inspected_frames(calling: Calling) -> None:
     class Held:
         pass
 
@@ -466,7 +466,7 @@ def test_an_answer_keeps_nothing_of_what_it_has_looked_at(calling: Calling) -> N
 
 
 class Own(ParallelOptimizer[Any]):
-    """Somebody's, with a collective before the step, in which ranks wait in vain."""
+    """A user's optimizer, whose step fails in a collective before the update."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Application timeout caused pair closure")
@@ -478,11 +478,11 @@ def with_an_own_step() -> str:
         declare(torch.nn.ParameterList([weight]), {"*": P()})
         optimizer = Own(torch.optim.SGD([weight], lr=0.1), registry)
         found = error_of(optimizer.step)[0]
-        gather_objects(None, registry)  # nobody would answer once the group is gone
+        gather_objects(None, registry)  # a rank without a group does not reply
         return found
 
 
-def test_a_step_that_somebody_writes_anew_is_a_call_too(world: World) -> None:
+def test_step_overridden_by_subclass_is_tracked(world: World) -> None:
     for rank, error in enumerate(world.run(2, with_an_own_step)):
         assert error.startswith(f"rank {rank} got no reply in step (its ")
 
@@ -494,12 +494,12 @@ PROGRAM = Path(__file__).parent.parent / "harness" / "out_of_step.py"
 
 
 def printed(*fates: str) -> list[str]:
-    """What each of the ranks prints that step, over a store of rank 0's."""
+    """Return the stdout of each rank whose fate is ``step``; rank 0 hosts the store."""
     return [out for out, _ in printed_and_logged(*fates)]
 
 
 def printed_and_logged(*fates: str) -> list[tuple[str, str]]:
-    """The same, with what they write to stderr."""
+    """Return stdout and stderr of each rank whose fate is ``step``; rank 0 hosts the store."""
     port = free_port()
     processes: list[Forked] = []
     for rank in range(len(fates)):
@@ -522,7 +522,7 @@ def printed_and_logged(*fates: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def ended() -> Ended:
-    """What those print that are left, by who was not."""
+    """Output of the remaining ranks, by the fate of the other ranks."""
     return at_once(
         {
             "killed": (printed, "step", "evaluate", "SIGKILL"),
@@ -532,7 +532,7 @@ def ended() -> Ended:
     )
 
 
-def test_a_process_that_was_killed_gives_no_answer(ended: Ended) -> None:
+def test_timeout_error_reports_no_response_of_killed_process(ended: Ended) -> None:
     (error,) = ended["killed"].result()
     assert error.startswith(
         "rank 0 got no reply in step (its 3rd); rank 1: in no call of meshstep (its last, step (its 2nd), "
@@ -540,7 +540,7 @@ def test_a_process_that_was_killed_gives_no_answer(ended: Ended) -> None:
     assert " in evaluate; rank 2: no response (the process has exited or is stopped). " in error
 
 
-def test_a_store_that_is_stopped_keeps_nobody(ended: Ended) -> None:
+def test_timeout_error_is_raised_if_the_store_process_is_stopped(ended: Ended) -> None:
     for rank, error in enumerate(ended["stopped"].result(), 1):
         assert error.startswith(
             f"rank {rank} got no reply in step (its 3rd); the calls of other ranks are unknown, because the job's store "
@@ -548,7 +548,7 @@ def test_a_store_that_is_stopped_keeps_nobody(ended: Ended) -> None:
         )
 
 
-def test_ranks_that_outlive_the_stores_server_log_no_stack_trace(ended: Ended) -> None:
+def test_ranks_log_no_stack_trace_after_the_store_server_dies(ended: Ended) -> None:
     for rank, (error, logged) in enumerate(ended["server killed"].result(), 1):
         assert error.startswith(f"rank {rank} got no reply in step (its 3rd); the calls of other ranks are unknown, ")
         assert "frame #" not in logged

@@ -53,7 +53,7 @@ def values(dtype: torch.dtype) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values(world: World, dtype: torch.dtype) -> None:
+def test_collectives_return_expected_values(world: World, dtype: torch.dtype) -> None:
     first, second = world.run(2, values, dtype)
     assert first == {
         "reduce_from": [12, 14, 16, 18],
@@ -86,7 +86,7 @@ UNEVEN: dict[str, Callable[[Tensor, ProcessGroupRegistry], Tensor]] = {
 
 
 def uneven_values() -> dict[str, Any]:
-    """Of each map values, and gradients where the ones of its output are 1, 2, 3 on rank 0 and ten times that on rank 1."""
+    """Values and input gradients of each map; the output gradients are 1, 2, 3 on rank 0 and ten times that on rank 1."""
     results = {}
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         for name, function in UNEVEN.items():
@@ -111,9 +111,9 @@ def uneven_values() -> dict[str, Any]:
     return results
 
 
-def test_values_of_uneven_pieces(world: World) -> None:
+def test_collectives_of_uneven_shards_return_expected_values_and_gradients(world: World) -> None:
     first, second = world.run(2, uneven_values)
-    assert first == {  # pieces of 2 and 1
+    assert first == {  # shards of lengths 2 and 1
         "scatter_to": ([1, 2], [1, 2, 10]),
         "reduce_scatter_to": ([12, 14], [1, 2, 10]),
         "gather_from": ([1, 2, 11], [1, 2, 0]),
@@ -128,7 +128,7 @@ def test_values_of_uneven_pieces(world: World) -> None:
 
 
 def adjoints(differentiate_again: bool) -> None:
-    """Over all ranks, <f(x), y> = <x, f*(y)>, where f* is what backward computes; and f** = f."""
+    """Check <f(x), y> = <x, f*(y)>, summed over all ranks, where backward computes f*; and f** = f."""
     with ProcessGroupRegistry(Topology(tensor=dist.get_world_size())) as registry:
         torch.manual_seed(registry.global_rank)
         for name, function in MAPS.items():
@@ -139,7 +139,7 @@ def adjoints(differentiate_again: bool) -> None:
             if differentiate_again:
                 (again,) = torch.autograd.grad(grad, y, x.detach())
                 torch.testing.assert_close(again, output.detach(), rtol=1e-12, atol=1e-12)
-            elif name == "reduce_from":  # its result is one value, held by every rank: y counts once
+            elif name == "reduce_from":  # its result is one value that is replicated on all ranks, so y counts once
                 assert torch.equal(grad, y)
             else:
                 products = torch.stack([(output * y).sum(), (x * grad).sum()]).detach()
@@ -147,11 +147,11 @@ def adjoints(differentiate_again: bool) -> None:
                 torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
 
 
-def test_backward_is_the_adjoint(world: World) -> None:
+def test_collective_backward_is_adjoint_of_forward(world: World) -> None:
     world.run(4, adjoints, False)
 
 
-def test_backward_can_be_differentiated(world: World) -> None:
+def test_collective_backward_can_be_differentiated(world: World) -> None:
     world.run(2, adjoints, True)  # on two ranks: torch imports sympy for this, a second on each
 
 
@@ -176,7 +176,7 @@ def replicated_gradients() -> None:
         assert scale.grad == 12.0
 
 
-def test_gradients_of_replicated_tensors(world: World) -> None:
+def test_gradients_of_replicated_tensors_match_unsharded_computation(world: World) -> None:
     world.run(4, replicated_gradients)
 
 
@@ -189,12 +189,12 @@ def over_two_axes() -> list[float]:
         return joined
 
 
-def test_several_axes_are_in_topology_order(world: World) -> None:
+def test_collectives_over_several_axes_use_topology_order(world: World) -> None:
     assert world.run(4, over_two_axes) == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
 def uneven(axes: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """Rank i sends rank j what it sends, i * j rows: rank 0 sends and gets nothing."""
+    """Rank i sends i * j rows to rank j, so rank 0 sends and receives nothing."""
     with ProcessGroupRegistry(Topology(row=2, col=2, aliases={"grid": ("row", "col")})) as registry:
         rank, sizes = registry.rank(*axes), [registry.rank(*axes) * other for other in range(registry.size(*axes))]
         rows = torch.tensor([10.0 * rank + other for other, size in enumerate(sizes) for _ in range(size)])
@@ -210,7 +210,7 @@ def uneven(axes: tuple[str, ...]) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("axes", [("col",), ("row", "col"), ("grid",)])
-def test_all_to_all_sends_any_number_to_each_rank_and_none(world: World, axes: tuple[str, ...]) -> None:
+def test_all_to_all_sends_uneven_and_empty_sections(world: World, axes: tuple[str, ...]) -> None:
     for rank, found in enumerate(world.run(4, uneven, axes)):
         ranks = 2 if axes == ("col",) else 4
         index = rank % ranks
@@ -219,7 +219,7 @@ def test_all_to_all_sends_any_number_to_each_rank_and_none(world: World, axes: t
 
 
 def heads_and_tokens() -> None:
-    """Of 3 heads and 5 tokens: all heads of some tokens, then some heads of all tokens, and back."""
+    """Exchange 3 heads and 5 tokens: from all heads of some tokens to some heads of all tokens, and back."""
     with ProcessGroupRegistry(Topology(cp=2)) as registry:
         full = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)  # [batch, head, token, feature]
         heads, tokens = [2, 1], [1, 4]
@@ -242,11 +242,11 @@ def heads_and_tokens() -> None:
         assert torch.equal(grad, expected)
 
 
-def test_all_to_all_changes_the_dim_that_is_split(world: World) -> None:
+def test_all_to_all_changes_the_sharded_dim(world: World) -> None:
     world.run(2, heads_and_tokens)
 
 
-def test_trivial_groups_cost_nothing() -> None:
+def test_collectives_over_one_rank_return_the_input_itself() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     x = torch.randn(3, 4, requires_grad=True)
     functions = dict(MAPS)
@@ -290,7 +290,7 @@ def rejected() -> None:
                 all_to_all(rows, registry, "tensor", split_dim=0, **wrong)
 
 
-def test_bad_input_fails_before_any_collective(world: World) -> None:
+def test_collectives_reject_bad_input_before_communicating(world: World) -> None:
     world.run(2, rejected)
 
 
@@ -305,7 +305,7 @@ def counted() -> dict[str, dict[str, int]]:
     return result
 
 
-def test_one_collective_each_way(world: World) -> None:
+def test_collectives_issue_one_operation_in_forward_and_backward(world: World) -> None:
     counts = world.run(2, counted)[0]
     both = {"all_gather_single": 1, "reduce_scatter_single": 1}
     assert counts == {

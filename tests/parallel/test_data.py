@@ -1,4 +1,4 @@
-"""prepare_dataloader: each sample once, peers alike, and the same again by seed, on any topology and after a resume."""
+"""prepare_dataloader: each sample once, equal batches on model-parallel ranks, reproducible by seed and after a resume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def numpy_state() -> list[int]:
     return [state["pos"], *state["key"].tolist()]
 
 
-# Who gets what -------------------------------------------------------------------------------------------------------
+# Samples per rank ----------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -74,7 +74,7 @@ def numpy_state() -> list[int]:
     shuffle=st.booleans(),
 )
 @example(samples=25, batch_size=3, ranks=4, drop=False, shuffle=True)  # 1 sample is left for 4 ranks
-def test_every_sample_once_in_equally_many_full_batches(
+def test_sampler_yields_each_sample_once_in_equally_many_batches(
     samples: int, batch_size: int, ranks: int, drop: bool, shuffle: bool
 ) -> None:
     options: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop, "seed": 3}
@@ -98,7 +98,7 @@ def test_every_sample_once_in_equally_many_full_batches(
         assert seen == list(range(len(seen))), "in order, step by step, coordinate by coordinate"
 
 
-def test_on_one_coordinate_the_batches_are_torchs() -> None:
+def test_loader_in_one_process_yields_the_batches_of_torch() -> None:
     for samples, batch_size, drop in [(20, 4, False), (21, 4, False), (21, 4, True), (3, 8, False)]:
         torchs: DataLoader[Tensor] = DataLoader(Numbers(samples), batch_size, drop_last=drop)
         mine = one_process(samples, batch_size, drop_last=drop)
@@ -106,7 +106,7 @@ def test_on_one_coordinate_the_batches_are_torchs() -> None:
         assert len(mine) == len(torchs)
 
 
-def test_a_step_is_the_same_for_every_number_of_ranks() -> None:
+def test_global_batch_is_independent_of_the_number_of_ranks() -> None:
     def steps(batch_size: int, ranks: int) -> Indices:
         shares = [
             ShardedBatchSampler(103, batch_size, rank, ranks, shuffle=True, drop_last=False, seed=1)
@@ -118,7 +118,7 @@ def test_a_step_is_the_same_for_every_number_of_ranks() -> None:
 
 
 def epochs_on_ranks(topology: Topology, samples: int, batch_size: int, options: dict[str, Any]) -> list[list[Tensor]]:
-    """Two epochs, after something has moved this rank's generators elsewhere than the others'."""
+    """Return two epochs, after seeding the global generators differently on each rank."""
     with ProcessGroupRegistry(topology) as registry:
         torch.manual_seed(registry.global_rank)
         random.seed(registry.global_rank)
@@ -127,14 +127,16 @@ def epochs_on_ranks(topology: Topology, samples: int, batch_size: int, options: 
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_data_coordinates_share_and_tensor_peers_see_the_same(world: World, drop_last: bool) -> None:
+def test_data_ranks_split_samples_and_tensor_ranks_see_equal_batches(world: World, drop_last: bool) -> None:
     topology = Topology(data=2, tensor=2)
     options = {"shuffle": True, "drop_last": drop_last, "seed": 5, "collate_fn": jittered}
     ranks = world.run(4, epochs_on_ranks, topology, 23, 4, options)
     for left, right in ((0, 1), (2, 3)):
         for epoch in (0, 1):
             same = zip(ranks[left][epoch], ranks[right][epoch], strict=True)
-            assert all(torch.equal(*pair) for pair in same), "peers differ, in samples or in random draws"
+            assert all(torch.equal(*pair) for pair in same), (
+                "ranks of one data coordinate differ in samples or random draws"
+            )
     whole = {}
     for epoch in (0, 1):
         shares = [indices(ranks[rank][epoch]) for rank in (0, 2)]
@@ -147,14 +149,14 @@ def test_data_coordinates_share_and_tensor_peers_see_the_same(world: World, drop
     assert whole[0] == list(chain.from_iterable(indices(alone))), "the order depends on the topology"
 
 
-def test_ranks_of_context_parallelism_see_the_same_samples(world: World) -> None:
+def test_context_parallel_ranks_see_the_same_samples(world: World) -> None:
     ranks = world.run(4, epochs_on_ranks, Topology(dp=2, cp=2), 16, 4, {"shuffle": True})
     for left, right in ((0, 1), (2, 3)):
         assert torch.equal(torch.cat(ranks[left][0]), torch.cat(ranks[right][0]))
     assert sorted(chain.from_iterable(indices(ranks[0][0]) + indices(ranks[2][0]))) == list(range(16))
 
 
-def test_random_draws_do_not_depend_on_the_topology(world: World) -> None:
+def test_random_draws_of_samples_do_not_depend_on_the_topology(world: World) -> None:
     options = {"shuffle": True, "seed": 2}
     split = world.run(4, epochs_on_ranks, Topology(replica=2, data=2), 18, 2, options)
     alone = one_process(18, 8, shuffle=True, seed=2)
@@ -163,17 +165,17 @@ def test_random_draws_do_not_depend_on_the_topology(world: World) -> None:
         assert torch.equal(torch.cat(steps), torch.cat(list(alone)))
 
 
-# Again and again -----------------------------------------------------------------------------------------------------
+# Epochs, seeds and resume --------------------------------------------------------------------------------------------
 
 
-def test_epochs_differ_and_a_seed_repeats_them() -> None:
+def test_epochs_differ_and_an_equal_seed_repeats_them() -> None:
     first, again, other = (one_process(shuffle=True, seed=seed) for seed in (7, 7, 8))
     orders = [indices(first) for _ in range(3)]
     assert orders == [indices(again) for _ in range(3)]
     assert len({str(order) for order in orders} | {str(indices(other))}) == 4
 
 
-def test_draws_are_new_in_each_epoch_and_leave_the_generators_alone() -> None:
+def test_random_draws_change_per_epoch_and_preserve_global_generators() -> None:
     loader = one_process(collate_fn=jittered)
     before = torch.get_rng_state(), random.getstate(), numpy_state()
     first, second = torch.cat(list(loader)), torch.cat(list(loader))
@@ -184,9 +186,9 @@ def test_draws_are_new_in_each_epoch_and_leave_the_generators_alone() -> None:
     assert numpy_state() == before[2]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 on, in a process with threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # since Python 3.12, in a process with threads
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes:UserWarning")  # on a single core
-def test_workers_load_the_same() -> None:
+def test_worker_processes_load_the_same_samples_as_the_main_process() -> None:
     options: dict[str, Any] = {"shuffle": True, "collate_fn": jittered}
     expected, workers = one_process(**options), one_process(**options, num_workers=2, persistent_workers=True)
     for _ in range(2):
@@ -197,7 +199,7 @@ def test_workers_load_the_same() -> None:
 @pytest.mark.parametrize("batches", [0, 3, 5, 8, 10])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_resume_continues_bit_for_bit(batches: int, num_workers: int) -> None:
+def test_resumed_loader_continues_bitwise_identically(batches: int, num_workers: int) -> None:
     if num_workers and batches != 8:
         return
 
@@ -225,7 +227,7 @@ def samplers(ranks: int, batch_size: int, **options: Any) -> list[ShardedBatchSa
 
 
 def shared_out(samplers: list[ShardedBatchSampler]) -> Indices:
-    """All ranks' samples, by step."""
+    """Return the samples of all ranks per step."""
     return [list(chain.from_iterable(step)) for step in zip(*samplers, strict=True)]
 
 
@@ -237,7 +239,7 @@ def shared_out(samplers: list[ShardedBatchSampler]) -> Indices:
 )
 @example(samples=23, before=(2, 4, False), after=(3, 2, False), steps=2)
 @example(samples=24, before=(2, 4, False), after=(4, 2, False), steps=2)  # the same global batch
-def test_what_is_left_of_an_epoch_comes_once_with_other_batches_and_ranks(
+def test_resumed_sampler_with_other_batch_size_and_ranks_yields_remaining_samples_once(
     samples: int, before: tuple[int, int, bool], after: tuple[int, int, bool], steps: int
 ) -> None:
     def share(ranks: int, batch_size: int, drop: bool) -> list[ShardedBatchSampler]:
@@ -251,7 +253,7 @@ def test_what_is_left_of_an_epoch_comes_once_with_other_batches_and_ranks(
             sampler.position = position
         rest = shared_out(second)
     except ValueError:
-        return  # a batch would be empty; other tests are about that
+        return  # a batch would be empty, which other tests cover
     seen = list(chain.from_iterable(whole[: min(steps, len(whole) - 1)])) + list(chain.from_iterable(rest))
     order = first[0].order(0).tolist()
     assert seen == order[: len(seen)]
@@ -262,7 +264,7 @@ def test_what_is_left_of_an_epoch_comes_once_with_other_batches_and_ranks(
 
 
 @pytest.mark.parametrize(("batch_size", "drop_last", "sizes"), [(3, False, [3, 3, 3, 3]), (5, True, [5, 5])])
-def test_a_resume_with_another_batch_size_has_every_sample_once(
+def test_resumed_loader_with_other_batch_size_yields_remaining_samples_once(
     batch_size: int, drop_last: bool, sizes: list[int]
 ) -> None:
     loader, whole = one_process(shuffle=True), one_process(shuffle=True)
@@ -278,7 +280,7 @@ def test_a_resume_with_another_batch_size_has_every_sample_once(
     assert other.state_dict()["position"] == 0
 
 
-def test_a_rest_that_drop_last_leaves_out_is_over() -> None:
+def test_resume_starts_next_epoch_if_drop_last_drops_all_remaining_samples() -> None:
     loader = one_process(10)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -296,7 +298,7 @@ def test_a_rest_that_drop_last_leaves_out_is_over() -> None:
         (20, {}, "with shuffle=True, but this loader has shuffle=False"),
     ],
 )
-def test_a_resume_in_another_order_is_refused_within_an_epoch_and_fine_between_two(
+def test_resume_with_other_sample_order_is_rejected_only_within_an_epoch(
     samples: int, options: dict[str, Any], message: str
 ) -> None:
     loader = one_process(shuffle=True)
@@ -311,7 +313,7 @@ def test_a_resume_in_another_order_is_refused_within_an_epoch_and_fine_between_t
     assert other.state_dict()["epoch"] == 1
 
 
-def test_samples_that_draw_nothing_need_no_seeds() -> None:
+def test_seed_samples_false_skips_seeding() -> None:
     with mock.patch.object(loader_module, "seed_cpu_generators") as seed:
         plain = one_process(seed_samples=False, shuffle=True)
         assert sorted(chain.from_iterable(indices(plain))) == list(range(20))
@@ -329,7 +331,7 @@ def test_samples_that_draw_nothing_need_no_seeds() -> None:
     assert torch.equal(torch.cat(list(one_process(seed_samples=False)))[:, :2], first[:, :2]), "torch's own generator"
 
 
-def test_an_epoch_left_early_is_over() -> None:
+def test_loop_after_an_early_break_starts_the_next_epoch() -> None:
     loader, reference = one_process(shuffle=True), one_process(shuffle=True)
     next(iter(loader))
     first, second = indices(reference), indices(reference)
@@ -337,7 +339,7 @@ def test_an_epoch_left_early_is_over() -> None:
     assert indices(loader) == second != first
 
 
-def test_whole_batch_datasets_and_subsets() -> None:
+def test_loader_supports_getitems_datasets_and_subsets() -> None:
     registry = ProcessGroupRegistry(Topology())
     order = [7, 1, 4, 9, 2]
     subset = prepare_dataloader(Subset(Numbers(10), order), registry, 2)
@@ -351,12 +353,12 @@ def test_whole_batch_datasets_and_subsets() -> None:
         assert first[:, 0].tolist() == list(range(10))
 
 
-def test_the_dataset_is_still_there() -> None:
+def test_loader_dataset_forwards_attributes_and_can_be_pickled() -> None:
     dataset = one_process().dataset
     assert len(dataset) == 20  # type: ignore[arg-type]
     assert dataset.classes == ("even", "odd")  # type: ignore[attr-defined]
     assert dataset[3][0] == 3
-    copy = pickle.loads(pickle.dumps(dataset))  # as a worker that is spawned gets it
+    copy = pickle.loads(pickle.dumps(dataset))  # as for a spawned worker
     batch = pickle.loads(pickle.dumps(Batch([3, 4], seed=1, epoch=2)))
     assert torch.equal(torch.stack(copy.__getitems__(batch)), torch.stack(dataset.__getitems__(batch)))  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="targets"):
@@ -366,7 +368,7 @@ def test_the_dataset_is_still_there() -> None:
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_batch_is_an_error() -> None:
+def test_batch_sizes_that_leave_an_empty_batch_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"5 samples in batches of 1 on 2 data coord.*only 1 samples.*drop_last=True"):
         step_bounds(5, 1, 2, False)
     with pytest.raises(ValueError, match=r"3 samples in batches of 4 on 4 data coord.*only 3 samples"):
@@ -384,7 +386,7 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_bad_arguments() -> None:
+def test_loader_rejects_bad_arguments() -> None:
     with pytest.raises(ValueError, match="batch_size=0"):
         one_process(batch_size=0)
     with pytest.raises(ValueError, match="seed=None: give a whole number, the same on every rank"):
@@ -410,14 +412,14 @@ def disagreeing(kind: str) -> str:
     return str(error.value)
 
 
-def test_ranks_that_disagree_are_an_error_on_all(world: World) -> None:
+def test_loader_arguments_that_differ_between_ranks_raise_on_all_ranks(world: World) -> None:
     for message in world.run(2, disagreeing, "samples"):
         assert "20 samples" in message
         assert "21 samples" in message
     assert all("batch_size=0" in message for message in world.run(2, disagreeing, "batch"))
 
 
-def test_a_state_after_so_many_batches_is_that_of_a_loop() -> None:
+def test_state_after_equals_state_dict_after_as_many_batches() -> None:
     loader = one_process()
     states = [loader.state_after(1, 0)]
     loader.load_state_dict(states[0])

@@ -1,4 +1,4 @@
-"""One rank of a world of any size, in one process; and what was there before is there afterwards."""
+"""`fake_world`: one rank of a world of any size in one process; the previous process groups are restored afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import _functional_collectives
 from world import World
 
 
-def test_a_registry_of_thousands_of_ranks_is_there_at_once() -> None:
+def test_registry_in_fake_world_of_4096_ranks_is_made_quickly() -> None:
     topology, begin = Topology(data=64, tensor=64), time.monotonic()
     with fake_world(4096, rank=77), ProcessGroupRegistry(topology) as registry:
         assert registry.coordinate == {"data": 1, "tensor": 13}
@@ -30,7 +30,7 @@ def test_a_registry_of_thousands_of_ranks_is_there_at_once() -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_worlds_may_be_nested() -> None:
+def test_fake_worlds_can_be_nested() -> None:
     with fake_world(8, rank=3):
         with fake_world(2, rank=1):
             assert (dist.get_world_size(), dist.get_rank()) == (2, 1)
@@ -70,12 +70,12 @@ def a_fake_world_within(fails: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_groups_that_were_there_work_on(world: World, fails: bool) -> None:
+def test_existing_process_groups_work_after_a_fake_world(world: World, fails: bool) -> None:
     assert world.run(4, a_fake_world_within, fails) == [[4.0, 4.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 2.0, 2.0]] * 4
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0)])
-def test_a_rank_that_is_not_in_it_is_refused(size: int, rank: int) -> None:
+def test_fake_world_rejects_rank_out_of_range(size: int, rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} isn't in a world of {size} ranks"), fake_world(size, rank):
         pass
     assert not dist.is_initialized()

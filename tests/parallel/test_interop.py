@@ -1,4 +1,4 @@
-"""The mpu of a registry, and DeepSpeed's way to count made exact by its flags."""
+"""The model-parallel unit (mpu) of a registry, and flags that make the gradient norm of DeepSpeed exact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answers(axes: tuple[tuple[str, int], ...]) -> dict[str, Any]:
         return found
 
 
-def test_groups(world: World) -> None:
+def test_model_parallel_unit_returns_groups_of_the_topology(world: World) -> None:
     found = world.run(4, answers, (("pipe", 2), ("tensor", 2)))[3]
     assert found == {
         "ranks": [3],  # no data axis: this rank alone, not the world
@@ -50,7 +50,7 @@ def test_groups(world: World) -> None:
 
 
 def stock_norm(params: list[tuple[str, nn.Parameter]], mpu: ModelParallelUnit, norm_type: float) -> float:
-    """How DeepSpeed counts: rank 0 all that it has, other ranks what is flagged; one sum over the model-parallel group."""
+    """Compute the norm as DeepSpeed does: rank 0 counts all its gradients, other ranks only flagged parameters."""
     counted = [
         param.grad.double()
         for _, param in params
@@ -69,7 +69,7 @@ GRIDS = [
         (("row", 2), ("col", 2)),
         (
             Param((4, 6), P("row", "col")),
-            Param((6,), P("col")),  # copied along row
+            Param((6,), P("col")),  # replicated over row
             Param((8,), P(("col", "row"))),
             Param((6,), P("col", owned={"row": 1})),
             Param((5,), P()),
@@ -88,28 +88,28 @@ def stock_norms(case: Case, marked: bool) -> list[float]:
         params = parameters_on(case, registry)
         if marked:
             mark_model_parallel([param for _, param in params], registry)
-        else:  # one flag a parameter, as its author would set it
+        else:  # one flag per parameter, equal on all ranks
             for index, (_, param) in enumerate(params):
                 param.model_parallel = bool(case.params[index].spec.sharded_axes)  # type: ignore[attr-defined]
         return [stock_norm(params, ModelParallelUnit(registry), p) for p in (1.0, 2.0, inf)]
 
 
 @pytest.mark.parametrize("case", GRIDS)
-def test_the_flags_make_its_norm_exact(world: World, case: Case) -> None:
+def test_mark_model_parallel_makes_norm_of_deepspeed_exact(world: World, case: Case) -> None:
     expected = [case.dense_norm(p) for p in (1.0, 2.0, inf)]
     for found in world.run(4, stock_norms, case, True):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_one_flag_for_all_ranks_does_not(world: World) -> None:
+def test_equal_flags_on_all_ranks_make_norm_of_deepspeed_wrong(world: World) -> None:
     found = world.run(4, stock_norms, GRIDS[0], False)[0]
     assert abs(found[1] / GRIDS[0].dense_norm(2.0) - 1) > 0.01
 
 
 @settings(max_examples=number_of_cases(200))
 @given(case=cases())
-def test_every_piece_has_one_that_counts_it(case: Case) -> None:
-    """Over the ranks of a model-parallel group the flagged pieces make the dense sum; what rank 0 holds is flagged."""
+def test_each_shard_is_counted_on_one_rank(case: Case) -> None:
+    """Over a model-parallel group the flagged shards give the sum of the full tensor; all shards of rank 0 are flagged."""
     topology = case.topology
     axes = model_parallel_axes(topology)
     total = 0.0
@@ -144,5 +144,5 @@ def refused(spec: P, declared: bool) -> str:
         (P(), False, "no spec"),
     ],
 )
-def test_what_can_not_be_marked(world: World, spec: P, declared: bool, message: str) -> None:
+def test_mark_model_parallel_rejects_unsupported_specs(world: World, spec: P, declared: bool, message: str) -> None:
     assert message in world.run(2, refused, spec, declared)[0]

@@ -1,4 +1,4 @@
-"""Starting from each launcher's environment, with real processes; what partial variables say; the logger."""
+"""Start-up from the environment of each launcher, with real processes; incomplete variables; the logger."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def mvapich(rank: int, size: int = 2) -> dict[str, str]:
 
 
 def on_another_node(variables: dict[str, str]) -> dict[str, str]:
-    """Of the first rank of a second node with two ranks on each, as mpirun starts it in a Slurm job."""
+    """Return the environment of the first rank of a second node with two ranks per node, under mpirun in a Slurm job."""
     local = {
         name: "0" if name.endswith(("LOCAL_RANK", "LOCALRANKID")) else "2" for name in variables if "LOCAL" in name
     }
@@ -76,21 +76,21 @@ def on_another_node(variables: dict[str, str]) -> dict[str, str]:
     return {**inherited, **variables, **local}
 
 
-def test_no_launcher_is_one_process(environment: object) -> None:
+def test_init_distributed_without_launcher_makes_a_world_of_one_process(environment: object) -> None:
     expected = Launch(0, 1, 0, torch.device("cpu"), "gloo", "none")
     assert init_distributed(backend="gloo") == expected
     value = torch.tensor([3.0])
     dist.all_reduce(value)
     assert value.item() == 3.0
     world_group = dist.group.WORLD
-    assert init_distributed(backend="nccl") == expected  # there already: described, not changed
+    assert init_distributed(backend="nccl") == expected  # the existing group is described, not changed
     assert dist.group.WORLD is world_group
     with ProcessGroupRegistry(Topology(tensor=1)) as registry:
         assert registry.group("tensor") is world_group
 
 
 @pytest.mark.parametrize("variables", [torchrun(0, 1), openmpi(0, 1), slurm(0, 1)])
-def test_a_world_of_one_opens_no_port(
+def test_world_of_one_rank_opens_no_port(
     environment: Callable[[Mapping[str, str]], None], variables: dict[str, str]
 ) -> None:
     environment({**variables, "MASTER_ADDR": "no.such.host.invalid"})
@@ -112,7 +112,7 @@ with ProcessGroupRegistry(Topology(data=1, tensor=2)) as registry:
 get_dist_logger(ranks=[1]).info("spoken")
 dist.destroy_process_group()
 words = launch.launcher, launch.rank, launch.local_rank, launch.device, total.item(), alone.item()
-sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: both ranks may write to the same pipe, unbuffered
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one call: both ranks may write to the same unbuffered pipe
 """
 
 
@@ -149,7 +149,9 @@ def has_ipv6() -> bool:
         pytest.param("torchrun", torchrun, "[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")),
     ],
 )
-def test_two_real_processes(launcher: str, variables: Callable[[int], dict[str, str]], address: str | None) -> None:
+def test_init_distributed_connects_two_processes_of_each_launcher(
+    launcher: str, variables: Callable[[int], dict[str, str]], address: str | None
+) -> None:
     shared = {"MASTER_PORT": free_port(socket.AF_INET6 if address else socket.AF_INET)}
     if address:
         shared["MASTER_ADDR"] = address
@@ -160,7 +162,7 @@ def test_two_real_processes(launcher: str, variables: Callable[[int], dict[str, 
         assert ("rank 1 INFO] spoken" in result.stderr) == (rank == 1)
 
 
-def test_torchrun_itself() -> None:
+def test_init_distributed_works_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     result = subprocess.run(
         [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
@@ -180,7 +182,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1", "SLURM_CONF": "x"}, LaunchEnvironment("none")),
         (torchrun(1), LaunchEnvironment("torchrun", 1, 2, 1, "localhost", 29411)),
         ({**slurm(1), **openmpi(0), **torchrun(1)}, LaunchEnvironment("torchrun", 1, 2, 1, "localhost", 29411)),
-        # A batch script that exports WORLD_SIZE and the address, and leaves the rank to Slurm.
+        # A batch script that exports WORLD_SIZE and the address, but not the rank
         (
             {**slurm(1), "WORLD_SIZE": "2", "MASTER_ADDR": "fe80::2", "MASTER_PORT": "77"},
             LaunchEnvironment("slurm", 1, 2, 1, "fe80::2", 77),
@@ -203,7 +205,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         (on_another_node(mpich(2, 4)), LaunchEnvironment("mpich", 2, 4, 0, "tux07", 77)),
         (on_another_node(mvapich(2, 4)), LaunchEnvironment("mvapich", 2, 4, 0, "tux07", 77)),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1"}, LaunchEnvironment("none")),
-        # srun, which speaks PMI
+        # srun, which sets PMI variables
         (
             {**slurm(1), "PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_PORT": "77"},
             LaunchEnvironment("slurm", 1, 2, 1, "localhost", 77),
@@ -215,11 +217,11 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ),
     ],
 )
-def test_environments(variables: dict[str, str], expected: LaunchEnvironment) -> None:
+def test_read_environment_recognizes_each_launcher(variables: dict[str, str], expected: LaunchEnvironment) -> None:
     assert read_environment(variables) == expected
 
 
-def test_two_jobs_on_a_machine_take_different_ports() -> None:
+def test_default_port_differs_between_slurm_jobs() -> None:
     ports = {read_environment({**slurm(0), "SLURM_JOB_ID": str(job)}).port for job in range(50)}
     assert len(ports) > 45
     assert all(20_000 <= port < 30_000 for port in ports)
@@ -227,7 +229,7 @@ def test_two_jobs_on_a_machine_take_different_ports() -> None:
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_part_of_torchruns_variables(missing: str) -> None:
+def test_error_names_missing_torchrun_variable(missing: str) -> None:
     with pytest.raises(RuntimeError, match=rf"torchrun needs {missing}\."):
         read_environment(without(torchrun(0), missing))
 
@@ -245,7 +247,7 @@ def test_a_part_of_torchruns_variables(missing: str) -> None:
             {"RANK": "0", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
             r"torchrun needs WORLD_SIZE.*; slurm needs SLURM_NTASKS",
         ),
-        # Not Slurm's own rank, which is 0 for all that mpirun starts.
+        # The rank of Slurm is not used: it is 0 in all processes that mpirun starts.
         ({**slurm(0, 4, nodes=""), **openmpi(2, 4), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, r"openmpi needs MASTER_ADDR"),
         (without(mpich(0), "MPI_LOCALRANKID"), r"mpich needs MPI_LOCALRANKID\."),
         (without({**slurm(0), **mpich(1)}, "MPI_LOCALRANKID"), r"mpich needs MPI_LOCALRANKID\."),
@@ -270,7 +272,7 @@ def test_a_part_of_torchruns_variables(missing: str) -> None:
         ({**torchrun(0), "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
     ],
 )
-def test_bad_variables_are_named(
+def test_error_names_bad_launcher_variable(
     variables: dict[str, str], message: str, environment: Callable[[Mapping[str, str]], None]
 ) -> None:
     environment(variables)
@@ -280,7 +282,7 @@ def test_bad_variables_are_named(
     assert init_distributed(backend="gloo", launcher="none").world_size == 1
 
 
-def test_a_launcher_that_is_told() -> None:
+def test_explicit_launcher_overrides_detection() -> None:
     assert read_environment({**torchrun(0), **slurm(1)}, "slurm").rank == 1
     with pytest.raises(RuntimeError, match="openmpi needs"):
         read_environment(torchrun(0), "openmpi")
@@ -299,11 +301,13 @@ def test_a_launcher_that_is_told() -> None:
         ("a.b.example.org", "a.b.example.org"),
     ],
 )
-def test_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
+def test_first_host_is_parsed_from_slurm_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_ranks_that_never_come(environment: Callable[[Mapping[str, str]], None]) -> None:
+def test_init_distributed_times_out_if_other_ranks_never_start(
+    environment: Callable[[Mapping[str, str]], None],
+) -> None:
     environment({**torchrun(0), "MASTER_PORT": free_port()})
     with pytest.raises(
         RuntimeError, match=r"rank 0 of 2 .*didn't connect to the other ranks at tcp://localhost:\d+; start all 2 ranks"
@@ -313,7 +317,7 @@ def test_ranks_that_never_come(environment: Callable[[Mapping[str, str]], None])
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, environment: object) -> Callable[[int], list[dict[str, Any]]]:
-    """Says how many there are; returns how the default group was asked for since, with the device that was made current."""
+    """A function that sets the number of GPUs and returns the arguments of each `init_process_group` since."""
     joined: list[dict[str, Any]] = []
     current: list[torch.device] = []
 
@@ -324,7 +328,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, environment: object) -> Callable[[int]
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(dist, "init_process_group", init)
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")  # so that what is set is taken away again
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")  # so that monkeypatch removes a value set by the test
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
 
     def there_are(count: int) -> list[dict[str, Any]]:
@@ -334,7 +338,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch, environment: object) -> Callable[[int]
     return there_are
 
 
-def test_devices(gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None]) -> None:
+def test_init_distributed_chooses_device_by_local_rank(
+    gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None]
+) -> None:
     environment(torchrun(3, 8))
     for count, device in ((4, torch.device("cuda", 3)), (1, torch.device("cuda", 0))):
         joined = gpus(count)
@@ -348,10 +354,10 @@ def test_devices(gpus: Callable[[int], list[dict[str, Any]]], environment: Calla
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_the_default_group_is_bound_to_the_device_that_was_chosen(
+def test_default_group_is_bound_to_the_chosen_device(
     gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None], ranks: int
 ) -> None:
-    """Rank 5 of eight that Slurm placed on two nodes in turn is the third on its node; torch would take 5 modulo 4."""
+    """Rank 5 of 8 ranks that Slurm placed alternately on two nodes is third on its node; torch would use 5 modulo 4."""
     rank, local = (5, 2) if ranks == 8 else (0, 0)
     environment({**slurm(rank, ranks), "SLURM_LOCALID": str(local), "MASTER_PORT": "77"})
     joined = gpus(4)
@@ -360,7 +366,7 @@ def test_the_default_group_is_bound_to_the_device_that_was_chosen(
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
-def test_what_is_said_of_the_order_of_launches_stays(
+def test_init_distributed_keeps_nccl_launch_order_set_by_user(
     gpus: Callable[[int], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
@@ -380,7 +386,7 @@ def device_of_existing() -> torch.device:
         world.bound_device_id = None
 
 
-def test_a_group_that_somebody_else_bound(world: World) -> None:
+def test_init_distributed_returns_device_bound_to_existing_group(world: World) -> None:
     assert world.run(2, device_of_existing) == [torch.device("cuda", 2)] * 2
 
 
@@ -388,7 +394,7 @@ def describe_existing() -> Launch:
     return init_distributed()
 
 
-def test_a_group_that_somebody_else_made(world: World) -> None:
+def test_init_distributed_describes_existing_default_group(world: World) -> None:
     launches = world.run(2, describe_existing)
     assert [(launch.rank, launch.world_size) for launch in launches] == [(0, 2), (1, 2)]
     assert {(launch.launcher, launch.backend) for launch in launches} == {("other", "gloo")}
@@ -403,7 +409,7 @@ def log_on_some(directory: str) -> bool:
     return len(logger.handlers) == 2
 
 
-def test_logger_speaks_on_its_ranks_only(world: World, tmp_path: Path) -> None:
+def test_dist_logger_logs_only_on_its_ranks(world: World, tmp_path: Path) -> None:
     assert world.run(3, log_on_some, str(tmp_path)) == [True] * 3
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["1.txt", "2.txt"]
     lines = (tmp_path / "logs" / "2.txt").read_text().splitlines()
@@ -412,7 +418,7 @@ def test_logger_speaks_on_its_ranks_only(world: World, tmp_path: Path) -> None:
         assert (tmp_path / f"all-{rank}.txt").read_text().endswith(f"rank {rank} INFO] everybody\n")
 
 
-def test_logger_before_initialisation(
+def test_dist_logger_works_before_init_distributed(
     environment: Callable[[Mapping[str, str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment(slurm(1))

@@ -1,4 +1,4 @@
-"""One file of tests, run twice: by pytest, with a pool of ranks, and under torchrun, whose processes are the ranks."""
+"""One file of tests, run twice: by pytest with a pool of ranks, and under torchrun, whose processes are the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from meshstep import ProcessGroupRegistry, Topology
 
 LAUNCHED = "RANK" in os.environ
 RANK = int(os.environ.get("RANK", 0))
-only_launched = pytest.mark.skipif(not LAUNCHED, reason="in one process nobody is alone")
+only_launched = pytest.mark.skipif(not LAUNCHED, reason="needs several launched processes")
 
 
 def total(scale):
@@ -47,17 +47,17 @@ def total(scale):
         return value.item()
 
 
-def test_all_processes_are_ranks(ranks):
+def test_ranks_run_on_all_processes(ranks):
     assert ranks.run(total, 3, 2.0) == [12.0] * 3
 
 
-def test_of_fewer_ranks_all_get_the_results(ranks):
+def test_all_processes_get_results_of_fewer_ranks(ranks):
     for size in (2, 3, 1, 3, 2):
         assert ranks.run(total, size, 2.0) == [float(size * (size + 1))] * size
     assert ranks.run_each(total, [(2, (1.0,)), (1, (1.0,)), (2, (2.0,))]) == [[3.0, 3.0], [1.0], [6.0, 6.0]]
 
 
-def test_of_more_ranks(ranks):
+def test_more_ranks_than_processes(ranks):
     assert ranks.run(total, 4, 1.0) == [10.0] * 4
 
 
@@ -65,13 +65,13 @@ def large():
     return torch.full((3_000_000,), float(dist.get_rank()))
 
 
-def test_large_results(ranks):
+def test_large_results_are_returned(ranks):
     assert [found.mean().item() for found in ranks.run(large, 2)] == [0.0, 1.0]
 
 
 @settings(max_examples=5)
 @given(st.integers(0, 10**9))
-def test_all_draw_the_same(ranks, number):
+def test_all_processes_draw_equal_examples(ranks, number):
     assert ranks.run(total, 2, number) == [3 * number] * 2
 
 
@@ -81,24 +81,24 @@ def raise_on_one():
     dist.all_reduce(torch.ones(1))
 
 
-def test_fails_where_one_rank_raises(ranks):
+def test_fails_if_one_rank_raises(ranks):
     ranks.run(raise_on_one, 3)
 
 
 @only_launched
-def test_fails_where_one_process_leaves_before(ranks):
+def test_fails_if_one_process_leaves_before_the_run(ranks):
     assert RANK != 1, "left early"
     ranks.run(total, 3, 1.0)
 
 
 @only_launched
-def test_fails_where_one_process_fails_after(ranks):
+def test_fails_if_one_process_fails_after_the_run(ranks):
     ranks.run(total, 3, 1.0)
     assert RANK != 2, "failed late"
 
 
 @only_launched
-def test_fails_where_arguments_differ(ranks):
+def test_fails_if_arguments_differ(ranks):
     ranks.run(total, 2, float(RANK == 2))
 
 
@@ -111,17 +111,17 @@ def doze():
     time.sleep(6)
 
 
-def test_fails_where_one_rank_is_late(ranks):
+def test_fails_if_one_rank_is_late(ranks):
     ranks.run(sleep_on_rank_1, 2, timeout=3)
 
 
-def test_skips_where_all_do(ranks):
+def test_skips_if_all_processes_skip(ranks):
     ranks.run(total, 2, 1.0)
     pytest.skip("as planned")
 
 
 @only_launched
-def test_the_default_group_of_all_stays_what_it_is(ranks):
+def test_default_group_of_all_processes_is_unchanged(ranks):
     value = torch.ones(1)
     dist.all_reduce(value)
     before = dist.group.WORLD
@@ -131,7 +131,7 @@ def test_the_default_group_of_all_stays_what_it_is(ranks):
     assert dist.group.WORLD is before
 
 
-def test_goes_on_as_at_the_beginning(ranks):
+def test_ranks_run_after_failed_tests(ranks):
     assert ranks.run(total, 3, 2.0) == [12.0] * 3
 """
 
@@ -142,7 +142,7 @@ Ended = tuple[dict[str, Outcomes], str]
 
 
 def run(folder: Path, python: Callable[..., subprocess.CompletedProcess[str]]) -> Ended:
-    """By process the outcome and the text of each test, and what was printed."""
+    """Return outcome and error text of each test by process, and the printed output."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_of_a_user.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
@@ -158,7 +158,7 @@ def run(folder: Path, python: Callable[..., subprocess.CompletedProcess[str]]) -
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Both at the same time, most of which they wait for timeouts."""
+    """Results of both runs, which run at the same time because they mostly wait for timeouts."""
     commands: dict[str, Callable[..., subprocess.CompletedProcess[str]]] = {
         "launched": partial(forked_python.torchrun, LAUNCHED),
         "pool": forked_python.run,
@@ -175,48 +175,51 @@ def launched(ended: dict[str, Ended]) -> list[Outcomes]:
     return [found[str(rank)] for rank in range(LAUNCHED)]
 
 
-def test_a_pool_runs_them(ended: dict[str, Ended]) -> None:
+def test_rank_pool_gives_the_expected_outcomes(ended: dict[str, Ended]) -> None:
     found, printed = ended["pool"]
     assert [*found] == ["pool"], printed
     for name, (outcome, text) in found["pool"].items():
         expected = "failed" if "_fails_" in name else "skipped" if "_skips_" in name else "passed"
-        assert outcome == expected or "nobody is alone" in text, (name, text)
+        assert outcome == expected or "needs several launched processes" in text, (name, text)
 
 
-def test_launched_processes_come_to_the_same_outcomes(launched: list[Outcomes]) -> None:
+def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> None:
     first = launched[0]
     assert len(first) == TESTS.count("def test_")
     for name, (outcome, text) in first.items():
         assert {of_rank[name][0] for of_rank in launched} == {outcome}, name
         expected = "failed" if "_fails_" in name else "skipped" if "_skips_" in name else "passed"
-        assert outcome == ("skipped" if name == "test_of_more_ranks" else expected), (name, text)
+        assert outcome == ("skipped" if name == "test_more_ranks_than_processes" else expected), (name, text)
 
 
 @pytest.mark.parametrize(
     ("test", "texts"),
     [
-        ("test_of_more_ranks", ["total needs 4 ranks, and 3 processes were launched"] * 3),
-        ("test_fails_where_one_rank_raises", ["planted"] * 3),
+        ("test_more_ranks_than_processes", ["total needs 4 ranks, and 3 processes were launched"] * 3),
+        ("test_fails_if_one_rank_raises", ["planted"] * 3),
         (
-            "test_fails_where_one_process_leaves_before",
+            "test_fails_if_one_process_leaves_before_the_run",
             ["rank 1: left the test: ", "left early", "rank 1: left the test: "],
         ),
-        ("test_fails_where_one_process_fails_after", ["failed on rank 2:\n", "failed on rank 2:\n", "failed late"]),
-        ("test_fails_where_arguments_differ", ["the launched processes make different calls (ranks 0-1: "] * 3),
-        ("test_fails_where_one_rank_is_late", ["did not finish within 3 seconds; its stack was"] * 3),
+        (
+            "test_fails_if_one_process_fails_after_the_run",
+            ["failed on rank 2:\n", "failed on rank 2:\n", "failed late"],
+        ),
+        ("test_fails_if_arguments_differ", ["the launched processes make different calls (ranks 0-1: "] * 3),
+        ("test_fails_if_one_rank_is_late", ["did not finish within 3 seconds; its stack was"] * 3),
     ],
 )
-def test_each_of_them_says_why(launched: list[Outcomes], test: str, texts: list[str]) -> None:
+def test_each_launched_process_reports_why_a_test_failed(launched: list[Outcomes], test: str, texts: list[str]) -> None:
     for of_rank, text in zip(launched, texts, strict=True):
         assert text in of_rank[test][1]
 
 
-def test_where_a_late_rank_stood_is_told_by_all(launched: list[Outcomes]) -> None:
+def test_all_launched_processes_report_the_stack_of_a_late_rank(launched: list[Outcomes]) -> None:
     for of_rank in launched:
-        assert "in doze" in of_rank["test_fails_where_one_rank_is_late"][1]
+        assert "in doze" in of_rank["test_fails_if_one_rank_is_late"][1]
 
 
-def test_processes_of_xdist_are_no_ranks(tmp_path: Path) -> None:
+def test_launched_processes_reject_xdist(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "test_nothing.py").write_text("")
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -1,4 +1,4 @@
-"""Pieces and full tensors: which piece a spec gives to a rank, and the way back."""
+"""Shards and full tensors: which shard a spec gives to each rank, and how the full tensor is restored."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ SPECS = [
         ((8,), P("row", owned={"col": "row"}), (4,)),
     ],
 )
-def test_shapes(full: tuple[int, ...], spec: P, local: tuple[int, ...]) -> None:
+def test_local_shape_and_full_shape_are_inverse(full: tuple[int, ...], spec: P, local: tuple[int, ...]) -> None:
     topology = Topology(row=2, col=4)
     assert local_shape(full, spec, topology) == local
     assert full_shape(local, spec, topology) == full
 
 
-def test_errors_say_what_to_do() -> None:
+def test_shape_errors_say_what_to_do() -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(
         ValueError, match=re.escape("dim 1 of shape (8, 6) has length 6, which doesn't divide over col=4")
@@ -75,7 +75,7 @@ def test_errors_say_what_to_do() -> None:
         full_shape((8,), P("row", "col"), topology)
 
 
-def test_one_process_needs_no_groups() -> None:
+def test_shard_and_unshard_work_in_one_process() -> None:
     registry = ProcessGroupRegistry(Topology(row=1, col=1))
     full = torch.randn(4, 6, requires_grad=True)
     for spec in (P("row", "col"), P(("col", "row")), P(), P("col", owned={"row": 0})):
@@ -113,7 +113,7 @@ def round_trips(topology: Topology, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("topology", [Topology(data=1, row=2, col=2), Topology(col=2, data=1, row=2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_unshard_undoes_shard(world: World, topology: Topology, dtype: torch.dtype) -> None:
+def test_unshard_inverts_shard(world: World, topology: Topology, dtype: torch.dtype) -> None:
     world.run(4, round_trips, topology, dtype)
 
 
@@ -123,7 +123,7 @@ def pieces(spec: P) -> list[float]:
         return piece
 
 
-def test_the_axis_named_first_is_the_slowest(world: World) -> None:
+def test_first_named_axis_varies_slowest(world: World) -> None:
     # Ranks 0..3 are (row, col) = (0, 0), (0, 1), (1, 0), (1, 1).
     assert world.run(4, pieces, P(("row", "col"))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert world.run(4, pieces, P(("col", "row"))) == [[0, 1], [4, 5], [2, 3], [6, 7]]
@@ -131,10 +131,13 @@ def test_the_axis_named_first_is_the_slowest(world: World) -> None:
     assert world.run(4, pieces, P("col", owned={"row": "col"})) == [[0, 1, 2, 3], [], [], [4, 5, 6, 7]]
 
 
-def test_what_does_not_divide_is_cut_as_torch_chunks_it() -> None:
+def test_uneven_dim_is_sharded_like_torch_chunk() -> None:
     topology, spec = Topology(row=2, col=3), P(("row", "col"), None, "data")
     at = {"row": 1, "col": 2}
-    assert local_shape((7, 4), P(("row", "col")), topology, at) == (1, 4)  # 4 + 3, and of the 3 each has 1
+    assert local_shape((7, 4), P(("row", "col")), topology, at) == (
+        1,
+        4,
+    )  # rows 4 + 3, then 1 of the 3 on each rank of col
     assert local_shape((7, 4), P("col", "row"), topology, at) == (1, 2)
     assert local_shape((4,), P("col"), topology, at) == (0,)
     with pytest.raises(ValueError, match="names axis 'data'"):
@@ -143,13 +146,13 @@ def test_what_does_not_divide_is_cut_as_torch_chunks_it() -> None:
         local_shape((4, 4), spec, topology, at)
 
 
-def test_pieces_are_joined_without_a_process() -> None:
+def test_join_assembles_shards_without_process_groups() -> None:
     topology = Topology(data=2, row=2)
     spec, full = P("row"), torch.arange(6.0)
     first, second = full.chunk(2)
     assert torch.equal(join([first, second, first, second], spec, topology), full)
-    assert torch.equal(join([None, second, first, None], spec, topology), full), "of replicas one is enough"
-    assert torch.equal(join([first, second, second, first], spec, topology), full), "of replicas the first one is taken"
+    assert torch.equal(join([None, second, first, None], spec, topology), full), "one replica is enough"
+    assert torch.equal(join([first, second, second, first], spec, topology), full), "the first replica is taken"
     assert torch.equal(join([first] * 4, P(), topology), first)
     with pytest.raises(
         ValueError, match=re.escape("there is no shard of row=1; give the shard of a rank with this coordinate")
@@ -187,7 +190,7 @@ def pieces_of_another_tensor() -> list[str]:
         return [str(error.value)]
 
 
-def test_pieces_that_make_no_tensor_are_an_error_on_every_rank(world: World) -> None:
+def test_unshard_of_inconsistent_shards_raises_on_every_rank(world: World) -> None:
     assert len({tuple(texts) for texts in world.run(3, pieces_of_another_tensor)}) == 1
 
 
@@ -201,7 +204,7 @@ def owner_gives_none() -> list[str]:
     return messages
 
 
-def test_a_missing_piece_is_an_error_on_every_rank(world: World) -> None:
+def test_unshard_with_missing_shard_raises_on_every_rank(world: World) -> None:
     assert all("the shard is None" in text for texts in world.run(4, owner_gives_none) for text in texts)
 
 
@@ -211,7 +214,7 @@ def found(index: list[int], length: int) -> tuple[list[int], list[bool]]:
         return local.tolist(), elsewhere.tolist()
 
 
-def test_local_index(world: World) -> None:
+def test_local_index_marks_indices_of_other_ranks(world: World) -> None:
     first, second = world.run(2, found, [0, 2, 3, 5, 6, -1], 6)
     assert first == ([0, 2, 0, 0, 6, -1], [False, False, True, True, False, False])
     assert second == ([0, 0, 0, 2, 3, -4], [True, True, False, False, False, False])
@@ -223,12 +226,12 @@ def test_local_index(world: World) -> None:
 # Blocks: fused weights ------------------------------------------------------------------------------------------------
 
 
-def test_each_block_is_cut_by_itself(world: World) -> None:
+def test_each_block_is_sharded_separately(world: World) -> None:
     # Ranks 0..3 are (row, col) = (0, 0), (0, 1), (1, 0), (1, 1).
     assert world.run(4, pieces, P(blocks("row", 2))) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
     assert world.run(4, pieces, P(blocks("row", (2, 1, 1)))) == [[0, 1, 4, 6]] * 2 + [[2, 3, 5, 7]] * 2
     assert world.run(4, pieces, P(blocks(("col", "row"), 2))) == [[0, 4], [2, 6], [1, 5], [3, 7]]
-    # Each cuts what those before it have left: first a part of either block, and then halves of that.
+    # Each axis shards the result of the axes before it: first a part of each block, then halves of that part.
     assert world.run(4, pieces, P((blocks("row", 2), "col"))) == [[0, 1], [4, 5], [2, 3], [6, 7]]
     assert world.run(4, pieces, P(("row", blocks("col", 2)))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
@@ -258,7 +261,7 @@ def fused_round_trips(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("topology", [Topology(data=1, row=2, col=2), Topology(col=2, data=1, row=2)])
-def test_unshard_undoes_shard_of_fused_tensors(world: World, topology: Topology) -> None:
+def test_unshard_inverts_shard_of_fused_tensors(world: World, topology: Topology) -> None:
     world.run(4, fused_round_trips, topology)
 
 
@@ -270,7 +273,7 @@ def test_unshard_undoes_shard_of_fused_tensors(world: World, topology: Topology)
         (24, P(("col", blocks("row", 2))), "block 0 of 2 has length 3"),
     ],
 )
-def test_blocks_that_do_not_divide_are_refused_in_words(length: int, spec: P, message: str) -> None:
+def test_blocks_that_do_not_divide_raise_with_the_spec_in_the_message(length: int, spec: P, message: str) -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(ValueError, match=message) as error:
         local_shape((length,), spec, topology)

@@ -1,4 +1,4 @@
-"""Megatron's flags on plain parameters, and its groups as ranks: what needs nothing of the package."""
+"""Megatron flags on plain parameters, and its groups as lists of ranks: tests that do not need the Megatron package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO_MESHES = {"tensor": (0, 1), "data": (0, 2, 4, 6), "expert_tensor": (0,)}
     ("groups", "world_size", "axes"),
     [
         ({"tensor": (2, 3), "data": (1, 3)}, 4, "data=2,tensor=2"),
-        ({"tensor": (0, 1), "pipe": (0, 2), "data": (0, 4)}, 8, "data=2,pipe=2,tensor=2"),  # its order tp-pp-dp
+        ({"tensor": (0, 1), "pipe": (0, 2), "data": (0, 4)}, 8, "data=2,pipe=2,tensor=2"),  # the order tp-pp-dp of Megatron
         ({"tensor": (0, 1), "context": (0, 2), "data": (0, 4), "pipe": (0, 8)}, 16, "pipe=2,data=2,context=2,tensor=2"),
         ({**TWO_MESHES, "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8, "data0=2,data1=2,tensor=2"),
         ({**TWO_MESHES, "expert": (0, 1), "expert_data": (0, 2, 4, 6)}, 8, "data=4,tensor=2"),
@@ -28,7 +28,7 @@ TWO_MESHES = {"tensor": (0, 1), "data": (0, 2, 4, 6), "expert_tensor": (0,)}
         ({}, 1, ""),
     ],
 )  # fmt: skip
-def test_the_axes_are_those_that_both_meshes_have_in_common(
+def test_topology_of_groups_refines_dense_and_expert_mesh(
     groups: dict[str, tuple[int, ...]], world_size: int, axes: str
 ) -> None:
     topology = topology_of(groups, world_size)
@@ -48,7 +48,9 @@ def test_the_axes_are_those_that_both_meshes_have_in_common(
         ({"tensor": (0, 1)}, 4, "none of the groups pipe, data, context, tensor connects ranks at a distance of 2"),
     ],
 )
-def test_groups_that_no_axes_make_are_refused(groups: dict[str, tuple[int, ...]], world_size: int, said: str) -> None:
+def test_topology_of_rejects_groups_that_form_no_axes(
+    groups: dict[str, tuple[int, ...]], world_size: int, said: str
+) -> None:
     with pytest.raises(ValueError, match="ranks") as error:
         topology_of(groups, world_size)
     assert said in str(error.value)
@@ -66,7 +68,7 @@ def adopted() -> bool:
             return registry.group("tensor") is groups.tp and registry.group("pipe") is groups.pp
 
 
-def test_groups_that_are_handed_over_are_used(world: World) -> None:
+def test_registry_of_reuses_given_process_groups(world: World) -> None:
     assert all(world.run(4, adopted))
 
 
@@ -108,7 +110,7 @@ def by_flags(config: dict[str, bool]) -> dict[str, P]:
         groups = collection(registry, tp=("tensor",), pp=("pipe",), dp=(), embd=("pipe",))
         model = Model({name: flagged(shape, **flags) for name, (shape, flags, _) in BY_FLAGS.items()}, **config)
         declare_by_flags(model, registry, groups)
-        declare_by_flags(model, registry, groups)  # once more: a mean is divided once
+        declare_by_flags(model, registry, groups)  # again: the division for a mean must not be applied twice
         sum((2 * param).sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
         for name, param in model.named_parameters():
             assert param.grad is not None
@@ -116,20 +118,20 @@ def by_flags(config: dict[str, bool]) -> dict[str, P]:
         return {name: spec_of(param) for name, param in model.named_parameters()}
 
 
-def test_flags_and_names_say_the_layout(world: World) -> None:
+def test_megatron_flags_and_parameter_names_determine_specs(world: World) -> None:
     config = {"sequence_parallel": True, "qk_layernorm": True, "has_cond_embedder": True}
     expected = {name: spec for name, (_, _, spec) in BY_FLAGS.items()}
     assert world.run(4, by_flags, config) == [expected] * 4
 
 
-def test_flags_that_the_config_switches_off_say_nothing(world: World) -> None:
+def test_megatron_flags_disabled_by_config_are_ignored(world: World) -> None:
     by_config = ("norm", "q_layernorm", "k_layernorm", "timestep")
     expected = {name: P() if name in by_config else spec for name, (_, _, spec) in BY_FLAGS.items()}
     assert world.run(4, by_flags, {}) == [expected] * 4
 
 
 EXPERT = {"allreduce": False}
-# On two ranks each of data and tensor; the expert mesh, and what column, row and bias of its layers are.
+# With data=2 and tensor=2: the expert mesh, and the specs of column weight, row weight and bias of expert layers.
 EXPERT_MESHES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[P, P, P]]] = {
     "experts over data": (
         {"ep": ("data",), "expt_tp": ("tensor",), "expt_dp": ()},
@@ -139,11 +141,11 @@ EXPERT_MESHES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[P, P, P]]] = {
         {"ep": ("data", "tensor"), "expt_tp": (), "expt_dp": ()},
         (P(("data", "tensor")), P(("data", "tensor")), P(("data", "tensor"))),
     ),
-    "copies over data": (
+    "replicated over data": (
         {"ep": ("tensor",), "expt_tp": (), "expt_dp": ("data",)},
         (P("tensor"), P("tensor"), P("tensor")),
     ),
-    "copies over tensor, of which each has seen other tokens": (
+    "replicated over tensor, with different tokens on each rank": (
         {"ep": ("data",), "expt_tp": (), "expt_dp": ("tensor",)},
         (P("data", partial="tensor"), P("data", partial="tensor"), P("data", partial="tensor")),
     ),
@@ -162,7 +164,7 @@ def experts(fields: dict[str, tuple[str, ...]], reduces: bool) -> list[P]:
 
 
 @pytest.mark.parametrize(("fields", "specs"), EXPERT_MESHES.values(), ids=EXPERT_MESHES)
-def test_experts_are_pieces_of_a_stack_and_their_copies_sum_what_they_have_seen(
+def test_expert_parameters_are_sharded_and_get_partial_gradients_unless_reduced(
     world: World, fields: dict[str, tuple[str, ...]], specs: tuple[P, ...]
 ) -> None:
     assert world.run(4, experts, fields, False) == [[*specs]] * 4
@@ -200,7 +202,7 @@ DENSE: dict[str, tuple[str, ...]] = {"tp": ("tensor",), "pp": ("pipe",), "dp": (
         ({}, {"tp": ("tensor",), "pp": ("pipe",)}, "groups= lacks dp"),
     ],
 )
-def test_flags_that_can_not_be_are_an_error_on_every_rank(
+def test_invalid_megatron_flags_raise_on_every_rank(
     world: World, flags: dict[str, Any], fields: dict[str, tuple[str, ...]], said: str
 ) -> None:
     assert all(said in text for text in world.run(4, refused, flags, fields))

@@ -1,4 +1,4 @@
-"""How groups over NCCL are asked for, bound and ended; there is no NCCL here."""
+"""How NCCL groups are requested, bound to devices and destroyed; NCCL itself is replaced by mocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from world import World
 
 
 class Options:
-    """As torch 2.15 has them."""
+    """The NCCL options of torch 2.15."""
 
     lazy_init = False
     _timeout = timedelta(minutes=10)
@@ -30,7 +30,7 @@ class OlderOptions:
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, options: type, backend: str) -> Any:
-    """The options that a group is asked for with."""
+    """Return the options with which a new group is requested."""
     found: list[Any] = []
 
     def new_group(*_: Any, pg_options: Any, **__: Any) -> None:
@@ -45,17 +45,17 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, options: type, backend: str) -> A
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_the_communicator_is_made_at_the_first_collective(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_nccl_group_is_requested_with_lazy_init(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     options = asked_for(monkeypatch, Options, backend)
     assert options.lazy_init
     assert options._timeout == timedelta(seconds=7)
 
 
-def test_an_older_torch_makes_it_then_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_group_gets_no_options_in_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_for(monkeypatch, OlderOptions, "nccl") is None
 
 
-def test_other_backends_are_asked_for_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_group_gets_no_nccl_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_for(monkeypatch, Options, "gloo") is None
 
 
@@ -63,7 +63,7 @@ def test_other_backends_are_asked_for_as_ever(monkeypatch: pytest.MonkeyPatch) -
 
 
 def torch_binds(monkeypatch: pytest.MonkeyPatch, rank: int, device: torch.device | None) -> torch.device:
-    """What torch 2.15 binds a group to that ``rank`` makes, on a machine with four GPUs."""
+    """Return the device to which torch 2.15 binds a group made by ``rank``, on a machine with four GPUs."""
     found: list[torch.device] = []
     options = SimpleNamespace(enable_reconfigure=False, process_group=None, global_ranks_in_group=[rank], group_rank=0)
 
@@ -80,20 +80,18 @@ def torch_binds(monkeypatch: pytest.MonkeyPatch, rank: int, device: torch.device
 
 @pytest.mark.skipif(not hasattr(distributed_c10d, "_nccl2_device"), reason="an older torch binds no group by itself")
 @pytest.mark.parametrize("local_rank", [None, "2"])
-def test_a_group_is_bound_to_the_device_that_was_chosen(
-    monkeypatch: pytest.MonkeyPatch, local_rank: str | None
-) -> None:
-    """Rank 6 of eight on two nodes, placed in turn, is the fourth on its node."""
+def test_new_group_is_bound_to_the_chosen_device(monkeypatch: pytest.MonkeyPatch, local_rank: str | None) -> None:
+    """Rank 6 of 8 ranks placed alternately on two nodes is the fourth on its node."""
     monkeypatch.setenv("LOCAL_RANK", local_rank or "")
     if local_rank is None:
         monkeypatch.delenv("LOCAL_RANK")
     assert torch_binds(monkeypatch, 6, torch.device("cuda", 3)) == torch.device("cuda", 3)
     assert os.environ.get("LOCAL_RANK") == local_rank
-    assert torch_binds(monkeypatch, 6, None) == torch.device("cuda", 2)  # what torch does by itself
+    assert torch_binds(monkeypatch, 6, None) == torch.device("cuda", 2)  # the choice of torch
 
 
 def devices_of_groups() -> tuple[torch.device | None, torch.device, torch.device]:
-    """What a group is bound to; the registry's device, and another one's, of another backend."""
+    """Return the device bound to a group, the device of its registry, and that of a registry with another backend."""
     world = dist.group.WORLD
     assert world is not None
     chosen = torch.device("cuda", 3)
@@ -112,21 +110,21 @@ def devices_of_groups() -> tuple[torch.device | None, torch.device, torch.device
         world.bound_device_id = None
 
 
-def test_a_registry_has_the_device_that_the_default_group_is_bound_to(world: World) -> None:
+def test_registry_device_is_the_device_bound_to_the_default_group(world: World) -> None:
     chosen = torch.device("cuda", 3)
     assert world.run(2, devices_of_groups) == [(chosen, chosen, torch.device("cpu"))] * 2
 
 
-def test_a_default_group_that_is_bound_to_none_leaves_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_device_is_the_current_device_if_no_group_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert cuda_device(None) == torch.device("cuda", 1)
 
 
-# The end ----------------------------------------------------------------------------------------------------------------
+# Destroying groups ------------------------------------------------------------------------------------------------------
 
 
 def ended(how: str, backend: str) -> list[tuple[str, tuple[int, ...]]]:
-    """How, and in which order, the groups of this rank end."""
+    """Return how, and in which order, the groups of this rank end."""
     found: list[tuple[str, tuple[int, ...]]] = []
 
     def note(name: str, end: Callable[[Any], None]) -> Any:
@@ -156,7 +154,7 @@ def ended(how: str, backend: str) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
-def test_groups_end_in_one_order_on_all_ranks(world: World) -> None:
+def test_groups_are_destroyed_in_the_same_order_on_all_ranks(world: World) -> None:
     by_rank = world.run(8, ended, "well", "nccl")
     for rank, found in enumerate(by_rank):
         assert found == sorted(found)
@@ -165,13 +163,13 @@ def test_groups_end_in_one_order_on_all_ranks(world: World) -> None:
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("cuda:nccl", "abort"), ("gloo", "destroy")])
-def test_a_rank_that_fails_waits_for_no_peer(world: World, backend: str, expected: str) -> None:
+def test_registry_aborts_nccl_groups_after_an_error(world: World, backend: str, expected: str) -> None:
     for found in world.run(8, ended, "an error", backend):
         assert [how for how, _ in found] == [expected] * 3
         assert found == sorted(found)
 
 
-def test_a_group_ends_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_local_group_aborts_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "nccl")
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda group: calls.append("abort"))

@@ -1,4 +1,4 @@
-"""Objects of all ranks: each gets all of them whatever their sizes, in one round or two."""
+"""all_gather_objects: each rank gets the objects of all ranks, of any size, in one or two rounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshstep.parallel.mesh import process_group_collectives as objects
 from torch.distributed import distributed_c10d
 from world import World
 
-EMPTY = len(pickle.dumps(b"")) + 8  # of a message
+EMPTY = len(pickle.dumps(b"")) + 8  # bytes of an empty message
 ROOM = objects.LARGEST
 
 
 def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
-    """All ranks' bytes, and the rounds that it took."""
+    """Return the bytes of all ranks and the number of rounds."""
     with ProcessGroupRegistry(Topology(tensor=len(sizes))) as registry:
         own = random.Random(registry.global_rank).randbytes(sizes[registry.global_rank])
         with (
@@ -31,7 +31,7 @@ def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
         return found, told.call_count
 
 
-# Of more than 255 bytes a pickle needs 3 more for the length.
+# A pickle of more than 255 bytes needs 3 more bytes for the length.
 @pytest.mark.parametrize(
     ("sizes", "rounds"),
     [
@@ -43,13 +43,13 @@ def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
         ([70_001, 70_000, 65_536], 2),
     ],
 )
-def test_each_rank_has_all_in_order(world: World, sizes: list[int], rounds: int) -> None:
+def test_all_gather_objects_returns_objects_in_rank_order(world: World, sizes: list[int], rounds: int) -> None:
     expected = [random.Random(rank).randbytes(size) for rank, size in enumerate(sizes)]
     assert world.run(len(sizes), gathered, sizes) == [(expected, rounds)] * len(sizes)
 
 
 def both_ways() -> bool:
-    """Of all of this rank's groups: whether the short way brings what torch's brings."""
+    """Return whether gather and broadcast give the result of torch's all-gather, in all groups of this rank."""
     found = []
     with ProcessGroupRegistry(Topology(data=2, tensor=3)) as registry:
         for axes in (("data",), ("tensor",), ("data", "tensor")):
@@ -62,12 +62,12 @@ def both_ways() -> bool:
     return all(found)
 
 
-def test_over_the_first_rank_come_the_same_as_by_torchs_gather(world: World) -> None:
+def test_gather_and_broadcast_equals_all_gather(world: World) -> None:
     assert world.run(6, both_ways) == [True] * 6
 
 
 def of_a_large_world(size: int) -> int:
-    """Bytes of the first message."""
+    """Return the size in bytes of the first message."""
     sent: list[int] = []
 
     def note(own: torch.Tensor, of_each: list[torch.Tensor], **_: object) -> None:
@@ -85,5 +85,5 @@ def of_a_large_world(size: int) -> int:
     return sent[0]
 
 
-def test_in_a_large_world_the_first_message_is_small() -> None:
+def test_first_message_is_smaller_in_a_larger_world() -> None:
     assert [of_a_large_world(size) for size in (2, 512, 1024, 65_536, 100_000)] == [8192, 8192, 4096, 64, 64]

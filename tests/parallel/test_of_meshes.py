@@ -1,4 +1,4 @@
-"""The topology of several device meshes: the refinement of their dims, which are its axes or aliases."""
+"""`Topology.of_meshes`: its axes are the common refinement of the mesh dims; each mesh dim is an axis or an alias."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def row_major(*sizes: int) -> Any:
 
 
 def views(world: int, grids: Grids) -> list[list[Dim]]:
-    """What each rank sees of meshes that hold ranks as these nested lists do."""
+    """Return the mesh dims that each rank sees, for meshes given as nested lists of ranks."""
     found: list[list[Dim]] = [[] for _ in range(world)]
     for number, (names, ranks) in enumerate(grids.items()):
         grid = torch.tensor(ranks)
@@ -56,7 +56,7 @@ def views(world: int, grids: Grids) -> list[list[Dim]]:
         (4, {("a", "one"): row_major(4, 1), ("dp",): row_major(4)}, Topology(a=4, one=1, aliases={"dp": "a"})),
     ],
 )
-def test_axes_are_the_refinement(world: int, grids: Grids, expected: Topology) -> None:
+def test_axes_are_the_common_refinement_of_all_meshes(world: int, grids: Grids, expected: Topology) -> None:
     axes, aliases = refined(views(world, grids))
     assert Topology(roles=None, aliases=aliases, **axes) == expected
 
@@ -78,12 +78,12 @@ def test_axes_are_the_refinement(world: int, grids: Grids, expected: Topology) -
         ),
     ],
 )
-def test_meshes_that_are_no_axes_are_refused_in_words(world: int, grids: Grids, message: str) -> None:
+def test_incompatible_meshes_raise_a_clear_error(world: int, grids: Grids, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refined(views(world, grids))
 
 
-def test_uneven_stages_are_refused_in_words() -> None:
+def test_pipeline_stages_of_different_sizes_raise_a_clear_error() -> None:
     """Two tensor ranks on one stage, four on the other."""
     seen = [[Dim(0, "tp", (0, 1))]] * 2 + [[Dim(0, "tp", (2, 3, 4, 5))]] * 4
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_uneven_stages_are_refused_in_words() -> None:
         refined(seen)
 
 
-def test_ranks_are_along_axes_whatever_they_are_called() -> None:
+def test_axes_along_finds_the_axes_of_given_ranks() -> None:
     topology = Topology(a=2, one=1, b=3, c=2)
     assert axes_along((0, 2, 4), topology) == ("b",)
     assert axes_along((1, 3, 5, 7, 9, 11), topology) == ("a", "b")
@@ -119,7 +119,7 @@ def of_real_meshes() -> list[Topology]:
     return found
 
 
-def test_real_meshes_and_slices_of_them(world: World) -> None:
+def test_of_meshes_accepts_device_meshes_and_slices(world: World) -> None:
     for found in world.run(4, of_real_meshes):
         assert found == [
             Topology(dp=2, tp=2, edp=1, aliases={"ep": ("dp", "tp")}),

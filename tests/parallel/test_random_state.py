@@ -1,4 +1,4 @@
-"""Random number generators come back to where they were, of whichever libraries are in use."""
+"""Saving and restoring the random number generators of all imported libraries."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def draws() -> list[float]:
     return [random.random(), random.gauss(0, 1), float(torch.rand(())), float(numpy.random.rand())]
 
 
-def test_a_stored_state_gives_the_same_draws_again() -> None:
-    random.gauss(0, 1)  # it keeps its second number for the next call
+def test_restored_random_state_repeats_the_draws() -> None:
+    random.gauss(0, 1)  # it keeps a second number for the next call
     stored = io.BytesIO()
     torch.save(random_state(), stored)
     first = draws()
@@ -41,7 +41,7 @@ def draw_and_fail() -> None:
         raise KeyError("planted")
 
 
-def test_what_is_drawn_within_is_not_missed_outside_even_after_an_error() -> None:
+def test_cpu_random_state_kept_restores_generators_after_an_error() -> None:
     seed_cpu_generators(3)
     expected = draws()
     seed_cpu_generators(3)
@@ -50,7 +50,7 @@ def test_what_is_drawn_within_is_not_missed_outside_even_after_an_error() -> Non
     assert draws() == expected
 
 
-def test_a_library_that_is_not_in_use_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_state_functions_do_not_import_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     with_numpy = random_state()
     monkeypatch.delitem(sys.modules, "numpy")
     state: dict[str, Any] = random_state()

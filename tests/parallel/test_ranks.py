@@ -1,4 +1,4 @@
-"""A pool of ranks: results come back by rank, errors of all ranks together, and nothing is left behind."""
+"""A pool of ranks: results in rank order, one error for all failed ranks, and no processes or files left behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_results_come_back_by_rank(pool: RankPool, size: int) -> None:
+def test_pool_returns_results_in_rank_order(pool: RankPool, size: int) -> None:
     total = 2.0 * sum(range(size))
     assert pool.run(scaled_sum, size, 2.0) == [(rank, total) for rank in range(size)]
 
@@ -60,7 +60,7 @@ def changed(payload: Payload, *, by: float) -> Payload:
     return payload
 
 
-def test_arguments_and_results_go_by_value(pool: RankPool) -> None:
+def test_pool_copies_arguments_and_results(pool: RankPool) -> None:
     given = Payload(torch.zeros(3), "weight")
     found = pool.run(functools.partial(changed, by=2.0), 2, given)
     assert [payload.weight.tolist() for payload in found] == [[2.0] * 3, [4.0] * 3]
@@ -72,7 +72,7 @@ def own_process() -> tuple[int, int, float]:
     return os.getpid(), torch.get_num_threads(), torch.rand(()).item()
 
 
-def test_ranks_stay_warm_and_begin_alike(pool: RankPool) -> None:
+def test_pool_reuses_processes_and_seeds_ranks_equally(pool: RankPool) -> None:
     first, second = pool.run(own_process, 2), pool.run(own_process, 2)
     assert first == second
     assert len({pid for pid, _, _ in first} | {os.getpid()}) == 3
@@ -80,12 +80,12 @@ def test_ranks_stay_warm_and_begin_alike(pool: RankPool) -> None:
     assert len({drawn for _, _, drawn in first}) == 1
 
 
-def test_the_pool_of_the_process_runs_a_call_here_and_there() -> None:
+def test_run_ranks_reuses_one_pool_per_process() -> None:
     assert run_ranks(scaled_sum, 2, 3.0) == [(0, 3.0), (1, 3.0)]
     assert run_ranks(own_process, 2) == run_ranks(own_process, 2)
 
 
-def test_where_the_system_does_not_fork_ranks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_works_with_spawned_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setattr(sys, "platform", "darwin")
         pool = RankPool()
@@ -104,15 +104,15 @@ def fail_on(*ranks: int) -> None:
         raise ValueError(f"planted on {dist.get_rank()}")
 
 
-def test_errors_of_all_ranks_are_shown_together_each_text_once() -> None:
+def test_ranks_error_shows_equal_errors_once_with_their_ranks() -> None:
     with RankPool() as pool:
         with pytest.raises(RanksError, match=r"3 of 4 ranks failed in test_ranks\.fail_on\n\nranks 1-3: ") as error:
             pool.run(fail_on, 4, 1, 2, 3)
-        assert str(error.value).count("planted") == 2, "once in the code, once in the error"
+        assert str(error.value).count("planted") == 2, "expected once in the quoted code and once in the error"
         assert [*error.value.failures] == [1, 2, 3]
         with pytest.raises(RanksError, match=r"(?s)rank 0: .*planted on 0.*rank 1: .*planted on 1"):
             pool.run(fail_on, 2)
-        assert len(pool.run(scaled_sum, 2, 1.0)) == 2, "it goes on"
+        assert len(pool.run(scaled_sum, 2, 1.0)) == 2, "the pool does not work after an error"
         again = pickle.loads(pickle.dumps(error.value))
         assert (str(again), again.failures) == (str(error.value), error.value.failures)
 
@@ -130,7 +130,7 @@ def doze() -> None:
     time.sleep(600)
 
 
-def test_a_call_that_is_late_says_where_each_rank_stood() -> None:
+def test_timeout_error_shows_the_stack_of_each_late_rank() -> None:
     with RankPool() as pool:
         begin = time.monotonic()
         with pytest.raises(RanksError) as late:
@@ -141,7 +141,7 @@ def test_a_call_that_is_late_says_where_each_rank_stood() -> None:
         assert "did not finish within 3 seconds" in text
         stood = text.partition("its stack was\n")[2].splitlines()
         assert "in doze" in stood[0]
-        assert "in sleep_on" in stood[-1], "no lines of the pool's own"
+        assert "in sleep_on" in stood[-1], "the stack contains frames of the pool"
 
 
 def fail_while_others_wait() -> None:
@@ -150,7 +150,7 @@ def fail_while_others_wait() -> None:
     wait_for_rank_2()
 
 
-def test_those_who_wait_for_a_rank_that_failed_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_stops_waiting_for_ranks_blocked_by_a_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_of_ranks, "GRACE", 2.0)
     begin = time.monotonic()
     with RankPool() as pool, pytest.raises(RanksError) as error:
@@ -167,7 +167,7 @@ def die(how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "told"), [("exit", "with exit code 3"), ("kill", "by signal SIGKILL")])
-def test_a_rank_that_dies_is_told_from_one_that_raises(how: str, told: str) -> None:
+def test_error_says_how_the_process_of_a_rank_died(how: str, told: str) -> None:
     with RankPool() as pool:
         with pytest.raises(RanksError, match=f"rank 1: the process died {told}"):
             pool.run(die, 2, how)
@@ -186,7 +186,7 @@ class Local:
         return dist.get_world_size()
 
 
-def test_what_can_not_be_sent_is_refused_before_anybody_starts(pool: RankPool) -> None:
+def test_unpicklable_call_is_rejected_before_any_rank_starts(pool: RankPool) -> None:
     def within() -> None:
         raise NotImplementedError
 
@@ -197,7 +197,11 @@ def test_what_can_not_be_sent_is_refused_before_anybody_starts(pool: RankPool) -
             (),
             r"is a lambda, but other processes find functions by their names\. Define it with def at the top",
         ),
-        (within, (), r"is defined within test_what_can_not_be_sent.*pass the objects that it uses as arguments"),
+        (
+            within,
+            (),
+            r"is defined within test_unpicklable_call_is_rejected.*pass the objects that it uses as arguments",
+        ),
         (functools.partial(lambda x: x, 1), (), "is a lambda"),
         (scaled_sum, (lambda: 0,), r"the arguments of test_ranks\.scaled_sum can't be sent to other processes"),
     ):
@@ -206,11 +210,11 @@ def test_what_can_not_be_sent_is_refused_before_anybody_starts(pool: RankPool) -
     for size in (0, -1, True, 2.0):
         with pytest.raises(ValueError, match=f"{size!r} is not a number of ranks"):
             pool.run(scaled_sum, size, 1.0)  # type: ignore[arg-type]
-    assert pool.run(own_process, 2) == before, "the same processes"
+    assert pool.run(own_process, 2) == before, "the pool has started other processes"
     assert pool.run(Local.of_a_class, 2) == [2, 2]
 
 
-def test_a_result_that_can_not_be_sent_is_that_ranks_error() -> None:
+def test_unpicklable_result_is_an_error_of_its_rank() -> None:
     with RankPool() as pool, pytest.raises(RanksError, match=r"returned lock, which can't be sent back"):
         pool.run(returns_a_lock, 1)
 
@@ -248,38 +252,38 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
 
 @pytest.fixture
 def files() -> Iterator[Path]:
-    """A folder whose path is short: a socket in it must have one of at most 107 bytes."""
+    """A folder with a short path: the path of a socket in it is limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="r") as folder:
         (Path(folder) / "t").mkdir()
         yield Path(folder)
 
 
 def with_files_in(folder: Path) -> dict[str, str]:
-    """The environment of a process with temporary files of its own. torch has a cache there, which it keeps."""
+    """Return environment variables that put temporary files into ``folder``/t and the cache of torch beside it."""
     return {"TMPDIR": str(folder / "t"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
 
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]], ids=["by path", "by name"])
-def test_functions_of_a_script_run_and_nothing_is_left(tmp_path: Path, files: Path, how: list[str]) -> None:
+def test_script_functions_run_and_leave_no_temporary_files(tmp_path: Path, files: Path, how: list[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run_python("-W", "error", *how, cwd=tmp_path, **with_files_in(files))
     assert (done.stdout, without_names(done.stderr)) == ("[12.0, 12.0, 12.0]\n", "")
     assert [*(files / "t").iterdir()] == []
 
 
-def test_a_session_without_a_file_is_told_to_write_one(tmp_path: Path) -> None:
+def test_function_of_an_interactive_session_is_rejected(tmp_path: Path) -> None:
     done = forked_python.run("-c", SCRIPT, cwd=tmp_path)
     assert "total is defined in an interactive session, a notebook or by python -c" in done.stderr
 
 
-def test_a_script_that_guards_nothing_is_told_so(tmp_path: Path) -> None:
+def test_script_without_main_guard_gets_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace('if __name__ == "__main__":\n    ', ""))
     done = forked_python.run("script.py", cwd=tmp_path)
     assert 'a script that uses ranks needs if __name__ == "__main__":' in done.stderr
 
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_functions_of_a_test_file_run_however_pytest_imported_it(tmp_path: Path, mode: str) -> None:
+def test_functions_of_test_files_run_in_each_pytest_import_mode(tmp_path: Path, mode: str) -> None:
     folder = tmp_path / "deep" / "er"
     folder.mkdir(parents=True)
     test = SCRIPT.partition("if __name__")[0] + "def test(ranks):\n    assert ranks.run(total, 2, 1.0) == [3.0, 3.0]\n"
@@ -291,7 +295,7 @@ def test_functions_of_a_test_file_run_however_pytest_imported_it(tmp_path: Path,
     assert "1 passed" in done.stdout
 
 
-# The end --------------------------------------------------------------------------------------------------------------
+# Ending the processes -------------------------------------------------------------------------------------------------
 
 ENDLESS = """\
 import os, time
@@ -311,7 +315,7 @@ if __name__ == "__main__":
 def is_running(pid: int) -> bool:
     with suppress(OSError):
         os.kill(pid, 0)
-        # One that has ended stays in the table until somebody asks; in a container perhaps nobody does.
+        # An ended process stays a zombie until its parent reads its exit status; in a container that may never happen.
         return "Z" not in subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
     return False
 
@@ -323,7 +327,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_end_with_a_process_that_is_killed_in_the_middle_of_a_call(tmp_path: Path, files: Path) -> None:
+def test_ranks_exit_if_the_main_process_is_killed_during_a_call(tmp_path: Path, files: Path) -> None:
     (tmp_path / "script.py").write_text(ENDLESS)
     (tmp_path / "pids").mkdir()
     environment = {**os.environ, **with_files_in(files)}
@@ -338,7 +342,7 @@ def test_ranks_end_with_a_process_that_is_killed_in_the_middle_of_a_call(tmp_pat
     until(lambda: [*(files / "t").iterdir()] == [])
 
 
-def test_a_closed_pool_has_no_processes_and_starts_new_ones() -> None:
+def test_closed_pool_ends_its_processes_and_can_start_new_ones() -> None:
     pool = RankPool()
     first = [pid for pid, _, _ in pool.run(own_process, 2)]
     pool.close()

@@ -1,4 +1,4 @@
-"""Process groups: made alone, shared by membership, in any order; meshes; errors."""
+"""Process groups: made by each rank alone, in any order, and shared by equal sets of ranks; meshes; errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ask_in_own_order(topology: Topology, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("topology", [Topology(data=2, tensor=2), CUBE, Topology(pipe=4, tensor=2)])
-def test_ranks_may_ask_in_any_order(world: World, topology: Topology, seed: int) -> None:
+def test_ranks_may_make_groups_in_any_order(world: World, topology: Topology, seed: int) -> None:
     world.run(topology.world_size, ask_in_own_order, topology, seed)
 
 
@@ -61,7 +61,7 @@ PAIRS_IN_A_CIRCLE = [[(0, 1), (0, 2)], [(1, 2), (0, 1)], [(0, 2), (1, 2)]]
 
 
 def ask_in_a_circle(naive: bool) -> bool:
-    """Whether this rank has its two groups after a while."""
+    """Return whether this rank has its two groups after one second."""
     registry = ProcessGroupRegistry(Topology(tensor=3))
 
     def ask() -> None:
@@ -77,7 +77,7 @@ def ask_in_a_circle(naive: bool) -> bool:
     return not thread.is_alive()
 
 
-def test_the_circle_that_stops_new_group_does_not_stop_the_registry(world: World) -> None:
+def test_circular_order_of_groups_deadlocks_torch_but_not_the_registry(world: World) -> None:
     assert world.run(3, ask_in_a_circle, False) == [True] * 3
     stuck = World()
     assert stuck.run(3, ask_in_a_circle, True) == [False] * 3
@@ -100,13 +100,13 @@ def ask_alone(topology: Topology) -> int:
         return made
 
 
-def test_a_group_is_made_without_the_others(world: World) -> None:
-    # Six: data, row, col and their pairs; all three are the world, which exists.
+def test_rank_makes_groups_without_waiting_for_other_ranks(world: World) -> None:
+    # Six groups: data, row, col and their pairs. All three axes together are the default group, which exists.
     assert world.run(8, ask_alone, CUBE) == [6] + [0] * 7
 
 
-def test_one_group_per_membership(world: World) -> None:
-    # (data), (tensor); (row, data) is (data); (row) is this rank alone; everything is the world.
+def test_registry_makes_one_group_per_set_of_ranks(world: World) -> None:
+    # (data), (tensor), (row): (row, data) equals (data); (row) is this rank alone; all axes are the default group.
     assert world.run(4, ask_alone, Topology(data=2, row=1, tensor=2)) == [3, 0, 0, 0]
     assert world.run(4, ask_alone, Topology(row=1, tensor=4)) == [1, 0, 0, 0]
 
@@ -120,7 +120,7 @@ def members_and_sharing() -> None:
         assert registry.device == torch.device("cpu")
 
 
-def test_groups_are_shared(world: World) -> None:
+def test_axes_with_equal_ranks_share_a_group(world: World) -> None:
     world.run(4, members_and_sharing)
 
 
@@ -133,7 +133,7 @@ def tied_first_and_last() -> tuple[float, ...]:
         return tuple(value.tolist())
 
 
-def test_ranks_that_do_not_ask_are_not_needed(world: World) -> None:
+def test_making_a_group_needs_only_its_members(world: World) -> None:
     assert world.run(4, tied_first_and_last) == [(2.0, 3.0), (), (), (2.0, 3.0)]
 
 
@@ -149,14 +149,14 @@ def two_registries_in_turn_and_together() -> None:
     third.close()
 
 
-def test_registries_do_not_disturb_each_other(world: World) -> None:
+def test_several_registries_work_side_by_side(world: World) -> None:
     world.run(8, two_registries_in_turn_and_together)
 
 
 def ordinary_group_afterwards() -> float:
     registry = ProcessGroupRegistry(Topology(pipe=4))
     if registry.global_rank == 0:
-        registry.group_of((0, 1))  # made on one rank only: torch's count of groups must not notice
+        registry.group_of((0, 1))  # made on one rank only: torch's count of groups must not change
     group = dist.new_group([0, 1, 2, 3])
     assert isinstance(group, dist.ProcessGroup)
     value = torch.ones(())
@@ -166,7 +166,7 @@ def ordinary_group_afterwards() -> float:
     return value.item()
 
 
-def test_ordinary_groups_can_still_be_made(world: World) -> None:
+def test_new_group_of_torch_works_beside_a_registry(world: World) -> None:
     assert world.run(4, ordinary_group_afterwards) == [4.0] * 4
 
 
@@ -187,8 +187,8 @@ def bound_device_while_a_group_is_made() -> tuple[object, object]:
         default.bound_device_id = None
 
 
-def test_a_device_bound_to_the_world_is_not_split_over_it(world: World) -> None:
-    # Only NCCL splits, and waits for the whole world in it; here we see that it isn't given the reason to.
+def test_default_group_has_no_bound_device_while_a_group_is_made(world: World) -> None:
+    # Only NCCL splits communicators, which waits for all ranks. Without a bound device it does not split.
     assert world.run(4, bound_device_while_a_group_is_made) == [([None], torch.device("cpu", 0))] * 4
 
 
@@ -204,14 +204,14 @@ def closing() -> None:
     assert groups_alive() == before
     registry.close()
     assert "closed" in repr(registry)
-    dist.barrier()  # the world is alive
+    dist.barrier()  # the default group still works
     for ask in (lambda: registry.group("row"), lambda: registry.group(*CUBE.axes), lambda: registry.device_mesh("row")):
         with pytest.raises(RuntimeError, match=r"closed registry.*make a new"):
             ask()
     assert registry.size("row") == 2
 
 
-def test_close_destroys_what_was_made_and_nothing_else(world: World) -> None:
+def test_close_destroys_only_groups_made_by_the_registry(world: World) -> None:
     world.run(8, closing)
 
 
@@ -220,7 +220,7 @@ def missing_member(inherited: bool) -> str:
     if inherited:
         dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(short)  # type: ignore[union-attr]
     with ProcessGroupRegistry(Topology(data=2, tensor=2), timeout=None if inherited else short) as registry:
-        if registry.global_rank != 0:  # rank 1 doesn't come
+        if registry.global_rank != 0:  # rank 1 takes no part
             return ""
         start = time.monotonic()
         with pytest.raises(RuntimeError) as error:
@@ -229,19 +229,21 @@ def missing_member(inherited: bool) -> str:
         return str(error.value)
 
 
-def test_a_member_that_never_comes_is_an_error_after_the_timeout(world: World) -> None:
+def test_collective_without_one_member_raises_after_the_timeout(world: World) -> None:
     assert "timeout" in world.run(4, missing_member, False)[0].lower()
 
 
-def test_groups_have_the_timeout_of_the_default_group() -> None:
-    hasty = World()  # the timeout of its default group stays as it is set
+def test_groups_inherit_the_timeout_of_the_default_group() -> None:
+    hasty = World()  # a world of its own, because the timeout of the default group stays changed
     assert "timeout" in hasty.run(4, missing_member, True)[0].lower()
     hasty.close()
 
 
 def meet_what_was_asked_for(seed: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
-    """After groups that this rank alone chose, in its own order: those that met, those that it asked for, and how many
-    collectives there are when they meet again."""
+    """Request four random groups on each rank, then call `meet` twice.
+
+    Return the groups that met in the first call, the requested groups, and the number of collectives of the second call.
+    """
     met: list[tuple[int, ...]] = []
     all_reduce = dist.all_reduce
 
@@ -258,13 +260,13 @@ def meet_what_was_asked_for(seed: int) -> tuple[list[tuple[int, ...]], list[tupl
         first = met.copy()
         registry.meet()
         again = len(met) - len(first)
-        for axes in every:  # those that have not met do so in their first collective, as ever
+        for axes in every:  # the other groups connect in their first collective
             assert total(registry, *axes) == sum(registry.ranks(*axes))
         return first, asked, again
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_all_members_asked_for_meets_in_one_order(world: World, seed: int) -> None:
+def test_meet_connects_groups_in_the_same_order_on_all_ranks(world: World, seed: int) -> None:
     by_rank = world.run(8, meet_what_was_asked_for, seed)
     whole = tuple(range(8))
     for rank, (met, asked, again) in enumerate(by_rank):
@@ -273,7 +275,9 @@ def test_what_all_members_asked_for_meets_in_one_order(world: World, seed: int) 
         others = {ranks for ranks in asked if ranks not in complete and all(ranks in {*by_rank[o][0]} for o in ranks)}
         assert met == sorted(named | complete | others)
         assert again == 0
-    assert any({*asked} - {*met} for met, asked, _ in by_rank)  # or nothing has been tried
+    assert any(
+        {*asked} - {*met} for met, asked, _ in by_rank
+    )  # at least one requested group must not have met, or the test proves nothing
 
 
 def meet_without_rank_1(given_up: Path) -> str:
@@ -281,7 +285,7 @@ def meet_without_rank_1(given_up: Path) -> str:
     registry = ProcessGroupRegistry(Topology(data=2, tensor=2))
     if registry.global_rank == 1:
         while len([*given_up.iterdir()]) < 3:
-            time.sleep(0.1)  # and answers
+            time.sleep(0.1)  # meanwhile another thread replies to requests
         return ""
     with pytest.raises(RuntimeError, match=r"got no reply in meet \(its 1st\)") as error:
         registry.meet("tensor")
@@ -289,14 +293,14 @@ def meet_without_rank_1(given_up: Path) -> str:
     return str(error.value)
 
 
-def test_a_rank_that_does_not_come_is_named_when_groups_meet(tmp_path: Path) -> None:
+def test_meet_error_names_the_missing_rank(tmp_path: Path) -> None:
     alone = World()
     for message in [found for found in alone.run(4, meet_without_rank_1, tmp_path) if found]:
         assert "rank 1: in no call of meshstep" in message
     alone.close()
 
 
-def test_one_rank_meets_nobody() -> None:
+def test_meet_in_one_process_only_checks_axis_names() -> None:
     ProcessGroupRegistry(Topology(data=1)).meet("data")
     with pytest.raises(ValueError, match="unknown axis 'tensor'"):
         ProcessGroupRegistry(Topology(data=1)).meet("tensor")
@@ -313,7 +317,7 @@ def bad_topologies() -> None:
             ProcessGroupRegistry(topology)
 
 
-def test_a_topology_of_another_size(world: World) -> None:
+def test_registry_rejects_topology_of_other_world_size(world: World) -> None:
     world.run(4, bad_topologies)
 
 
@@ -339,7 +343,7 @@ def bad_requests() -> None:
                 call()
 
 
-def test_bad_requests_say_what_to_write(world: World) -> None:
+def test_errors_of_bad_group_requests_say_what_to_write(world: World) -> None:
     world.run(4, bad_requests)
 
 
@@ -352,15 +356,15 @@ def one_rank_disagrees() -> str:
     return ""
 
 
-def test_topologies_that_differ_between_ranks(world: World) -> None:
+def test_topologies_that_differ_between_ranks_are_rejected(world: World) -> None:
     messages = [message for message in world.run(4, one_rank_disagrees) if message]
-    # Whoever comes first is right, so either rank 2 is told or the three others are.
+    # The first rank decides, so either rank 2 or the three other ranks get an error.
     assert len(messages) in (1, 3)
     assert all("Topology(tensor=2, data=2)" in text and "Topology(data=2, tensor=2)" in text for text in messages)
     world.run(4, ask_in_own_order, Topology(data=2, tensor=2), 0)
 
 
-def test_one_process_needs_no_torch_distributed() -> None:
+def test_registry_in_one_process_needs_no_torch_distributed() -> None:
     assert not dist.is_initialized()
     with ProcessGroupRegistry(Topology(data=1, tensor=1)) as registry:
         assert (registry.global_rank, registry.coordinate) == (0, {"data": 0, "tensor": 0})
@@ -389,7 +393,7 @@ def share_with_a_mesh() -> None:
     assert groups_alive() == before
 
 
-def test_device_mesh_shares_the_groups(world: World) -> None:
+def test_device_mesh_shares_groups_of_the_registry(world: World) -> None:
     world.run(4, share_with_a_mesh)
 
 
@@ -421,13 +425,13 @@ def adopt_a_mesh() -> None:
             dist.destroy_process_group(group)
 
 
-def test_a_mesh_can_be_adopted(world: World) -> None:
+def test_from_device_mesh_reuses_groups_of_the_mesh(world: World) -> None:
     world.run(4, adopt_a_mesh)
 
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """Rank 77 of 4096, without the others."""
+    """Rank 77 of 4096 without the other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=77, world_size=4096)
@@ -436,7 +440,7 @@ def fake_world() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fake_world")
-def test_a_world_of_4096() -> None:
+def test_registry_works_in_a_world_of_4096_ranks() -> None:
     topology = Topology(pipe=4, data=16, row=8, col=8)
     start = time.perf_counter()
     with ProcessGroupRegistry(topology) as registry:
@@ -454,6 +458,6 @@ def test_a_world_of_4096() -> None:
     assert groups_alive() == 1
 
 
-def test_a_copied_layer_keeps_its_registry() -> None:
+def test_deepcopy_returns_the_same_registry() -> None:
     registry = ProcessGroupRegistry(Topology())
     assert copy.deepcopy({"registry": registry})["registry"] is registry

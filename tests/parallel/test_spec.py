@@ -1,4 +1,4 @@
-"""What a spec says, which rule wins, and which mistakes are errors."""
+"""Properties of specs, precedence of the rules of `declare`, and errors."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ GRID = Topology(pipe=2, data=2, row=2, col=2)
         (P("row", owned={"pipe": "row"}), ("row",), 4),
     ],
 )
-def test_distinct_pieces_and_holders(spec: P, distinct: tuple[str, ...], holders: int) -> None:
+def test_spec_has_expected_distinct_axes_and_replication_factor(
+    spec: P, distinct: tuple[str, ...], holders: int
+) -> None:
     assert spec.distinct_axes(GRID) == distinct
     assert spec.holders(GRID) == holders
 
 
 @given(data=st.data())
-def test_pieces_times_holders_are_the_ranks_that_hold(data: st.DataObject) -> None:
+def test_shards_times_replication_factor_is_the_number_of_holding_ranks(data: st.DataObject) -> None:
     topology = data.draw(topologies())
     spec = data.draw(specs(topology, (4, 4), uneven=True))
     ranks = sum(spec.holds(topology.coordinate(rank), topology) for rank in range(topology.world_size))
@@ -46,7 +48,7 @@ def test_pieces_times_holders_are_the_ranks_that_hold(data: st.DataObject) -> No
     assert pieces * spec.holders(topology) == ranks
 
 
-def test_one_spelling_for_one_layout() -> None:
+def test_equivalent_specs_are_equal() -> None:
     assert P("tensor", None) == P("tensor")
     assert hash(P(("row",), None)) == hash(P("row"))
     assert P("col", owned={"row": 0}) != P("col") != P("col", owned={"row": "col"})
@@ -56,7 +58,7 @@ def test_one_spelling_for_one_layout() -> None:
     )
 
 
-def test_one_spelling_for_blocks() -> None:
+def test_equivalent_specs_with_blocks_are_equal() -> None:
     assert P(blocks("tensor", 1)) == P("tensor")
     assert P(blocks("tensor", (32, 8, 8))) == P(blocks("tensor", [4, 1, 1])) != P("tensor")
     assert P(blocks(("a", "b"), 2)) == P((blocks("a", 2), blocks("b", 2)))
@@ -95,7 +97,7 @@ def test_one_spelling_for_blocks() -> None:
         (lambda: P(tied={"a": (0, -3)}).validate(1, Topology(a=2), "w"), "coordinate -3 of 'a'"),
     ],
 )
-def test_wrong_specs_are_errors(make: object, message: str) -> None:
+def test_invalid_specs_raise(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
 
@@ -104,7 +106,7 @@ def model() -> Any:
     return nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 2), nn.LayerNorm(2)))
 
 
-def test_the_most_specific_rule_wins() -> None:
+def test_most_specific_rule_of_declare_wins() -> None:
     net = model()
     declare(net, {"*": P(), "*weight": P("a"), "1.*weight": P("b"), "1.1.weight": P("c")})
     found = {name: spec_of(param) for name, param in net.named_parameters()}
@@ -118,7 +120,7 @@ def test_the_most_specific_rule_wins() -> None:
     }
 
 
-def test_a_layers_own_declaration_yields_to_a_full_name_only() -> None:
+def test_only_a_full_name_overrides_the_annotation_of_a_layer() -> None:
     net = model()
     annotate(net[0].weight, P("own"))
     annotate(net[0].bias, P("own"))
@@ -127,7 +129,7 @@ def test_a_layers_own_declaration_yields_to_a_full_name_only() -> None:
     assert spec_of(net[0].bias) == P("mine")
 
 
-def test_second_declare_sets_what_default_or_full_name_allows() -> None:
+def test_second_declare_overrides_default_specs_or_by_full_name() -> None:
     net = model()
     declare(net, {"*": P(), "0.*": P("a")})
     declare(net, {"1.*weight": P("b"), "0.bias": P("c"), "*": P("d")})
@@ -140,25 +142,25 @@ def test_second_declare_sets_what_default_or_full_name_allows() -> None:
         "1.1.weight": P("b"),
         "1.1.bias": P(),
     }
-    declare(net, {"0.w*": P("a"), "1.*weight": P("b")})  # the same again
+    declare(net, {"0.w*": P("a"), "1.*weight": P("b")})  # repeats earlier specs
     declare(net)
     assert {name: spec_of(param) for name, param in net.named_parameters()} == found
 
 
-def test_submodule_rules_survive_default_of_whole_model() -> None:
+def test_specs_of_submodule_survive_default_rule_of_model() -> None:
     net = model()
     declare(net[1], {"0.*": P("a"), "*": P()})
     declare(net, {"*": P("b")})
     assert [spec_of(param) for param in net.parameters()] == [P("b"), P("b"), P("a"), P("a"), P(), P()]
 
 
-def test_second_declare_with_other_spec_is_an_error() -> None:
+def test_second_declare_with_conflicting_spec_raises() -> None:
     net = model()
     declare(net, {"*": P(), "0.w*": P("a")})
     message = r"0\.weight was declared P\('a'\) by an earlier rule, but the pattern '\*weight' declares P\('b'\)"
     with pytest.raises(ValueError, match=message):
         declare(net, {"1.*": P("c"), "*weight": P("b")})
-    assert spec_of(net[1][0].weight) == P(), "nothing is changed"
+    assert spec_of(net[1][0].weight) == P(), "declare changed a spec before it raised"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_second_declare_with_other_spec_is_an_error() -> None:
         ({"*": P(), "*.bia?": P("a"), "*bias": P()}, "equally specific and disagree"),
     ],
 )
-def test_wrong_rules_are_errors_and_change_nothing(rules: dict[str, P], message: str) -> None:
+def test_invalid_rules_raise_and_change_nothing(rules: dict[str, P], message: str) -> None:
     net = model()
     with pytest.raises(ValueError, match=message):
         declare(net, rules)
@@ -181,7 +183,7 @@ def test_wrong_rules_are_errors_and_change_nothing(rules: dict[str, P], message:
             spec_of(param)
 
 
-def test_deepcopy_loses_the_annotation_and_that_is_an_error() -> None:
+def test_spec_of_raises_for_deepcopied_parameter() -> None:
     net = model()
     declare(net, {"*": P()})
     duplicate = copy.deepcopy(net)

@@ -1,4 +1,4 @@
-"""What the strategies draw fits together, and a user's property test with them is ten lines."""
+"""Hypothesis strategies draw valid layouts, and a user's property test with them takes ten lines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from world import World
 
 
 @given(layout=layouts())
-def test_a_layout_fits_to_its_mesh(layout: Layout) -> None:
+def test_drawn_layouts_are_valid_on_their_topology(layout: Layout) -> None:
     topology, shape, spec = layout
     assert topology.world_size <= 8
     spec.validate(len(shape), topology)
-    local_shape(shape, spec, topology)  # else it raises: every dim divides
+    local_shape(shape, spec, topology)  # raises unless every dim divides
     assert sum(spec.holds(topology.coordinate(rank), topology) for rank in range(topology.world_size)) > 0
 
 
 @given(layout=layouts(uneven=True))
-def test_uneven_pieces_are_those_of_some_rank(layout: Layout) -> None:
+def test_drawn_uneven_layouts_have_a_local_shape_on_each_rank(layout: Layout) -> None:
     topology, shape, spec = layout
     for rank in range(topology.world_size):
         assert len(local_shape(shape, spec, topology, topology.coordinate(rank))) == len(shape)
 
 
 @given(data=st.data())
-def test_only_what_was_asked_for_is_drawn(data: st.DataObject) -> None:
+def test_topologies_and_specs_strategies_respect_their_limits(data: st.DataObject) -> None:
     topology = data.draw(topologies(6, axes=("tensor", "data"), most_axes=2, largest=3))
     assert {*topology.axes} <= {"tensor", "data"}
     assert topology.world_size <= 6
@@ -47,7 +47,7 @@ def test_only_what_was_asked_for_is_drawn(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_every_kind_comes(kind: Kind) -> None:
+def test_layouts_strategy_draws_each_kind(kind: Kind) -> None:
     def has(layout: Layout) -> bool:
         spec = layout.spec
         along = {owner for _, owner in spec.owned}
@@ -65,16 +65,16 @@ def test_every_kind_comes(kind: Kind) -> None:
 
 
 @given(shape=shapes(2, 5, smallest=3), dtype=dtypes())
-def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_shapes_and_dtypes_strategies_respect_their_limits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert len(shape) <= 2
     assert all(3 <= length <= 5 for length in shape)
     assert dtype.is_floating_point
 
 
-COMPLETE: tuple[Kind, ...] = ("sharded", "owned", "diagonal")  # there is no sum to be made first
+COMPLETE: tuple[Kind, ...] = ("sharded", "owned", "diagonal")  # gradients of these kinds need no reduction first
 
 
-# A user's property test: ten lines from here ...
+# A user's property test: it starts here and has ten lines ...
 def norm_of_pieces(layout: Layout, scale: float) -> float:
     with ProcessGroupRegistry(layout.topology) as registry:
         piece = nn.Parameter(shard(full_gradient(layout, scale), layout.spec, registry))
@@ -87,12 +87,12 @@ def norm_of_pieces(layout: Layout, scale: float) -> float:
 
 @settings(max_examples=20)
 @given(layouts(4, axes=("data", "row", "col", "tensor"), kinds=COMPLETE), st.floats(0.1, 100))
-def test_the_norm_of_pieces_is_that_of_the_tensor(ranks: Ranks, layout: Layout, scale: float) -> None:
+def test_norm_of_shards_equals_norm_of_full_tensor(ranks: Ranks, layout: Layout, scale: float) -> None:
     norms = ranks.run(norm_of_pieces, layout.topology.world_size, layout, scale)
     assert norms == pytest.approx([full_gradient(layout, scale).norm().item()] * layout.topology.world_size, rel=1e-12)
 
 
-# ... to here.
+# ... and ends here.
 
 
 def full_gradient(layout: Layout, scale: float) -> torch.Tensor:
@@ -101,11 +101,11 @@ def full_gradient(layout: Layout, scale: float) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def ranks(world: World) -> Ranks:
-    """The suite's, instead of the plugin's own."""
+    """The ranks of this test suite, instead of those of the plugin."""
     return world.ranks
 
 
-def test_the_property_fails_where_copies_are_declared_as_pieces(ranks: Ranks) -> None:
+def test_norm_is_wrong_if_replicas_are_declared_as_shards(ranks: Ranks) -> None:
     norms = ranks.run(norm_of_copies, 2)
     assert norms == pytest.approx([2**0.5 * 2.0] * 2)
 
@@ -113,16 +113,16 @@ def test_the_property_fails_where_copies_are_declared_as_pieces(ranks: Ranks) ->
 def norm_of_copies() -> float:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         piece = nn.Parameter(torch.zeros(4))
-        annotate(piece, P("tensor"))  # it is whole on both
+        annotate(piece, P("tensor"))  # wrong: both ranks have the full tensor
         piece.grad = torch.ones(4)
         return float(global_norm([piece], registry).total_norm)
 
 
-def test_nothing_else_of_testing_needs_hypothesis() -> None:
+def test_testing_package_does_not_import_hypothesis() -> None:
     code = "import sys; import meshstep.testing, meshstep.pytest_plugin; assert 'hypothesis' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_plugin_itself_loads_no_torch() -> None:
+def test_pytest_plugin_does_not_import_torch() -> None:
     code = "import sys; import meshstep.pytest_plugin; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

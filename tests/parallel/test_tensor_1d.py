@@ -1,4 +1,4 @@
-"""1-D tensor parallelism over real ranks: outputs, gradients and initial weights are the dense torch model's."""
+"""1-D tensor parallelism over real ranks: outputs, gradients and initial weights equal those of the dense torch model."""
 
 from __future__ import annotations
 
@@ -82,17 +82,19 @@ def block_equals_dense(size: int, bias: bool, dtype: torch.dtype, sequence_paral
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_block(world: World, size: int, bias: bool, dtype: torch.dtype, sequence_parallel: bool) -> None:
+def test_mlp_block_matches_dense(
+    world: World, size: int, bias: bool, dtype: torch.dtype, sequence_parallel: bool
+) -> None:
     world.run(size, block_equals_dense, size, bias, dtype, sequence_parallel)
 
 
-def test_block_in_one_process() -> None:
+def test_mlp_block_matches_dense_in_one_process() -> None:
     block_equals_dense(1, True, torch.float64, False)
     block_equals_dense(1, True, torch.float64, True)
 
 
 def full_activations_outside() -> None:
-    """Each layer alone, full activations before and after it."""
+    """Check layers that take and return full activations."""
     with ProcessGroupRegistry(Topology(tensor=4)) as registry:
         torch.manual_seed(SEED)
         dense = nn.Sequential(
@@ -116,12 +118,12 @@ def full_activations_outside() -> None:
         assert_same_grads(layers, dense, registry)
 
 
-def test_gather_output_and_split_input(world: World) -> None:
+def test_layers_with_full_inputs_and_outputs_match_dense(world: World) -> None:
     world.run(4, full_activations_outside)
 
 
 def fused_layers(sizes: tuple[int, ...], gather_output: bool) -> None:
-    """Several layers in one: each rank has its features of every one, and gathered they are the full layer's."""
+    """Check a fused layer: each rank has its shard of every block, and the gathered output equals the dense one."""
     with ProcessGroupRegistry(Topology(tensor=4)) as registry:
         torch.manual_seed(SEED)
         dense = nn.Linear(WIDTH, 48, dtype=torch.float64)
@@ -155,11 +157,13 @@ def fused_layers(sizes: tuple[int, ...], gather_output: bool) -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
 @pytest.mark.parametrize("gather_output", [False, True])
-def test_fused_layers_have_a_part_of_each(world: World, sizes: tuple[int, ...], gather_output: bool) -> None:
+def test_fused_column_linear_shards_each_block_and_matches_dense(
+    world: World, sizes: tuple[int, ...], gather_output: bool
+) -> None:
     world.run(4, fused_layers, sizes, gather_output)
 
 
-def test_blocks_of_a_layer_that_do_not_divide_are_refused() -> None:
+def test_column_linear_rejects_blocks_that_do_not_divide() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     with pytest.raises(ValueError, match="length 40 is not a multiple of 6"):
         ColumnParallelLinear(WIDTH, 40, registry, blocks=(4, 1, 1))
@@ -173,7 +177,7 @@ def partial_gradients() -> None:
         dense = nn.LayerNorm(WIDTH)
         torch.autograd.backward(dense(gather_from(x, registry, "tensor", dim=1)).square().sum())
         assert_same_grads(norm, dense, registry)
-        # Without the sum that the spec asks for, it is wrong: that is what the spec is for.
+        # Without the sum that the spec `P(partial=...)` requests, the gradient is wrong.
         with pytest.raises(AssertionError, match="relative error"):
             assert_near(_grad(norm.weight), _grad(dense.weight))
 
@@ -183,7 +187,7 @@ def _grad(param: Tensor) -> Tensor:
     return param.grad
 
 
-def test_norm_under_sequence_parallelism_is_partial(world: World) -> None:
+def test_layer_norm_gradients_are_partial_under_sequence_parallelism(world: World) -> None:
     world.run(2, partial_gradients)
 
 
@@ -211,7 +215,7 @@ def embedding_equals_dense(size: int, dtype: torch.dtype, sequence_parallel: boo
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_embedding(world: World, size: int, sequence_parallel: bool) -> None:
+def test_embedding_matches_dense(world: World, size: int, sequence_parallel: bool) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(size, embedding_equals_dense, size, dtype, sequence_parallel)
 
@@ -221,14 +225,14 @@ def cross_entropy_equals_torch(size: int, dtype: torch.dtype, reduction: Reducti
         logits = (torch.randn(BATCH, SEQ, VOCAB) * 3).to(dtype)
         target = torch.randint(VOCAB, (BATCH, SEQ))
         logits[0, 0] = 0
-        logits[0, 0, 5] = 3e4  # overflows unless the max is taken off first
+        logits[0, 0, 5] = 3e4  # overflows unless the maximum is subtracted first
         logits[0, 1, 3] = -torch.inf
         target[0, 1] = 7
         for ignore_index, ignored in ((-100, -100), (4, 4), (999, 999)):
             target[1, :3] = ignored
             check_loss(logits, target, registry, ignore_index, reduction)
         target[1, :3] = 4
-        # A smoothed target asks for every class; the sine of a loss of 3e4 would be 1e-11 off in any order of sums.
+        # A smoothed target uses every class. The sine of a loss of 3e4 has an error of 1e-11 for any order of summation.
         finite = logits.clamp(-5.0, 5.0)
         for smoothing in (0.1, 1.0):
             check_loss(finite, target, registry, 4, reduction, smoothing)
@@ -258,7 +262,7 @@ def check_loss(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy(world: World, size: int, reduction: Reduction) -> None:
+def test_cross_entropy_matches_torch(world: World, size: int, reduction: Reduction) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(size, cross_entropy_equals_torch, size, dtype, reduction)
 
@@ -303,11 +307,11 @@ def cross_entropy_equals_torch_half(registry: ProcessGroupRegistry, dtype: torch
     assert_near(_grad(leaf), _grad(reference))
 
 
-def test_cross_entropy_of_unusual_input(world: World) -> None:
+def test_cross_entropy_handles_half_precision_nan_and_bad_input(world: World) -> None:
     world.run(2, unusual_losses)
 
 
-def test_specs() -> None:
+def test_layers_declare_their_specs() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     column = ColumnParallelLinear(4, 8, registry)
     row = RowParallelLinear(8, 4, registry)
@@ -327,7 +331,7 @@ def test_specs() -> None:
     assert repr(column) == "ColumnParallelLinear(4, 8, bias=True, tensor=1)"
 
 
-def test_own_generator_leaves_the_global_one_alone() -> None:
+def test_layers_with_own_generator_preserve_the_global_one() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     state = torch.get_rng_state()
 
@@ -369,7 +373,7 @@ def autocast_and_half() -> None:
                 assert_near(output, dense_block(True, dtype).float()(x.to(dtype).float()))
 
 
-def test_autocast_and_half_types(world: World) -> None:
+def test_mlp_block_works_in_autocast_and_half_precision(world: World) -> None:
     world.run(2, autocast_and_half)
 
 
@@ -391,7 +395,7 @@ def rejected() -> None:
             RowParallelLinear(4, 4, registry, sequence_parallel=True)(torch.zeros(2, 3, 2))
 
 
-def test_bad_input_fails_before_any_collective(world: World) -> None:
+def test_layers_reject_bad_input_before_communicating(world: World) -> None:
     world.run(2, rejected)
 
 
@@ -411,7 +415,7 @@ def counted() -> list[dict[str, int]]:
     return counts
 
 
-def test_collectives_of_a_block(world: World) -> None:
+def test_mlp_block_and_loss_issue_expected_collectives(world: World) -> None:
     plain, sequence, loss = world.run(2, counted)[0]
     assert plain == {"all_reduce": 2}
     assert sequence == {"all_gather_single": 2, "reduce_scatter_single": 2}

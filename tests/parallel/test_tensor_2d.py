@@ -1,4 +1,4 @@
-"""2-D (SUMMA) tensor parallelism over real ranks: outputs, gradients and initial weights are the dense model's."""
+"""2-D (SUMMA) tensor parallelism over real ranks: outputs, gradients, initial weights equal those of the dense model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def compare(
     dtype: torch.dtype,
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Output and input gradient of a layer on blocks against the dense layer on the full input; leaves both's grads."""
+    """Compare output and input gradient of a sharded layer with the dense layer; keep the gradients of both layers."""
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     reference = x.detach().double().requires_grad_()
     expected = dense(reference)
@@ -101,17 +101,17 @@ def linear_equals_dense(topology: Topology, layout: BiasLayout | None, dtype: to
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_linear(world: World, layout: BiasLayout | None, dtype: torch.dtype) -> None:
+def test_linear_matches_dense(world: World, layout: BiasLayout | None, dtype: torch.dtype) -> None:
     world.run(4, linear_equals_dense, GRID, layout, dtype)
 
 
-def test_linear_in_one_process() -> None:
+def test_linear_matches_dense_in_one_process() -> None:
     for layout in LAYOUTS:
         linear_equals_dense(Topology(row=1, col=1), layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["row0", "all"])
-def test_linear_on_nine_ranks(world: World, layout: BiasLayout) -> None:
+def test_linear_matches_dense_on_nine_ranks(world: World, layout: BiasLayout) -> None:
     world.run(9, linear_equals_dense, Topology(row=3, col=3), layout, torch.float64)
 
 
@@ -138,12 +138,12 @@ def fused_equals_dense(layout: BiasLayout | None, sizes: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
-def test_linear_of_several_layers_in_one(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
+def test_fused_linear_matches_dense(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
     world.run(4, fused_equals_dense, layout, sizes)
 
 
 def bias_holders(layout: BiasLayout) -> tuple[int, int]:
-    """(numbers in this rank's bias, how many parameters it has)."""
+    """Return the size of the bias on this rank, and the number of parameters of the layer."""
     with ProcessGroupRegistry(GRID) as registry:
         layer = Linear2D(4, 8, registry, bias=layout)
         assert spec_of(layer.weight) == P("row", "col")
@@ -160,7 +160,7 @@ def bias_holders(layout: BiasLayout) -> tuple[int, int]:
         return layer.bias.numel(), len(list(layer.parameters()))
 
 
-def test_who_holds_the_bias(world: World) -> None:
+def test_bias_lies_on_the_ranks_of_its_layout(world: World) -> None:
     assert world.run(4, bias_holders, "column") == [(4, 2)] * 4
     assert world.run(4, bias_holders, "all") == [(2, 2)] * 4
     assert world.run(4, bias_holders, "row0") == [(4, 2), (4, 2), (0, 1), (0, 1)]
@@ -184,7 +184,7 @@ def frozen_bias() -> None:
             assert layer(torch.randn(3, 2)).shape == (3, 4)
 
 
-def test_frozen_parameters_hang_nobody(world: World) -> None:
+def test_frozen_parameters_cause_no_deadlock(world: World) -> None:
     world.run(4, frozen_bias)
 
 
@@ -205,14 +205,14 @@ def layer_norm_equals_dense(topology: Topology, dtype: torch.dtype, bias: bool) 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm(world: World, dtype: torch.dtype, bias: bool) -> None:
+def test_layer_norm_matches_dense(world: World, dtype: torch.dtype, bias: bool) -> None:
     world.run(4, layer_norm_equals_dense, GRID, dtype, bias)
     world.run(2, layer_norm_equals_dense, Topology(row=1, col=2), dtype, bias)
     world.run(1, layer_norm_equals_dense, Topology(row=1, col=1), dtype, bias)
 
 
 def far_from_zero() -> None:
-    """A mean 10,000 times the deviation: sum and sum of squares in float32 would lose the variance."""
+    """Use a mean 10,000 times the deviation: sum and sum of squares in float32 would lose the variance."""
     with ProcessGroupRegistry(GRID) as registry:
         x = torch.randn(4, 12, dtype=torch.float64) + 1e4
         x = x.float()
@@ -221,7 +221,7 @@ def far_from_zero() -> None:
         assert (output - expected).abs().max() < 2e-3
 
 
-def test_layer_norm_far_from_zero(world: World) -> None:
+def test_layer_norm_is_accurate_for_large_mean(world: World) -> None:
     world.run(4, far_from_zero)
 
 
@@ -251,7 +251,7 @@ def embedding_equals_dense(topology: Topology, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_embedding(world: World, dtype: torch.dtype) -> None:
+def test_embedding_matches_dense(world: World, dtype: torch.dtype) -> None:
     world.run(4, embedding_equals_dense, GRID, dtype)
     world.run(2, embedding_equals_dense, Topology(row=2, col=1), dtype)
     world.run(1, embedding_equals_dense, Topology(row=1, col=1), dtype)
@@ -283,7 +283,7 @@ def classifier_equals_dense(topology: Topology, dtype: torch.dtype, tied: bool) 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_classifier_and_one_that_is_tied_to_the_embedding(world: World, tied: bool) -> None:
+def test_classifier_matches_dense_with_and_without_tied_embedding(world: World, tied: bool) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(4, classifier_equals_dense, GRID, dtype, tied)
     world.run(1, classifier_equals_dense, Topology(row=1, col=1), torch.float64, tied)
@@ -295,7 +295,7 @@ def cross_entropy_equals_torch(
     with ProcessGroupRegistry(topology) as registry:
         logits = (torch.randn(4, 3, 10) * 4).to(dtype)
         target = torch.randint(10, (4, 3))
-        target[0, 0] = target[3] = -100  # rows of the grid with different numbers of targets
+        target[0, 0] = target[3] = -100  # the rows of the grid have different numbers of targets
         reference = logits.double().detach().requires_grad_()
         options: Any = {"reduction": reduction, "label_smoothing": label_smoothing}
         expected = F.cross_entropy(reference.movedim(-1, 1), target, **options)
@@ -309,13 +309,13 @@ def cross_entropy_equals_torch(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_cross_entropy(world: World, dtype: torch.dtype, reduction: Reduction) -> None:
+def test_cross_entropy_matches_torch(world: World, dtype: torch.dtype, reduction: Reduction) -> None:
     world.run(4, cross_entropy_equals_torch, GRID, dtype, reduction)
     world.run(4, cross_entropy_equals_torch, GRID, dtype, reduction, 0.2)
     world.run(1, cross_entropy_equals_torch, Topology(row=1, col=1), dtype, reduction)
 
 
-# Other grids, and what does not divide ---------------------------------------------------------------------------------
+# Other grids, and uneven shards ----------------------------------------------------------------------------------------
 
 RECTANGLES = [Topology(row=1, col=3), Topology(row=3, col=1), Topology(row=2, col=3), Topology(col=2, row=3), GRID]
 
@@ -355,8 +355,10 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("topology", RECTANGLES, ids=repr)
-@pytest.mark.parametrize("dims", [(6, 18), (7, 11)])  # the latter divide by nothing
-def test_layers_on_other_grids_and_of_uneven_pieces(world: World, topology: Topology, dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dims", [(6, 18), (7, 11)])  # 7 and 11 are divisible by no axis size
+def test_layers_match_dense_on_other_grids_and_with_uneven_shards(
+    world: World, topology: Topology, dims: tuple[int, int]
+) -> None:
     world.run(topology.world_size, layers_equal_dense, topology, dims)
 
 
@@ -375,7 +377,7 @@ def uneven_cross_entropy(topology: Topology) -> None:
         assert_near(unshard(local.grad, spec, registry), grad_of(reference))
 
 
-def test_cross_entropy_of_uneven_classes(world: World) -> None:
+def test_cross_entropy_matches_torch_with_uneven_classes(world: World) -> None:
     world.run(6, uneven_cross_entropy, Topology(row=2, col=3))
 
 
@@ -385,7 +387,7 @@ def panels(length: int, rows: int, cols: int) -> list[tuple[tuple[int, ...], tup
         return [(tuple(one), tuple(other)) for one, other in zip(by_row, by_col, strict=True)]
 
 
-def test_panels_end_where_either_axis_cuts(world: World) -> None:
+def test_panels_end_at_shard_boundaries_of_either_axis(world: World) -> None:
     assert world.run(6, panels, 6, 2, 3)[0] == [  # (owner, start, width) over row, and over col
         ((0, 0, 2), (0, 0, 2)),
         ((0, 2, 1), (1, 0, 1)),
@@ -396,7 +398,7 @@ def test_panels_end_where_either_axis_cuts(world: World) -> None:
 
 
 class Block(nn.Module):
-    """A transformer's MLP with a residual, in 2-D, on axes named otherwise."""
+    """The MLP of a transformer with a residual, in 2-D, on axes with other names."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:
         super().__init__()
@@ -452,7 +454,7 @@ def unsharded_block(full: Tensor) -> Tensor:
     return result.detach()
 
 
-def test_autocast_half_types_and_axis_names(world: World) -> None:
+def test_block_with_other_axis_names_works_in_autocast_and_half_precision(world: World) -> None:
     world.run(4, low_precision)
 
 
@@ -483,12 +485,12 @@ def rejected() -> None:
             cross_entropy_2d(logits, target, registry, classes=9)  # 5 and 4
     with ProcessGroupRegistry(Topology(row=4, col=1)) as registry:
         with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(5, 4\) .* sharded over row=4 as"):
-            Embedding2D(5, 4, registry)  # 2, 2, 1 and nothing
+            Embedding2D(5, 4, registry)  # shards of 2, 2, 1 and 0
         with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(5, 4\) .* sharded over row=4 as"):
             Classifier2D(4, 5, registry)
 
 
-def test_bad_input_fails_before_any_collective(world: World) -> None:
+def test_layers_reject_bad_input_before_communicating(world: World) -> None:
     world.run(4, rejected)
 
 
@@ -503,7 +505,7 @@ def counted() -> list[dict[str, int]]:
     return counts
 
 
-def test_collectives_of_each_layer(world: World) -> None:
+def test_layers_issue_expected_collectives(world: World) -> None:
     column, spread, row0, none, norm = world.run(4, counted)[0]
     q = 2
     assert none == {"broadcast": 4 * q, "reduce": 2 * q}

@@ -1,4 +1,4 @@
-"""3-D tensor parallelism over real ranks: outputs, gradients and initial weights are the dense model's."""
+"""3-D tensor parallelism over real ranks: outputs, gradients and initial weights equal those of the dense model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TABLE = P(None, "output", owned={"input": "output"})
 
 
 def layers_equal_dense(topology: Topology, features: int, outputs: int) -> None:
-    batch = topology.size("weight") * 12  # over input and over output
+    batch = topology.size("weight") * 12  # divisible over input and over output
     takes, gives = P(("weight", "input"), None, "output"), P(("weight", "output"), None, "input")
     with ProcessGroupRegistry(topology) as registry:
 
@@ -80,13 +80,13 @@ def layers_equal_dense(topology: Topology, features: int, outputs: int) -> None:
 
 
 @pytest.mark.parametrize("name", CUBES)
-def test_layers_are_the_dense_ones(world: World, name: str) -> None:
-    for features, outputs in ((12, 24), (7, 9)):  # the latter divide by nothing
+def test_layers_match_dense(world: World, name: str) -> None:
+    for features, outputs in ((12, 24), (7, 9)):  # 7 and 9 are not divisible by 2
         world.run(CUBES[name].world_size, layers_equal_dense, CUBES[name], features, outputs)
 
 
 def holders() -> tuple[str, int]:
-    """Who has the table, and how many elements of it."""
+    """Return the coordinate of this rank and the number of classifier weights on it."""
     with ProcessGroupRegistry(Topology(input=2, weight=2, output=2)) as registry:
         head = Classifier3D(4, 5, registry)
         assert head.weight is None or spec_of(head.weight) == TABLE
@@ -95,7 +95,7 @@ def holders() -> tuple[str, int]:
         ), 0 if head.weight is None else head.weight.numel()
 
 
-def test_the_classifier_lies_where_input_is_the_same_as_output(world: World) -> None:
+def test_classifier_weight_lies_where_input_and_output_coordinates_are_equal(world: World) -> None:
     assert world.run(8, holders) == [
         *(("000", 10), ("001", 0), ("010", 10), ("011", 0)),
         *(("100", 0), ("101", 10), ("110", 0), ("111", 10)),
@@ -124,7 +124,7 @@ def tied() -> None:
         assert sum(1 for _ in nn.ModuleList([table, head]).parameters()) == (table.weight is not None)
 
 
-def test_a_classifier_that_is_tied_to_the_embedding(world: World) -> None:
+def test_classifier_tied_to_embedding_matches_dense(world: World) -> None:
     world.run(8, tied)
 
 
@@ -141,7 +141,7 @@ def frozen_table() -> None:
             assert head(torch.randn(3, 2)).shape == (3, 5)
 
 
-def test_a_frozen_table_hangs_nobody(world: World) -> None:
+def test_frozen_classifier_weight_causes_no_deadlock(world: World) -> None:
     world.run(4, frozen_table)
 
 
@@ -166,13 +166,13 @@ def low_precision() -> None:
             assert param.grad is not None
             assert param.grad.dtype is torch.float32
         for dtype in (torch.bfloat16, torch.float16):
-            half = model.to(dtype)  # the ranks without a table too: they receive it
+            half = model.to(dtype)  # also on ranks without a classifier weight, which receive it
             output = half(local.to(dtype))
             assert output.dtype is dtype
             assert_near(output, expected, torch.bfloat16)
 
 
-def test_autocast_and_half_types(world: World) -> None:
+def test_layers_work_in_autocast_and_half_precision(world: World) -> None:
     world.run(4, low_precision)
 
 
@@ -198,7 +198,7 @@ def cross_entropy_equals_torch(reduction: Reduction, label_smoothing: float) -> 
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy(world: World, reduction: Reduction) -> None:
+def test_cross_entropy_matches_torch(world: World, reduction: Reduction) -> None:
     for smoothing in (0.0, 0.2):
         world.run(4, cross_entropy_equals_torch, reduction, smoothing)
 
@@ -225,7 +225,7 @@ def rejected() -> None:
             LayerNorm3D(1, registry)
 
 
-def test_bad_input_is_an_error_on_every_rank(world: World) -> None:
+def test_layers_reject_bad_input_on_every_rank(world: World) -> None:
     world.run(4, rejected)
 
 
@@ -240,7 +240,7 @@ def counted() -> list[dict[str, int]]:
     return counts
 
 
-def test_collectives_of_each_layer(world: World) -> None:
+def test_layers_issue_expected_collectives(world: World) -> None:
     for rank, (linear, norm, head) in enumerate(world.run(8, counted)):
         assert linear == {"all_gather_single": 3, "reduce_scatter_single": 3, "all_reduce": 1}
         assert norm == {"all_gather_single": 1, "all_reduce": 2}

@@ -1,4 +1,4 @@
-"""Rank <-> coordinate arithmetic, against torch's own row-major layout; its cost; its table; the command line."""
+"""Conversion between ranks and coordinates, compared with row-major order in torch; cost; table; command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BIG = Topology(pipe=8, data=512, row=16, col=16)
 
 
 @given(topologies)
-def test_ranks_and_coordinates_are_those_of_a_row_major_grid(topology: Topology) -> None:
+def test_ranks_and_coordinates_follow_row_major_order(topology: Topology) -> None:
     grid = torch.arange(topology.world_size).reshape(topology.sizes)
     seen = set()
     for rank in range(topology.world_size):
@@ -40,7 +40,7 @@ def test_ranks_and_coordinates_are_those_of_a_row_major_grid(topology: Topology)
 
 
 @given(topologies, st.data())
-def test_peers_are_the_grid_along_their_axes_and_partition_the_world(topology: Topology, data: st.DataObject) -> None:
+def test_groups_along_axes_partition_the_world(topology: Topology, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(topology.axes), unique=True)) if topology.axes else []
     dims = sorted(topology.axes.index(axis) for axis in axes)
     others = [dim for dim in range(len(topology.axes)) if dim not in dims]
@@ -54,7 +54,7 @@ def test_peers_are_the_grid_along_their_axes_and_partition_the_world(topology: T
 
 
 @given(topologies, st.data())
-def test_filter_is_a_slice_of_the_grid(topology: Topology, data: st.DataObject) -> None:
+def test_filter_returns_the_ranks_at_given_coordinates(topology: Topology, data: st.DataObject) -> None:
     fixed = {
         axis: data.draw(st.integers(0, topology.size(axis) - 1)) for axis in topology.axes if data.draw(st.booleans())
     }
@@ -64,7 +64,7 @@ def test_filter_is_a_slice_of_the_grid(topology: Topology, data: st.DataObject) 
 
 
 @given(topologies)
-def test_a_topology_is_a_value(topology: Topology) -> None:
+def test_topology_survives_pickle_copy_repr_and_parse(topology: Topology) -> None:
     again = Topology(roles=None, **dict(zip(topology.axes, topology.sizes, strict=True)))
     assert again == topology
     assert hash(again) == hash(topology)
@@ -74,7 +74,7 @@ def test_a_topology_is_a_value(topology: Topology) -> None:
     assert Topology.parse(text) == Topology.parse(text.replace(",", "")) == topology
 
 
-def test_order_and_roles_tell_topologies_apart() -> None:
+def test_topologies_of_different_axis_order_or_roles_are_unequal() -> None:
     assert Topology(row=2, col=3) != Topology(col=3, row=2)
     assert Topology(dp=2, tp=2) != Topology(dp=2, tp=2, roles={"dp": "model"})
     assert Topology(row=2) != object()
@@ -82,7 +82,7 @@ def test_order_and_roles_tell_topologies_apart() -> None:
         Topology(row=2).axes = ("col",)  # type: ignore[misc]
 
 
-def test_roles() -> None:
+def test_axes_have_roles_by_name_or_argument() -> None:
     topology = Topology(pipe=2, replica=2, data=1, row=2, batch=3, roles={"batch": "data", "row": "pipe"})
     assert topology.pipe_axes == ("pipe", "row")
     assert topology.data_axes == ("replica", "data", "batch")
@@ -100,18 +100,18 @@ def test_roles() -> None:
         ("tensor tp sp row col depth expert ep etp", "model"),
     ],
 )
-def test_the_usual_names_have_their_roles(names: str, role: str) -> None:
+def test_common_axis_names_have_default_roles(names: str, role: str) -> None:
     topology = Topology(roles=None, **dict.fromkeys(names.split(), 2))
     assert {axis: topology.role(axis) for axis in topology.axes} == dict.fromkeys(names.split(), role)
 
 
-def test_coordinates_of_context_parallelism_see_the_same_samples() -> None:
+def test_context_axis_is_a_data_axis_but_not_a_sample_axis() -> None:
     topology = Topology(dp_replicate=2, dp_shard=2, cp=2, tp=2)
     assert topology.data_axes == ("dp_replicate", "dp_shard", "cp")
     assert topology.sample_axes == ("dp_replicate", "dp_shard")
 
 
-def test_an_expert_axis_without_a_role_is_explained_in_the_table() -> None:
+def test_table_explains_an_expert_axis_without_role() -> None:
     told: dict[str, Any] = {"ep": "model", "expert": "data"}
     assert Topology(data=2, ep=4, expert=2).untold_expert_axes == ("ep", "expert")
     assert Topology(data=2, ep=4, expert=2, roles=told).untold_expert_axes == ()
@@ -125,7 +125,7 @@ def test_an_expert_axis_without_a_role_is_explained_in_the_table() -> None:
     assert "has no role" not in Topology(data=2, ep=4, roles={"ep": "data"}).table()
 
 
-def test_no_axes_is_one_rank() -> None:
+def test_topology_without_axes_has_one_rank() -> None:
     topology = Topology()
     assert (topology.world_size, topology.coordinate(0), topology.rank(), tuple(topology.peers(0))) == (1, {}, 0, (0,))
     assert list(topology.groups()) == list(topology.filter()) * 0 + [(0,)]
@@ -159,7 +159,7 @@ def test_no_axes_is_one_rank() -> None:
         (lambda: Topology.parse("roles=2"), "'roles' .*can't name an axis"),
     ],
 )
-def test_bad_input_says_what_to_write(call: Callable[[], object], message: str) -> None:
+def test_topology_errors_say_what_to_write(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -173,7 +173,7 @@ def lines_executed(call: Callable[[], Any]) -> int:
         return trace
 
     before = sys.gettrace()
-    gc.disable()  # a collection in between would count: hypothesis has a callback for them
+    gc.disable()  # a garbage collection would add lines, because hypothesis has a callback for it
     sys.settrace(trace)
     try:
         call()
@@ -183,7 +183,7 @@ def lines_executed(call: Callable[[], Any]) -> int:
     return count
 
 
-def test_an_answer_about_one_rank_does_not_grow_with_the_world() -> None:
+def test_queries_about_one_rank_take_constant_time_in_world_size() -> None:
     small, rank = Topology(pipe=1, data=1, row=16, col=16), 2**20 - 77
     assert BIG.world_size == 2**20
     for axes in combinations(("row", "col"), 2):
@@ -193,7 +193,7 @@ def test_an_answer_about_one_rank_does_not_grow_with_the_world() -> None:
         )
     assert lines_executed(lambda: BIG.coordinate(rank)) == lines_executed(lambda: small.coordinate(200)) < 20
     assert lines_executed(lambda: Topology(data=2**20)) == lines_executed(lambda: Topology(data=2))
-    # Lazy: the first of half a million groups costs that group.
+    # Lazy: to get the first of half a million groups computes only that group.
     assert next(iter(BIG.groups("pipe", "row")))[:3] == (0, 16, 32)
     start = time.perf_counter()
     for _ in range(100):
@@ -201,7 +201,7 @@ def test_an_answer_about_one_rank_does_not_grow_with_the_world() -> None:
     print(f"coordinate + peers of 16 at world size 2**20: {(time.perf_counter() - start) * 1e4:.1f} us")
 
 
-def test_the_ranks_of_a_group_are_not_made_until_somebody_goes_through_them() -> None:
+def test_peers_are_computed_lazily() -> None:
     small, large = Topology(data=2, tensor=8), Topology(data=131072, tensor=8)
     for use in (
         lambda topology: topology.peers(9, "data"),
@@ -215,7 +215,7 @@ def test_the_ranks_of_a_group_are_not_made_until_somebody_goes_through_them() ->
 
 
 @given(topologies, st.data())
-def test_the_ranks_of_a_group_are_used_as_the_tuple_of_them(topology: Topology, data: st.DataObject) -> None:
+def test_peers_behave_like_a_tuple(topology: Topology, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(topology.axes), unique=True)) if topology.axes else []
     rank = data.draw(st.integers(0, topology.world_size - 1))
     peers, expected = topology.peers(rank, *axes), tuple(topology.peers(rank, *axes))
@@ -233,7 +233,7 @@ def test_the_ranks_of_a_group_are_used_as_the_tuple_of_them(topology: Topology, 
     assert sorted({topology.peers(one, *axes) for one in range(topology.world_size)}) == [*topology.groups(*axes)]
 
 
-def test_table() -> None:
+def test_table_shows_the_grid_and_all_groups() -> None:
     assert Topology(data=2, row=2, col=2).table() == (
         "Topology(data=2, row=2, col=2): 8 ranks\n"
         "\n"
@@ -261,7 +261,7 @@ def test_table() -> None:
     "topology", [BIG, Topology(data=2**20), Topology(roles=None, **dict.fromkeys("abcdefghij", 4))]
 )
 @pytest.mark.parametrize("rank", [None, 77_777])
-def test_table_of_a_big_world_fits_a_screen(topology: Topology, rank: int | None) -> None:
+def test_table_of_a_large_world_fits_on_a_screen(topology: Topology, rank: int | None) -> None:
     lines = topology.table(rank).splitlines()
     assert len(lines) <= 64
     assert max(map(len, lines)) <= 110
@@ -276,7 +276,7 @@ def test_table_of_a_small_world_shows_every_rank(topology: Topology, data: st.Da
     assert topology.world_size > 64 or shown >= set(range(topology.world_size))
 
 
-def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["pipe=2", "data=2", "row=2", "col=2", "--rank", "5"])
     assert capsys.readouterr().out == Topology(pipe=2, data=2, row=2, col=2).table(5) + "\n"
     main(["row=2,col=2"])
@@ -293,7 +293,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "axis=size"),
     ],
 )
-def test_command_line_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_rejects_bad_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2

@@ -1,4 +1,4 @@
-"""Copies of many tensors: a few kernels, whatever strides some of them have."""
+"""Copying many tensors takes a few kernels, also if some tensors have other strides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, last: boo
 
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("last", [(False, False), (True, False), (False, True), (True, True)])
-def test_every_target_has_the_values_of_its_source(to: torch.dtype, last: tuple[bool, bool]) -> None:
+def test_copy_each_and_float32_of_keep_values_for_any_strides(to: torch.dtype, last: tuple[bool, bool]) -> None:
     sources = [filled(shape, last=last[0]) for shape in SHAPES] + [filled((6, 4)).t(), filled((3, 2), torch.float64)]
     targets = [torch.full_like(filled(tuple(s.shape), last=last[1]), -1.0, dtype=to) for s in sources]
     copy_each_(targets, sources)
@@ -40,7 +40,7 @@ needs_cuda_build = pytest.mark.skipif(
 
 
 def kernels_of_copies(change: Callable[[list[Tensor]], None], copy: Callable[..., object] = copy_each_) -> int:
-    """What a copy of a hundred tensors does, of which ``change`` makes the sources others."""
+    """Return the number of kernels of a copy of 100 tensors, after ``change`` has modified the list of sources."""
     with fake_cuda() as logging:
         targets = [torch.ones(8, 4, 3, 3, device="cuda") for _ in range(100)]
         sources = [torch.ones(8, 4, 3, 3, device="cuda", dtype=torch.float32) for _ in range(100)]
@@ -51,7 +51,7 @@ def kernels_of_copies(change: Callable[[list[Tensor]], None], copy: Callable[...
 
 
 @needs_cuda_build
-def test_one_of_other_strides_or_dtype_is_one_kernel_and_not_one_for_each() -> None:
+def test_copy_each_adds_one_kernel_for_a_tensor_of_other_strides_or_dtype() -> None:
     def with_last(tensors: list[Tensor]) -> None:
         tensors[3] = tensors[3].to(memory_format=LAST)
 
@@ -62,13 +62,13 @@ def test_one_of_other_strides_or_dtype_is_one_kernel_and_not_one_for_each() -> N
     assert kernels_of_copies(with_last) == 3
     assert kernels_of_copies(with_half) == 3
     for change in (with_last, with_half):
-        assert kernels_of_copies(change, torch._foreach_copy_) == 100  # the control
+        assert kernels_of_copies(change, torch._foreach_copy_) == 100  # for comparison: one kernel per tensor
 
 
 @needs_cuda_build
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_masters_take_the_gradients_of_others_in_one_cast() -> None:
-    """`DistributedDataParallel` reduces in the parameters' dtype."""
+def test_collect_casts_all_gradients_to_float32_in_one_kernel() -> None:
+    """`DistributedDataParallel` leaves gradients in the dtype of the parameters, here bfloat16."""
 
     def collected(count: int) -> list[str]:
         with fake_cuda() as logging:

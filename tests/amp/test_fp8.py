@@ -1,4 +1,4 @@
-"""The 8-bit linear layer against explicit rounding in float64, and the mode that makes them."""
+"""The 8-bit linear layer compared with explicit rounding in float64, and the `Fp8` mode that makes such layers."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def magnitudes(format: torch.dtype) -> Tensor:
 
 
 def rounded(x: Tensor, format: torch.dtype) -> Tensor:
-    """The nearest value of the format, in float64; ties to the even code; beyond the largest, the largest."""
+    """Round to the nearest value of the format, in float64. Ties go to the even code; larger values are clamped."""
     values = magnitudes(format)
     distance = (x.double().abs().unsqueeze(-1) - values).abs()
     nearest = distance == distance.amin(-1, keepdim=True)
     codes = torch.arange(len(values))
-    code = torch.where(nearest, 2 * (codes % 2) * len(values) + codes, 4 * len(values)).argmin(-1)  # even ones first
+    code = torch.where(nearest, 2 * (codes % 2) * len(values) + codes, 4 * len(values)).argmin(-1)  # prefers even codes
     return values[code].copysign(x.double())
 
 
 def reference(x: Tensor, format: torch.dtype, amax: float | None = None) -> Tensor:
-    """Quantised and back, in float64; the scale and the scaling are in float32, as documented."""
+    """Quantize and dequantize in float64; scale and scaling are in float32, as documented."""
     largest = x.detach().abs().max().float() if amax is None else torch.tensor(amax)
     scale = FORMATS[format][2] / largest
     return rounded(x.detach().float() * scale, format) / scale.double()
@@ -68,7 +68,7 @@ def straight_through(x: Tensor) -> Tensor:
 
 
 def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """float64, differentiable: rounded operands in forward, rounded gradient in backward, straight through."""
+    """Linear layer in float64 with straight-through gradients: rounds operands in forward and the gradient in backward."""
     y = F.linear(straight_through(x), straight_through(weight))
     y.register_hook(lambda grad: reference(grad, E5M2))
     return y if bias is None else y + bias
@@ -79,7 +79,7 @@ def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @given(data=st.data())
-def test_rounding_is_to_the_nearest_value_of_the_format(format: torch.dtype, data: st.DataObject) -> None:
+def test_quantize_rounds_to_the_nearest_value_of_the_format(format: torch.dtype, data: st.DataObject) -> None:
     largest = FORMATS[format][2]
     numbers = st.floats(-largest, largest, width=32) | st.floats(-(2.0**-6), 2.0**-6, width=32)
     x = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=30)))
@@ -89,7 +89,7 @@ def test_rounding_is_to_the_nearest_value_of_the_format(format: torch.dtype, dat
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_rounding_of_every_value_and_tie(format: torch.dtype) -> None:
+def test_quantize_keeps_exact_values_and_rounds_ties_to_even(format: torch.dtype) -> None:
     values = magnitudes(format)
     between = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, between, -between, between * (1 + 1e-6), between * (1 - 1e-6)]).float()
@@ -99,7 +99,7 @@ def test_rounding_of_every_value_and_tie(format: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("size", [1e-25, 3e-3, 1.0, 7e4, 1e30])
-def test_scaling_uses_the_whole_range(format: torch.dtype, size: float) -> None:
+def test_quantize_scales_to_the_full_range_of_the_format(format: torch.dtype, size: float) -> None:
     x = torch.randn(200, generator=torch.Generator().manual_seed(1)) * size
     (amax,) = global_amax((x,))
     values, inverse = quantize(x, format, amax)
@@ -109,10 +109,12 @@ def test_scaling_uses_the_whole_range(format: torch.dtype, size: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_is_the_reference(dtype: torch.dtype, bias: bool) -> None:
+def test_fp8_linear_matches_float64_reference(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(3)
     layer = Fp8Linear(48, 32, bias=bias, dtype=dtype)
-    x = torch.randn(3, 7, 48, dtype=dtype, requires_grad=True)  # 21 rows: they needn't be a multiple of 16
+    x = torch.randn(
+        3, 7, 48, dtype=dtype, requires_grad=True
+    )  # 21 rows: the number of rows need not be a multiple of 16
     grad = torch.randn(3, 7, 32, dtype=dtype)
     double = [tensor.detach().double().requires_grad_() for tensor in (x, *layer.parameters())]
     output = layer(x)
@@ -128,8 +130,8 @@ def test_linear_is_the_reference(dtype: torch.dtype, bias: bool) -> None:
         assert_near(tensor.grad, reference_tensor.grad)
 
 
-def test_linear_is_not_the_exact_product() -> None:
-    """The negative control of the test above: 8 bits cost what they cost."""
+def test_fp8_linear_differs_from_exact_product_by_8_bit_rounding() -> None:
+    """Negative control of the test above: 8-bit rounding has a visible error."""
     torch.manual_seed(3)
     layer, x = Fp8Linear(48, 32), torch.randn(21, 48)
     exact = F.linear(x, layer.weight, layer.bias)
@@ -137,7 +139,7 @@ def test_linear_is_not_the_exact_product() -> None:
     assert 1e-3 < error < 0.1
 
 
-def test_main_grads_are_made_in_float32() -> None:
+def test_fp8_linear_computes_weight_gradient_in_float32() -> None:
     def grad_of(dtype: torch.dtype) -> Tensor:
         torch.manual_seed(2)
         layer = Fp8Linear(16, 16, bias=False, dtype=torch.bfloat16)
@@ -152,12 +154,12 @@ def test_main_grads_are_made_in_float32() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 24), (10, 32), (8, 8)])
-def test_other_dims_fall_back_to_the_base(outputs: int, inputs: int) -> None:
+def test_fp8_linear_with_unsupported_dims_falls_back_to_base_mode(outputs: int, inputs: int) -> None:
     layer, x = Fp8Linear(inputs, outputs), torch.randn(4, inputs, requires_grad=True)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_zeros_and_nothing() -> None:
+def test_fp8_linear_handles_zero_and_empty_inputs() -> None:
     layer = Fp8Linear(16, 32)
     assert torch.equal(layer(torch.zeros(2, 16)), layer.bias.expand(2, 32))
     empty = torch.zeros(0, 5, 16, requires_grad=True)
@@ -169,7 +171,7 @@ def test_zeros_and_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [inf, -inf, nan])
-def test_what_is_not_finite_stays_so(value: float) -> None:
+def test_fp8_linear_propagates_non_finite_values(value: float) -> None:
     layer, x = Fp8Linear(16, 32), torch.randn(4, 16)
     x[1, 3] = value
     assert not layer(x)[1].isfinite().any()
@@ -180,14 +182,14 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
     assert not layer.weight.grad[5].isfinite().any()
 
 
-def test_autocast_changes_nothing() -> None:
+def test_autocast_does_not_change_result_of_fp8_linear() -> None:
     layer, x = Fp8Linear(32, 16), torch.randn(5, 32)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), Fp8Matmul()(x, layer.weight, layer.bias))
     assert torch.equal(layer(x), Fp8Matmul()(x, layer.weight, layer.bias))
 
 
-def test_no_host_reads() -> None:
+def test_fp8_linear_causes_no_host_synchronization() -> None:
     layer, x = Fp8Linear(16, 32), torch.randn(4, 16)
     with no_host_reads():
         layer(x).sum().backward()
@@ -195,7 +197,7 @@ def test_no_host_reads() -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_hardware_path_is_the_emulation(rows: int, dtype: torch.dtype) -> None:
+def test_scaled_mm_matches_emulated_product(rows: int, dtype: torch.dtype) -> None:
     """torch._scaled_mm runs on the CPU too."""
     torch.manual_seed(4)
     x, weight, grad = torch.randn(rows, 48), torch.randn(32, 48), torch.randn(rows, 32)
@@ -208,7 +210,7 @@ def test_the_hardware_path_is_the_emulation(rows: int, dtype: torch.dtype) -> No
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_is_the_emulation(dtype: torch.dtype) -> None:
+def test_fp8_linear_on_gpu_matches_emulation_on_cpu(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     layer = Fp8Linear(128, 64, dtype=dtype)
     x, grad = torch.randn(40, 128, dtype=dtype), torch.randn(40, 64, dtype=dtype)
@@ -221,14 +223,14 @@ def test_a_gpu_is_the_emulation(dtype: torch.dtype) -> None:
         results.append((output.cpu(), there.weight.grad.cpu()))
     for on_cpu, on_gpu in zip(*results, strict=True):
         error = (on_gpu.double() - on_cpu.double()).abs().max() / on_cpu.double().abs().max()
-        assert error < max(1e-4, TOLERANCE[dtype])  # the tensor cores' running sums have fewer bits
+        assert error < max(1e-4, TOLERANCE[dtype])  # tensor cores accumulate with fewer bits
 
 
 # The mode ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("base", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_mode_prepares_a_model(base: Base, dtype: torch.dtype) -> None:
+def test_fp8_mode_prepares_a_model_in_place(base: Base, dtype: torch.dtype) -> None:
     mode, plain = Fp8(base), precision_of(base)
     model, twin = small_model(), small_model()
     plain.prepare(twin)
@@ -243,19 +245,19 @@ def test_the_mode_prepares_a_model(base: Base, dtype: torch.dtype) -> None:
     output = model(x)
     assert output.dtype == dtype
     assert not torch.equal(output, twin(x))
-    # The 10 features don't fit, so all but the first layer is the base's.
+    # 10 is not a multiple of 16, so all layers except the first are computed in the base mode.
     assert torch.equal(model[1:](model[0](x.to(dtype))), twin[1:](model[0](x.to(dtype))))
     copied = copy.deepcopy(model)
     assert torch.equal(copied(x), output)
 
 
-def test_the_mode_has_a_name_and_refuses_other_bases() -> None:
+def test_fp8_mode_has_a_name_and_rejects_unknown_base() -> None:
     assert precision_of("fp8") == Fp8() == Fp8("bf16")
     with pytest.raises(ValueError, match="base='fp16' is not a base mode of Fp8"):
         Fp8("fp16")  # type: ignore[arg-type]
 
 
-def test_subclasses_and_attention_stay_as_they_are() -> None:
+def test_fp8_mode_leaves_attention_and_linear_subclasses_unchanged() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(16, 2), nn.Bilinear(16, 16, 16)])
     before = [type(module) for module in model.modules()]
     Fp8("fp32").prepare(model)
@@ -265,7 +267,7 @@ def test_subclasses_and_attention_stay_as_they_are() -> None:
 # Which layers ---------------------------------------------------------------------------------------------------------
 
 
-def test_layers_that_fell_back_are_listed_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_fp8_layers_lists_layers_that_are_not_in_8_bits(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(small_model(), nn.MultiheadAttention(16, 2))
     Fp8(leave_out=("0.0",)).prepare(model)
     fell_back = "not in 8 bits: a dim of this rank's weight is not a multiple of 16"
@@ -293,7 +295,7 @@ def test_layers_that_fell_back_are_listed_and_shown(caplog: pytest.LogCaptureFix
     assert "8 bits" not in repr(fitting[0])
 
 
-def test_layers_that_are_left_out_are_the_bases() -> None:
+def test_layers_in_leave_out_are_computed_in_base_mode() -> None:
     model, plain = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     Fp8("fp32", leave_out=("1",)).prepare(model)
@@ -303,7 +305,7 @@ def test_layers_that_are_left_out_are_the_bases() -> None:
     assert torch.equal(model[1](plain[0](x)), plain(x))
 
 
-def test_a_pattern_that_leaves_nothing_out_is_an_error_and_nothing_is_changed() -> None:
+def test_invalid_leave_out_or_scales_raise_and_change_nothing() -> None:
     model = small_model()
     with pytest.raises(ValueError, match=r"leave_out='head' matches no linear layer; choose from 0, 3, 4"):
         Fp8(leave_out=("3", "head")).prepare(model)
@@ -314,7 +316,7 @@ def test_a_pattern_that_leaves_nothing_out_is_an_error_and_nothing_is_changed() 
         Fp8(scales="block")  # type: ignore[arg-type]
 
 
-# A scale for each row -------------------------------------------------------------------------------------------------
+# One scale per row ----------------------------------------------------------------------------------------------------
 
 
 def by_row(x: Tensor, format: torch.dtype) -> Tensor:
@@ -322,7 +324,7 @@ def by_row(x: Tensor, format: torch.dtype) -> Tensor:
 
 
 def reference_row_linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In float64: output, gradients of input and weight; every product with operands that are rounded along its rows."""
+    """Return output, input gradient and weight gradient in float64; each product rounds its operands per row."""
     return (
         by_row(x, E4M3) @ by_row(weight, E4M3).t(),
         by_row(grad, E5M2) @ by_row(weight.t(), E4M3).t(),
@@ -331,7 +333,7 @@ def reference_row_linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_linear_layer_with_scales_by_row_is_the_reference(dtype: torch.dtype) -> None:
+def test_row_scaled_linear_matches_float64_reference(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     layer = nn.Linear(48, 32)
     Fp8("bf16" if dtype == torch.bfloat16 else "fp32", scales="row").prepare(layer)
@@ -349,11 +351,11 @@ def test_a_linear_layer_with_scales_by_row_is_the_reference(dtype: torch.dtype) 
     assert_near(layer.weight.grad, expected[2], dtype)
 
 
-def test_with_scales_by_row_an_outlier_costs_its_row_only() -> None:
+def test_row_scales_limit_the_error_of_an_outlier_to_its_row() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(20, 64), torch.randn(32, 64)
     exact = F.linear(x, weight)
-    x[0] *= 1e7  # beyond it the others' values are below the smallest of the format
+    x[0] *= 1e7  # with one scale per tensor, the other rows round to zero
     worst = [
         ((how(x, weight) - exact)[1:].abs().max() / exact.abs().max()).item() for how in (Fp8Matmul(), Fp8RowMatmul())
     ]
@@ -362,7 +364,7 @@ def test_with_scales_by_row_an_outlier_costs_its_row_only() -> None:
 
 
 @pytest.mark.parametrize("value", [inf, nan])
-def test_with_scales_by_row_what_is_not_finite_stays_so(value: float) -> None:
+def test_row_scaled_linear_propagates_non_finite_values(value: float) -> None:
     layer, x = nn.Linear(16, 32), torch.randn(4, 16)
     Fp8("fp32", scales="row").prepare(layer)
     x[1, 3] = value
@@ -377,7 +379,7 @@ def test_with_scales_by_row_what_is_not_finite_stays_so(value: float) -> None:
     assert nothing.shape == (0, 32)
 
 
-def test_with_scales_by_row_there_are_no_host_reads() -> None:
+def test_row_scaled_linear_causes_no_host_synchronization() -> None:
     layer, x = nn.Linear(16, 32), torch.randn(4, 16)
     Fp8("fp32", scales="row").prepare(layer)
     with no_host_reads():

@@ -1,4 +1,4 @@
-"""8-bit products on CUDA tensors, without a GPU: the rules of torch's kernel, and how often a tensor is passed over."""
+"""8-bit products on fake CUDA tensors: the layout rules of torch's kernel, and the number of passes over a tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Context:
-    """What autograd would keep."""
+    """The context of an autograd function."""
 
     needs_input_grad = (True, True, False, False)
 
@@ -54,7 +54,7 @@ def hopper(cuda: str = "13.0", capability: tuple[int, int] = (9, 0)) -> Iterator
 def forward_and_backward(
     logging: Any, by_row: bool, rows: int, dtype: torch.dtype
 ) -> tuple[Log, Log, tuple[Tensor, ...]]:
-    """The operators of both, and output and gradients, of a layer of 48 features to 32."""
+    """Return the operators of forward and of backward, and output and gradients, of a layer from 48 to 32 features."""
     function: Any = _Fp8RowLinear if by_row else _Fp8Linear
     matmul: Any = Fp8RowMatmul() if by_row else Fp8Matmul()
     x = torch.ones(rows, 48, device=CUDA, dtype=dtype)
@@ -72,10 +72,10 @@ def forward_and_backward(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("cuda", "capability"), [("13.0", (9, 0)), ("12.8", (9, 0)), ("13.0", (10, 0))])
-def test_operands_are_laid_out_by_the_rules_of_the_kernel(
+def test_operands_have_the_layout_that_scaled_mm_requires(
     cuda: str, capability: tuple[int, int], by_row: bool, dtype: torch.dtype, rows: int
 ) -> None:
-    """torch's own check of them runs on tensors without elements: row-major by column-major, multiples of 16."""
+    """torch checks these rules also on fake tensors: row-major times column-major, dims that are multiples of 16."""
     with hopper(cuda, capability) as logging:
         forward, backward, results = forward_and_backward(logging, by_row, rows, dtype)
         shapes = [(tuple(result.shape), result.dtype) for result in results]
@@ -86,16 +86,16 @@ def test_operands_are_laid_out_by_the_rules_of_the_kernel(
 
 
 @pytest.mark.parametrize(("rows", "copies"), [(16, (0, 3)), (21, (0, 3))])
-def test_no_operand_is_copied_twice(rows: int, copies: tuple[int, int]) -> None:
-    """Nor at all, where it lies as the kernel wants it; what is transposed is copied, padding included."""
+def test_tensor_scaled_linear_copies_only_transposed_operands(rows: int, copies: tuple[int, int]) -> None:
+    """An operand in the layout of the kernel is not copied. A transposed operand is copied once, including padding."""
     with hopper() as logging:
         forward, backward, _ = forward_and_backward(logging, False, rows, torch.bfloat16)
     assert (copied(forward), copied(backward)) == copies
 
 
 @pytest.mark.parametrize(("rows", "copies"), [(16, [0, 0]), (21, [0, 2])])
-def test_with_scales_by_row_transposes_are_rounded_in_place(rows: int, copies: list[int]) -> None:
-    """Rounding writes the rows that the product reads; only padding is a copy, of bytes."""
+def test_row_scaled_linear_copies_operands_only_for_padding(rows: int, copies: list[int]) -> None:
+    """Rounding writes the transposed rows directly; only padding copies 8-bit values."""
     with hopper() as logging:
         logs = forward_and_backward(logging, True, rows, torch.bfloat16)[:2]
     assert [copied(log) for log in logs] == copies
@@ -106,7 +106,7 @@ def copied(log: Log) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_is_read_once_for_the_maximum_and_once_to_be_rounded(dtype: torch.dtype) -> None:
+def test_quantize_reads_a_tensor_once_for_maximum_and_once_for_rounding(dtype: torch.dtype) -> None:
     with fake_cuda() as logging:
         x = torch.ones(64, 64, device=CUDA, dtype=dtype)
         with logging() as log:
@@ -116,8 +116,8 @@ def test_a_tensor_is_read_once_for_the_maximum_and_once_to_be_rounded(dtype: tor
     assert passes == ["aten.aminmax.default", "aten.mul.out"]
 
 
-def test_what_a_cuda_graph_records_keeps_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be replayed with the weight of the step in which it was recorded."""
+def test_rounded_weights_are_not_cached_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replayed graph would otherwise use the weight of the step in which it was captured."""
     with fake_cuda():
         weight = nn.Parameter(torch.ones(32, 48, device=CUDA))
         cache_rounded(weight)

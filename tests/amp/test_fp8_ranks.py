@@ -1,4 +1,4 @@
-"""8-bit layers split over ranks: they round, and so compute, as the whole layer does."""
+"""Sharded 8-bit layers use the scales of the unsharded layer, so they round and compute equally."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDTH, HIDDEN, BATCH, SEQ = 32, 64, 4, 6
 
 
 def whole(inputs: int, outputs: int, base: Base = "fp32", scales: Literal["tensor", "row"] = "tensor") -> nn.Linear:
-    """An 8-bit layer in one process; one outlier, so that its shards have different maxima."""
+    """Return an unsharded 8-bit layer with one outlier, so that its shards have different maxima."""
     torch.manual_seed(11)
     layer = nn.Linear(inputs, outputs)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def whole(inputs: int, outputs: int, base: Base = "fp32", scales: Literal["tenso
 
 
 def activations(features: int, *shape: int) -> tuple[Tensor, Tensor]:
-    """An input [*shape, features] and the gradient of an output; outliers in the first sample, token and features."""
+    """Return an input [*shape, features] and an output gradient, with outliers in the first sample and token."""
     generator = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(*shape, size, generator=generator) for size in (features, WIDTH + HIDDEN - features))
     for tensor in (x, grad):
@@ -55,7 +55,7 @@ def activations(features: int, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def split_layer_is_whole(kind: str, sequence: bool, agree: bool, scales: Literal["tensor", "row"] = "tensor") -> int:
-    """Compares a prepared 1-D layer with the whole one; the number of collectives that agree on maxima a step."""
+    """Compare a prepared 1-D layer with the unsharded one, and return the collectives per step that share maxima."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         features = (WIDTH, HIDDEN) if kind == "column" else (HIDDEN, WIDTH)
         cls = ColumnParallelLinear if kind == "column" else RowParallelLinear
@@ -95,16 +95,16 @@ def split_layer_is_whole(kind: str, sequence: bool, agree: bool, scales: Literal
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(("kind", "collectives_a_step"), [("column", 2), ("row", 1)])
-def test_tensor_parallel_layers_are_the_whole_ones(
-    world: World, kind: str, sequence: bool, collectives_a_step: int
+@pytest.mark.parametrize(("kind", "collectives_per_step"), [("column", 2), ("row", 1)])
+def test_tensor_parallel_layers_match_unsharded_layer(
+    world: World, kind: str, sequence: bool, collectives_per_step: int
 ) -> None:
-    assert world.run(2, split_layer_is_whole, kind, sequence, True) == [collectives_a_step] * 2
+    assert world.run(2, split_layer_is_whole, kind, sequence, True) == [collectives_per_step] * 2
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_without_agreement_they_are_not(kind: str) -> None:
-    """The negative control, in a pool of its own because it fails."""
+def test_tensor_parallel_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
+    """Negative control, in a pool of its own because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
         world.run(2, split_layer_is_whole, kind, False, False)
@@ -155,12 +155,14 @@ GRID = Topology(row=2, col=2)
         ("fp32", "column", Topology(row=1, col=2)),
     ],
 )
-def test_the_grid_layer_is_the_whole_one(world: World, base: Base, bias: BiasLayout | None, topology: Topology) -> None:
+def test_linear_2d_matches_unsharded_layer(
+    world: World, base: Base, bias: BiasLayout | None, topology: Topology
+) -> None:
     world.run(topology.world_size, grid_layer_is_whole, base, bias, topology)
 
 
 def layers_that_fall_back() -> tuple[dict[str, str], list[str]]:
-    """Half of the weight's rows are a multiple of 16 on one rank only: both compute it alike, and neither waits."""
+    """Only one rank has a weight shard with a multiple of 16 rows: both ranks fall back, without a deadlock."""
     with (
         ProcessGroupRegistry(Topology(row=2, col=1, input=1, weight=1, output=1)) as registry,
         warnings_of_fp8() as said,
@@ -174,7 +176,7 @@ def layers_that_fall_back() -> tuple[dict[str, str], list[str]]:
         return fp8_layers(model), said
 
 
-def test_layers_on_grids_that_fall_back_are_listed(world: World) -> None:
+def test_fp8_layers_lists_unsupported_2d_and_3d_layers(world: World) -> None:
     (found, said), (same, _) = world.run(2, layers_that_fall_back)
     without = "not in 8 bits: there is no 8-bit product for"
     assert (
@@ -193,7 +195,7 @@ def test_layers_on_grids_that_fall_back_are_listed(world: World) -> None:
 
 @contextmanager
 def warnings_of_fp8() -> Iterator[list[str]]:
-    """What the mode logs."""
+    """Yield the messages that the mode logs."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -206,7 +208,7 @@ def warnings_of_fp8() -> Iterator[list[str]]:
 
 
 def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
-    """A linear layer whose batch is split over an axis: whether this rank's output is the whole one's part."""
+    """Return whether a linear layer on a sharded batch matches the full batch, and the number of collectives."""
     axis = "tensor" if spec.partial else "data"
     with ProcessGroupRegistry(Topology(roles=None, **{axis: 2})) as registry:
         dense, layer = whole(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
@@ -223,7 +225,7 @@ def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
         assert local.grad is not None
         assert layer.weight.grad is not None
         assert dense.weight.grad is not None
-        # Sums of the replicas' terms; `unshard` of an extra dim is a gather.
+        # Sum of the gradients of the replicas; `unshard` of an extra dim gathers them.
         total = unshard(layer.weight.grad.unsqueeze(0), P(axis), registry).sum(0)
         pairs = [
             (unshard(output.detach(), P(axis), registry), dense(x).detach()),
@@ -233,10 +235,10 @@ def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
         return all(torch.allclose(a, b, rtol=0, atol=1e-5 * b.abs().max().item()) for a, b in pairs), sum(seen.values())
 
 
-def test_an_activation_that_is_split_over_an_axis(world: World) -> None:
+def test_linear_on_sharded_batch_matches_full_batch_if_scales_are_shared(world: World) -> None:
     assert world.run(2, replicas_are_whole, P(partial="tensor"), False) == [(True, 2)] * 2
     assert world.run(2, replicas_are_whole, P(), True) == [(True, 2)] * 2
-    # Documented: without across_data each replica scales for itself, and nothing is sent.
+    # Documented: without across_data each replica computes its own scales without communication.
     assert world.run(2, replicas_are_whole, P(), False) == [(False, 0)] * 2
 
 
@@ -252,24 +254,24 @@ def prepare_undeclared() -> str:
         return ""
 
 
-def test_an_undeclared_layer_is_named_and_nothing_is_changed(world: World) -> None:
+def test_prepare_names_an_undeclared_layer_and_changes_nothing(world: World) -> None:
     for message in world.run(2, prepare_undeclared):
         assert message.startswith("0.weight has no spec")
         assert "declare(model, {'0.weight': P(...)})" in message
 
 
-# A scale for each row -------------------------------------------------------------------------------------------------
+# One scale per row ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_layers_with_scales_by_row_are_the_whole_ones(world: World, kind: str, sequence: bool) -> None:
+def test_row_scaled_layers_match_unsharded_layer(world: World, kind: str, sequence: bool) -> None:
     assert world.run(2, split_layer_is_whole, kind, sequence, True, "row") == [1, 1]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_scales_by_row_without_agreement_are_not(kind: str) -> None:
-    """The negative control, in a pool of its own because it fails."""
+def test_row_scaled_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
+    """Negative control, in a pool of its own because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
         world.run(2, split_layer_is_whole, kind, False, False, "row")
@@ -277,7 +279,7 @@ def test_scales_by_row_without_agreement_are_not(kind: str) -> None:
 
 
 def row_replicas_are_whole() -> None:
-    """Samples on two replicas: the scales of the weight's gradient are agreed over them."""
+    """With samples on two replicas, the scales of the weight gradient are shared by both."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         dense, layer = whole(WIDTH, HIDDEN, scales="row"), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())
@@ -292,7 +294,7 @@ def row_replicas_are_whole() -> None:
         assert_near(total, dense.weight.grad)
 
 
-def test_replicas_agree_on_scales_by_row_of_the_weights_gradient(world: World) -> None:
+def test_replicas_share_row_scales_of_the_weight_gradient(world: World) -> None:
     world.run(2, row_replicas_are_whole)
 
 
@@ -307,6 +309,6 @@ def grid_by_row() -> str:
         return str(error.value)
 
 
-def test_the_grid_layer_with_scales_by_row_is_refused_in_words(world: World) -> None:
+def test_row_scales_are_rejected_for_linear_2d(world: World) -> None:
     for message in world.run(4, grid_by_row):
         assert "use scales='tensor', or name the layer in leave_out" in message

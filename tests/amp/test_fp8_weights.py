@@ -1,4 +1,4 @@
-"""Weights are rounded to 8 bits once a step, and never used when they are old."""
+"""Weights are rounded to 8 bits once per step, and outdated rounded weights are never used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MICRO_BATCHES = 4
 
 
 class Counts:
-    """How often tensors of some shape were rounded."""
+    """Counts the rounding of tensors by shape."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -34,7 +34,7 @@ class Counts:
         return quantize(x, *args)
 
     def of(self, *shapes: tuple[int, ...]) -> int:
-        """Since the last time that somebody asked."""
+        """Return the count of these shapes since the last call."""
         found = sum(self.shapes.count(shape) for shape in shapes)
         self.shapes.clear()
         return found
@@ -81,10 +81,10 @@ def wrapped(model: nn.Module, **options: Any) -> ParallelOptimizer[Any]:
 @pytest.mark.parametrize("managed", [True, False])
 @pytest.mark.parametrize(("scales", "sides"), [("tensor", 1), ("row", 2)])
 @pytest.mark.parametrize("base", ["fp32", "bf16"])
-def test_a_weight_is_rounded_once_a_step(
+def test_weight_is_rounded_once_per_step(
     base: Literal["bf16", "fp32"], scales: Scales, sides: int, managed: bool
 ) -> None:
-    """And not in each of four micro-batches, though `step` may be called after each of them."""
+    """The weight is not rounded in each of four micro-batches, even if `step` is called after each of them."""
     model = prepared(scales, base)
     mode = Fp8(base, scales=scales)
     options = {"accumulation_steps": MICRO_BATCHES} if managed else {}
@@ -104,7 +104,7 @@ def adamw_that_counts_no_writes(params: Any) -> torch.optim.Optimizer:
 
 
 class ByOtherKernels(torch.optim.Optimizer):
-    """Its writes are counted by nobody, as those of a library with kernels of its own."""
+    """An optimizer whose writes do not change tensor versions, like a library with kernels of its own."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -119,7 +119,7 @@ class ByOtherKernels(torch.optim.Optimizer):
 @pytest.mark.parametrize("make", [adamw_that_counts_no_writes, ByOtherKernels])
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_training_is_that_of_weights_that_are_rounded_every_time(
+def test_training_with_cached_weights_equals_training_without_cache(
     scales: Scales, wrap: bool, make: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     def trained() -> list[Tensor]:
@@ -162,7 +162,7 @@ def loaded(weight: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("change", [in_place, other_memory, loaded])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_a_weight_that_anybody_changes_is_rounded_again(scales: Scales, change: Callable[[nn.Parameter], None]) -> None:
+def test_changed_weight_is_rounded_again(scales: Scales, change: Callable[[nn.Parameter], None]) -> None:
     model = prepared(scales)
     weight: Any = model[0].weight  # type: ignore[index]
     loss_of(model, 0).backward()
@@ -173,8 +173,8 @@ def test_a_weight_that_anybody_changes_is_rounded_again(scales: Scales, change: 
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_an_evaluation_rounds_what_it_finds(scales: Scales) -> None:
-    """Averaged weights are often written past the version, and put back."""
+def test_evaluation_rounds_the_current_weight(scales: Scales) -> None:
+    """Averaged weights are often swapped in and out by writes that do not change the version."""
     model = prepared(scales)
     weight: Any = model[0].weight  # type: ignore[index]
     before = loss_of(model, 0)
@@ -189,8 +189,8 @@ def test_an_evaluation_rounds_what_it_finds(scales: Scales) -> None:
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_a_weight_that_a_graph_may_step_is_rounded_every_time(scales: Scales) -> None:
-    """In passes without the graph too: its replays change weights unseen."""
+def test_weight_used_in_graph_capture_is_rounded_every_time(scales: Scales) -> None:
+    """Also in passes without the graph, because replays change weights without a new version."""
     model = prepared(scales)
     loss_of(model, 0).backward()
     with mock.patch.object(linear, "is_captured", return_value=True):
@@ -201,7 +201,7 @@ def test_a_weight_that_a_graph_may_step_is_rounded_every_time(scales: Scales) ->
         assert counts.of(WEIGHT, TRANSPOSED) == MICRO_BATCHES * (2 if scales == "row" else 1)
 
 
-def test_a_copied_model_keeps_nothing_of_the_other() -> None:
+def test_deepcopied_model_does_not_share_cached_weights() -> None:
     model = prepared()
     loss_of(model, 0).backward()
     other = copy.deepcopy(model)
@@ -230,7 +230,7 @@ def rounded_on_a_grid() -> list[int]:
         return found
 
 
-def test_on_a_grid_too(world: World) -> None:
+def test_weight_of_linear_2d_is_rounded_once_per_step(world: World) -> None:
     assert world.run(4, rounded_on_a_grid) == [[1, 1]] * 4
 
 
@@ -251,7 +251,7 @@ def sharded_training(every_time: bool) -> list[float]:
         return losses
 
 
-def test_weights_that_other_ranks_have_stepped_are_rounded_again(world: World) -> None:
+def test_weights_updated_by_other_ranks_are_rounded_again(world: World) -> None:
     assert world.run(2, sharded_training, False) == world.run(2, sharded_training, True)
 
 
@@ -267,13 +267,13 @@ def shared_after_a_forward() -> bool:
             return torch.equal(found, loss_of(model, 0))
 
 
-def test_weights_that_another_rank_has_sent_are_rounded_again(world: World) -> None:
+def test_weights_received_by_share_weights_are_rounded_again(world: World) -> None:
     assert world.run(2, shared_after_a_forward) == [True, True]
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("which", ["input", "weight"])
-def test_float64_is_refused_in_words(which: str, scales: Scales) -> None:
+def test_float64_input_or_weight_is_rejected(which: str, scales: Scales) -> None:
     model = prepared(scales)
     x = torch.ones(2, 48, dtype=torch.float64 if which == "input" else torch.float32)
     if which == "weight":
@@ -282,10 +282,12 @@ def test_float64_is_refused_in_words(which: str, scales: Scales) -> None:
         model[0].matmul(x, *model[0].parameters())  # type: ignore[index]
 
 
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch 2.11's compiler does
+@pytest.mark.filterwarnings(
+    "ignore:.* should not be instantiated:DeprecationWarning"
+)  # from the compiler of torch 2.11
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_a_compiled_model_is_one_graph_and_rounds_every_time(scales: Scales) -> None:
-    """What the graph would keep is never forgotten."""
+def test_compiled_model_is_one_graph_and_rounds_weights_every_time(scales: Scales) -> None:
+    """A rounded weight that is cached in the graph would never be updated."""
     model = prepared(scales)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     optimizer = adamw_that_counts_no_writes(model.parameters())

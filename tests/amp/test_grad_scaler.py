@@ -1,4 +1,4 @@
-"""GradScaler over real ranks: an overflow on one rank is everybody's, in one collective; else it is torch's."""
+"""GradScaler over real ranks: an overflow on one rank skips all ranks, with one collective; else it equals torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def same(params: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def steps(scaler: torch.amp.GradScaler, kind: str, bad_rank: int | None, unscale: bool, rank: int) -> list[Any]:
-    """Three steps, the second with an inf on ``bad_rank``: whether each stepped and the scale after it; parameters."""
+    """Run three steps, the second with an inf on ``bad_rank``; return (stepped, scale) per step, and the parameters."""
     params, seen = parameters(), []
     optimizer = optimizer_of(kind, params)
     for step in range(3):
@@ -77,27 +77,27 @@ def steps_on_ranks(kind: str, bad_rank: int, unscale: bool, drop_in: bool) -> tu
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("unscale", [False, True])
-def test_an_inf_on_one_rank_skips_all(world: World, kind: str, unscale: bool) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(world: World, kind: str, unscale: bool) -> None:
     for bad_rank in (0, 3):
         results = world.run(4, steps_on_ranks, kind, bad_rank, unscale, True)
-        # The bad rank's trace in a world of its own: it skips, the scale halves once, the next step is right.
+        # The same steps in one process: the second step is skipped, the scale halves once, the third step is applied.
         alone = steps(torch.amp.GradScaler("cpu", SCALE), kind, 0, unscale, rank=0)
         assert alone[:3] == [(True, SCALE), (False, SCALE / 2), (True, SCALE / 2)]
         for trace, collectives_issued in results:
             assert trace == alone
-            assert collectives_issued == 3  # one a step
+            assert collectives_issued == 3  # one per step
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
-def test_torchs_own_scaler_diverges(world: World, kind: str) -> None:
-    """The negative control."""
+def test_grad_scaler_of_torch_lets_ranks_diverge_after_overflow(world: World, kind: str) -> None:
+    """Negative control."""
     traces = [trace for trace, _ in world.run(4, steps_on_ranks, kind, 3, False, False)]
     assert traces[3][1] == (False, SCALE / 2)
     assert traces[0][1] == (True, SCALE)
 
 
 def steps_without_gradients(kind: str, bad: bool) -> list[Any]:
-    """Ranks of the first stage have no loss, never call `scale`, and get no gradients."""
+    """Ranks of the first stage have no loss and no gradients, and never call `scale`."""
     with ProcessGroupRegistry(MESH) as registry:
         scaler, params, seen = GradScaler(registry, SCALE, growth_interval=2), parameters(), []
         optimizer = optimizer_of(kind, params)
@@ -115,13 +115,13 @@ def steps_without_gradients(kind: str, bad: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
-def test_a_rank_without_gradients_takes_part(world: World, kind: str) -> None:
+def test_rank_without_gradients_takes_part_in_scaler_update(world: World, kind: str) -> None:
     assert world.run(4, steps_without_gradients, kind, True) == [[SCALE / 2, SCALE / 2, SCALE]] * 4
     assert world.run(4, steps_without_gradients, kind, False) == [[SCALE, SCALE * 2, SCALE * 2]] * 4
 
 
 def two_optimizers(kinds: tuple[str, str]) -> tuple[list[bool], float]:
-    """The first overflows on rank 1 alone, the second nowhere."""
+    """The first optimizer has an overflow on rank 1 only, the second has none."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         scaler, params = GradScaler(registry, SCALE), [parameters(0), parameters(1)]
         optimizers = [optimizer_of(kind, each) for kind, each in zip(kinds, params, strict=True)]
@@ -133,17 +133,17 @@ def two_optimizers(kinds: tuple[str, str]) -> tuple[list[bool], float]:
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
-        assert sum(counts.values()) == 2  # one an optimizer
+        assert sum(counts.values()) == 2  # one per optimizer
         return [not same(each, old) for each, old in zip(params, before, strict=True)], scaler.get_scale()
 
 
 @pytest.mark.parametrize("kinds", [("sgd", "adamw fused"), ("adamw fused", "sgd"), ("sgd fused", "sgd fused")])
-def test_several_optimizers_share_a_scaler(world: World, kinds: tuple[str, str]) -> None:
+def test_overflow_of_one_optimizer_skips_only_its_step_on_all_ranks(world: World, kinds: tuple[str, str]) -> None:
     assert world.run(2, two_optimizers, kinds) == [([False, True], SCALE / 2)] * 2
 
 
 def dtensor_steps(bad_rank: int) -> list[bool]:
-    """A DTensor over `tensor`: torch's op agrees over the mesh of the gradient alone, not over `data`."""
+    """Step a DTensor over `tensor`: the scaler of torch shares overflows over the mesh of the gradient, not over `data`."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         full, mesh = torch.ones(4, 2), registry.device_mesh("tensor")
         stepped = []
@@ -160,15 +160,15 @@ def dtensor_steps(bad_rank: int) -> list[bool]:
         return stepped
 
 
-def test_dtensors(world: World) -> None:
+def test_overflow_in_dtensor_gradient_skips_the_step_on_all_ranks(world: World) -> None:
     results = world.run(4, dtensor_steps, 3)
     assert [ours for ours, _ in results] == [False] * 4
-    assert [torchs for _, torchs in results] == [True, True, False, False]  # the negative control
+    assert [torchs for _, torchs in results] == [True, True, False, False]  # negative control
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("unscale", [False, True])
-def test_one_process_is_torch(kind: str, unscale: bool) -> None:
+def test_scaler_in_one_process_equals_scaler_of_torch(kind: str, unscale: bool) -> None:
     settings = {"init_scale": 2.0**12, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 2}
     torchs = torch.amp.GradScaler("cpu", **settings)  # type: ignore[arg-type]
     ours = GradScaler(ProcessGroupRegistry(Topology()), **settings)  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def test_one_process_is_torch(kind: str, unscale: bool) -> None:
     assert pickle.loads(pickle.dumps(ours)).state_dict() == ours.state_dict()
 
 
-def test_fused_clipping_between_unscale_and_step() -> None:
+def test_clipping_works_between_unscale_and_fused_step() -> None:
     scaler = GradScaler(ProcessGroupRegistry(Topology()), SCALE)
     params = parameters()
     optimizer = optimizer_of("sgd fused", params)
@@ -195,7 +195,7 @@ def test_fused_clipping_between_unscale_and_step() -> None:
         torch.testing.assert_close(param.detach(), old - 0.1 * 2 * old / (norm + 1e-6))
 
 
-def test_disabled_does_nothing() -> None:
+def test_disabled_scaler_neither_scales_nor_skips() -> None:
     scaler = GradScaler(ProcessGroupRegistry(Topology()), enabled=False)
     params = parameters()
     backward(params, scaler)
@@ -206,7 +206,7 @@ def test_disabled_does_nothing() -> None:
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
 
 
-def test_a_fused_step_reads_no_host() -> None:
+def test_scaler_with_fused_optimizer_causes_no_host_synchronization() -> None:
     scaler = GradScaler(ProcessGroupRegistry(Topology()), SCALE)
     params = parameters()
     fused, plain = optimizer_of("sgd fused", params), optimizer_of("sgd", params)

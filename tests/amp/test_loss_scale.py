@@ -1,4 +1,4 @@
-"""The loss scale's trace is torch's, apex's and that of a plain Python state machine, step by step."""
+"""The sequence of loss scales equals torch, apex and a plain Python state machine, step by step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def apex_trace(overflows: list[bool], window: int, cap: float = 2.0**24, scale: 
 
 
 @given(SETTINGS, OVERFLOWS)
-def test_trace_is_torchs(settings: dict[str, Any], overflows: list[bool]) -> None:
+def test_dynamic_scale_sequence_equals_torch(settings: dict[str, Any], overflows: list[bool]) -> None:
     scaler = torch.amp.GradScaler("cpu", **settings)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.0)
     (param,) = optimizer.param_groups[0]["params"]
@@ -107,7 +107,7 @@ def test_trace_is_torchs(settings: dict[str, Any], overflows: list[bool]) -> Non
     st.floats(2.0**-14, 2.0**-10, width=32) | st.just(0.0),
     st.floats(2.0**20, 2.0**24, width=32) | st.just(inf),
 )
-def test_trace_is_the_references(
+def test_dynamic_scale_sequence_equals_python_reference(
     settings: dict[str, Any], overflows: list[bool], hysteresis: int, min_scale: float, max_scale: float
 ) -> None:
     settings |= {"hysteresis": hysteresis, "min_scale": min_scale, "max_scale": max_scale}
@@ -116,14 +116,14 @@ def test_trace_is_the_references(
 
 @given(st.lists(st.integers(0, 2500), max_size=8), st.integers(1, 2000))
 @example([0, 16000, 20000], 2000)
-def test_trace_is_apexs(good_runs: list[int], window: int) -> None:
-    """Runs of good steps, each ended by an overflow, past the cap as well."""
+def test_dynamic_scale_sequence_equals_apex(good_runs: list[int], window: int) -> None:
+    """Use runs of good steps that each end with an overflow, also at the largest scale."""
     overflows = [False, True] if not good_runs else [step == run for run in good_runs for step in range(run + 1)]
     scale = DynamicLossScale(growth_interval=window, max_scale=2.0**24)
     assert trace(scale, overflows) == apex_trace(overflows, window)
 
 
-def test_defaults_are_torchs() -> None:
+def test_dynamic_scale_defaults_equal_torch() -> None:
     torchs = torch.amp.GradScaler("cpu")
     scale = DynamicLossScale()
     assert scale.scale.item() == torchs.get_scale() == 2.0**16
@@ -134,26 +134,26 @@ def test_defaults_are_torchs() -> None:
     assert trace(scale, [False, True, True]) == [2.0**17, 2.0**16, 2.0**15]
 
 
-def test_hysteresis_tolerates_once_until_the_scale_grows() -> None:
+def test_hysteresis_of_two_tolerates_one_overflow_until_the_scale_grows() -> None:
     scale = DynamicLossScale(init_scale=64.0, growth_interval=3, hysteresis=2)
-    # Tolerated; then two good steps don't reset the count; then every overflow backs off.
+    # The first overflow is tolerated. Two good steps do not reset the count, so later overflows back off.
     assert trace(scale, [True, False, False, True, True, True]) == [64.0, 64.0, 64.0, 32.0, 16.0, 8.0]
-    # A growth resets it.
+    # A growth resets the count.
     assert trace(scale, [False, False, False, True, True]) == [8.0, 8.0, 16.0, 16.0, 8.0]
 
 
-def test_a_tolerated_overflow_starts_the_run_anew() -> None:
+def test_tolerated_overflow_restarts_the_growth_interval() -> None:
     scale = DynamicLossScale(init_scale=64.0, growth_interval=3, hysteresis=2)
     assert trace(scale, [False, False, True, False, False, False]) == [64.0] * 5 + [128.0]
 
 
-def test_a_growth_that_leaves_float32_does_not_happen() -> None:
+def test_dynamic_scale_does_not_grow_beyond_float32() -> None:
     scale = DynamicLossScale(init_scale=2.0**127, growth_interval=1)
     assert trace(scale, [False, False, True]) == [2.0**127, 2.0**127, 2.0**126]
 
 
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, nan, inf])
-def test_anything_but_zero_is_an_overflow(found_inf: float) -> None:
+def test_any_nonzero_found_inf_counts_as_overflow(found_inf: float) -> None:
     for hysteresis in (1, 2):
         scale = DynamicLossScale(init_scale=64.0, hysteresis=hysteresis)
         for _ in range(hysteresis):
@@ -165,7 +165,7 @@ def test_anything_but_zero_is_an_overflow(found_inf: float) -> None:
     "scale",
     [DynamicLossScale(growth_interval=1), DynamicLossScale(growth_interval=1, hysteresis=2), ConstantLossScale(8)],
 )
-def test_update_is_in_place_and_reads_nothing(scale: LossScale) -> None:
+def test_update_is_in_place_without_host_synchronization(scale: LossScale) -> None:
     before, found_inf = scale.scale, torch.tensor(0.0)
     with no_host_reads():
         for value in (0.0, 1.0, 1.0, 0.0):
@@ -179,13 +179,15 @@ def test_update_is_in_place_and_reads_nothing(scale: LossScale) -> None:
 
 
 @given(SETTINGS, OVERFLOWS, OVERFLOWS, st.integers(1, 3))
-def test_state_dict_continues_exactly(
+def test_loaded_dynamic_scale_continues_exactly(
     settings: dict[str, Any], first: list[bool], second: list[bool], hysteresis: int
 ) -> None:
     scale = DynamicLossScale(**settings, hysteresis=hysteresis)
     trace(scale, first)
     state = json.loads(json.dumps(scale.state_dict()))
-    resumed = DynamicLossScale(init_scale=3.0, growth_factor=7.0, growth_interval=11)  # the state's settings win
+    resumed = DynamicLossScale(
+        init_scale=3.0, growth_factor=7.0, growth_interval=11
+    )  # the settings of the loaded state replace these
     tensor = resumed.scale
     resumed.load_state_dict(state)
     assert resumed.state_dict() == scale.state_dict()
@@ -193,7 +195,7 @@ def test_state_dict_continues_exactly(
     assert resumed.scale is tensor
 
 
-def test_constant() -> None:
+def test_constant_scale_stays_constant_and_is_restored() -> None:
     scale = ConstantLossScale(128.0)
     assert trace(scale, [True, False, True]) == [128.0] * 3
     resumed = ConstantLossScale(1.0)
@@ -203,7 +205,7 @@ def test_constant() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scale: pickle.loads(pickle.dumps(scale))])
-def test_copies_are_independent(copied: Any) -> None:
+def test_copied_loss_scale_is_independent(copied: Any) -> None:
     scale = DynamicLossScale(init_scale=8.0)
     twin = copied(scale)
     trace(twin, [True])
@@ -230,13 +232,13 @@ def test_copies_are_independent(copied: Any) -> None:
         ({"min_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+def test_dynamic_scale_rejects_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DynamicLossScale(**settings)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, inf, nan, 2 * MAX_FLOAT32])
-def test_bad_constant(value: float) -> None:
+def test_constant_scale_rejects_bad_value(value: float) -> None:
     with pytest.raises(ValueError, match="value="):
         ConstantLossScale(value)
 
@@ -251,7 +253,7 @@ def test_bad_constant(value: float) -> None:
         ({"extra": 1}, "extra"),
     ],
 )
-def test_a_bad_state_changes_nothing(change: dict[str, Any], message: str) -> None:
+def test_bad_loss_scale_state_raises_and_changes_nothing(change: dict[str, Any], message: str) -> None:
     scale = DynamicLossScale(growth_interval=3)
     before = scale.state_dict()
     with pytest.raises(ValueError, match=message):
@@ -259,7 +261,7 @@ def test_a_bad_state_changes_nothing(change: dict[str, Any], message: str) -> No
     assert scale.state_dict() == before
 
 
-def test_a_state_of_another_kind_is_refused() -> None:
+def test_loss_scale_rejects_state_of_other_class() -> None:
     dynamic, constant = DynamicLossScale(), ConstantLossScale(1.0)
     with pytest.raises(ValueError, match="the state for DynamicLossScale has scale, but needs"):
         dynamic.load_state_dict(constant.state_dict())

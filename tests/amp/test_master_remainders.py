@@ -1,4 +1,4 @@
-"""Float32 as bfloat16 and 16 bits more: to the bit, to nearest, and a NaN is seen."""
+"""Float32 split into bfloat16 and a 16-bit remainder: exact, rounded to nearest, and NaN stays visible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOWER = (0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF)
 
 
 def hard() -> Tensor:
-    """[2^16 * 10 + 10^5] int32: every upper half, with what lies at the ends and in the middle; and random ones."""
+    """Return [2^16 * 10 + 10^5] int32: each upper half with extreme and middle lower halves, and random values."""
     upper = torch.arange(2**16, dtype=torch.int64).view(-1, 1) << 16
     generator = torch.Generator().manual_seed(1)
     bits = torch.cat([(upper + torch.tensor(LOWER)).view(-1), torch.randint(2**32, (100_000,), generator=generator)])
@@ -39,11 +39,11 @@ def is_signalling(bits: Tensor) -> Tensor:
 
 
 def has_room(bits: Tensor) -> Tensor:
-    """Not the signalling NaNs of the upper halves 0x7f80 and 0xff80, which `split_master` makes quiet."""
+    """Exclude the signalling NaNs with upper halves 0x7f80 and 0xff80, which `split_master` makes quiet."""
     return ~(is_signalling(bits) & (bits >> 16 & 0x7FFF == 0x7F80))
 
 
-def test_every_master_comes_back_to_the_bit() -> None:
+def test_join_after_split_restores_masters_bitwise() -> None:
     everything = torch.arange(2**32 - 2**18, 2**32 + 2**18, dtype=torch.int64).to(torch.int32)  # -NaN, 0
     for bits in (hard(), everything):
         weight, remainder = split_master(of(bits))
@@ -53,7 +53,7 @@ def test_every_master_comes_back_to_the_bit() -> None:
 
 
 def written() -> tuple[Tensor, Tensor]:
-    """Every bfloat16 weight with remainders that may be left of another one: [2^16, n] both."""
+    """Return each bfloat16 weight with outdated remainders of other weights, both [2^16, n]."""
     stale = [0, 1, -1, 2, -2, 0x7FFF, -0x7FFF, 0x7FFE, -0x8000, 0x4000, -0x4000, 0x1234, -0x1234]
     generator = torch.Generator().manual_seed(2)
     drawn = torch.randint(-(2**15), 2**15, (2**16, 8), generator=generator)
@@ -66,7 +66,7 @@ def same_weight(found: Tensor, wanted: Tensor) -> Tensor:
     return torch.where(wanted.isnan(), found.isnan(), bits_of(found) == bits_of(wanted))
 
 
-def test_join_of_any_weight_and_remainder_rounds_to_the_weight() -> None:
+def test_joined_master_rounds_to_its_weight_for_any_remainder() -> None:
     weight, remainder = written()
     master = join_master(weight, remainder)
     assert bool(same_weight(split_master(master)[0], weight).all())
@@ -90,8 +90,8 @@ def test_join_of_zeros_and_infinities_ignores_stale_remainders() -> None:
         assert torch.equal(split_master(master[~stale])[1], remainder[~stale])
 
 
-def test_ties_to_even_could_not_come_back() -> None:
-    """The negative control: two masters have one weight and one remainder."""
+def test_rounding_ties_to_even_would_lose_masters() -> None:
+    """Negative control: with ties to even, two masters would have the same weight and remainder."""
     bits = hard()
     bits = bits[of(bits).isfinite()]
     weight, remainder = of(bits).bfloat16(), split_master(of(bits))[1]
@@ -100,7 +100,7 @@ def test_ties_to_even_could_not_come_back() -> None:
     assert bool((bits[lost] & 0xFFFF == 0x8000).all())
 
 
-def test_weights_are_nearest_and_ties_go_away_from_zero() -> None:
+def test_split_rounds_to_nearest_with_ties_away_from_zero() -> None:
     bits = hard()
     bits = bits[of(bits).isfinite()]
     master, tie = of(bits), bits & 0xFFFF == 0x8000
@@ -113,8 +113,8 @@ def test_weights_are_nearest_and_ties_go_away_from_zero() -> None:
     assert torch.equal(weight.isinf(), master.bfloat16().isinf())
 
 
-def test_every_nan_shows_in_its_weight() -> None:
-    """The signalling ones of the upper halves 0x7f80 and 0xff80 are quiet when they come back."""
+def test_split_of_nan_gives_a_nan_weight() -> None:
+    """Signalling NaNs with upper halves 0x7f80 and 0xff80 are quiet after `join_master`."""
     lower = torch.arange(1, 2**16, dtype=torch.int64)
     without_room = torch.cat([lower + 0x7F800000, lower + 0xFF800000]).to(torch.int32)
     for bits in (hard()[of(hard()).isnan()], without_room):
@@ -126,7 +126,7 @@ def test_every_nan_shows_in_its_weight() -> None:
     assert not bool(has_room(without_room).any())
 
 
-def test_numbers_are_close_to_their_weights_and_infinities_have_no_remainder() -> None:
+def test_split_weight_is_close_and_infinities_have_no_remainder() -> None:
     bits = hard()
     weight, remainder = split_master(of(bits))
     normal = weight.isfinite() & (weight.abs() >= torch.finfo(torch.bfloat16).tiny)
@@ -137,7 +137,7 @@ def test_numbers_are_close_to_their_weights_and_infinities_have_no_remainder() -
     assert bool((remainder[infinite] == 0).all())
 
 
-def test_any_order_of_memory_and_any_shape() -> None:
+def test_split_and_join_accept_any_memory_format_and_shape() -> None:
     master = of(hard())[:24].view(2, 3, 2, 2)
     for given in (master.to(memory_format=torch.channels_last), master.transpose(0, 1), master[:0], master[0, 0, 0, 0]):
         weight, remainder = split_master(given)
@@ -152,7 +152,7 @@ def _best_instructions() -> Iterator[None]:
 
 
 def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> None:
-    """AdamW with a rate of 0, in place."""
+    """Apply AdamW with a learning rate of 0, in place."""
     size = weight.numel()
     grad, mean, square, step = (*torch.zeros(3, size).unbind(), torch.tensor(4.0))
     row = [weight.data_ptr(), mean.data_ptr(), square.data_ptr(), 0, step.data_ptr()]
@@ -165,8 +165,8 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> No
 
 @pytest.mark.usefixtures("_best_instructions")
 @pytest.mark.parametrize("instructions", instructions_here())
-def test_the_loops_join_and_split_as_the_reference_does(instructions: str) -> None:
-    """All come back, signalling NaNs quiet."""
+def test_c_loops_split_and_join_like_the_reference(instructions: str) -> None:
+    """All values are restored, with quiet NaNs instead of signalling ones."""
     bits = hard()
     weight, remainder = split_master(of(bits))
     stepped_by_loops(weight, remainder, instructions)
@@ -177,7 +177,7 @@ def test_the_loops_join_and_split_as_the_reference_does(instructions: str) -> No
 
 @pytest.mark.usefixtures("_best_instructions")
 @pytest.mark.parametrize("instructions", instructions_here())
-def test_the_loops_join_written_weights_as_the_reference_does(instructions: str) -> None:
+def test_c_loops_join_overwritten_weights_like_the_reference(instructions: str) -> None:
     weight, remainder = written()
     master = join_master(weight, remainder)
     wanted = split_master(of(torch.where(master.isnan(), bits_of(master) | QUIET, bits_of(master))))
@@ -188,7 +188,7 @@ def test_the_loops_join_written_weights_as_the_reference_does(instructions: str)
     assert torch.equal(remainder, wanted[1])
 
 
-def test_what_does_not_go_together_is_an_error_that_says_what_to_leave_out() -> None:
+def test_split_masters_reject_conflicting_options() -> None:
     with pytest.raises(ValueError, match="stochastic rounding has no masters to split; leave out split_masters"):
         Bf16(stochastic_rounding=True, split_masters=True)
     with pytest.raises(ValueError, match="split masters need float32 gradients; leave main_grads out"):

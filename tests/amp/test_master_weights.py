@@ -1,4 +1,4 @@
-"""Masters and main grads: against a float32 twin, through saving, accumulation, checkpointing and DDP."""
+"""Master weights and main gradients: compared with float32, and with saving, accumulation, checkpointing and DDP."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
 @HALF
 @DEVICES
 @pytest.mark.parametrize("main_grads", [True, False])
-def test_masters_take_the_steps_of_a_float32_twin(dtype: torch.dtype, device: str, main_grads: bool) -> None:
-    """The twin: the same half-precision gradients, cast by hand, on a float32 copy of the weights."""
+def test_masters_equal_float32_weights_trained_with_the_same_gradients(
+    dtype: torch.dtype, device: str, main_grads: bool
+) -> None:
+    """The reference is a float32 copy of the weights that gets the same half-precision gradients, cast to float32."""
     model = mlp(dtype).to(device)
     twin = [nn.Parameter(param.detach().float()) for param in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
@@ -73,7 +75,7 @@ def test_masters_take_the_steps_of_a_float32_twin(dtype: torch.dtype, device: st
 
 
 @HALF
-def test_a_thousand_small_gradients_do_not_stall(dtype: torch.dtype) -> None:
+def test_main_grads_sum_a_thousand_small_gradients_in_float32(dtype: torch.dtype) -> None:
     def accumulate(weight: nn.Parameter) -> float:
         for _ in range(1000):
             (weight.float() * 1e-3).sum().backward()
@@ -82,16 +84,16 @@ def test_a_thousand_small_gradients_do_not_stall(dtype: torch.dtype) -> None:
 
     with_masters = nn.Parameter(torch.ones(5, dtype=dtype))
     masters = MasterWeights(torch.optim.SGD([with_masters], lr=1.0))
-    step = float(torch.tensor(1e-3, dtype=dtype))  # what one backward of a half-precision weight gives
+    step = float(torch.tensor(1e-3, dtype=dtype))  # gradient of one backward of a half-precision weight
     assert accumulate(with_masters) == pytest.approx(1000 * step, rel=1e-5)
     masters.collect()
     assert masters.pairs[0][1].grad is with_masters.grad
 
     stalled = accumulate(nn.Parameter(torch.ones(5, dtype=dtype)))
-    assert abs(stalled - 1.0) > (0.4 if dtype == BF16 else 0.001), "the control: half-precision gradients lose it"
+    assert abs(stalled - 1.0) > (0.4 if dtype == BF16 else 0.001), "half-precision gradients should lose small terms"
 
 
-def test_small_updates_arrive_in_the_model() -> None:
+def test_small_updates_accumulate_in_masters_and_reach_the_model() -> None:
     weight = nn.Parameter(torch.ones(3, dtype=BF16))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
     masters = MasterWeights(optimizer)
@@ -106,7 +108,9 @@ def test_small_updates_arrive_in_the_model() -> None:
 
 @HALF
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_and_repeated_backwards(dtype: torch.dtype, use_reentrant: bool) -> None:
+def test_main_grads_sum_repeated_backwards_with_activation_checkpointing(
+    dtype: torch.dtype, use_reentrant: bool
+) -> None:
     model, plain = mlp(dtype), mlp(dtype)
     MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
     for index in range(3):
@@ -124,7 +128,7 @@ def test_checkpointing_and_repeated_backwards(dtype: torch.dtype, use_reentrant:
         assert torch.equal(param.grad, total)
 
 
-def test_a_weight_that_is_used_twice_has_one_master_and_sums_in_float32() -> None:
+def test_weight_used_twice_has_one_master_and_float32_gradient_sum() -> None:
     model = nn.Linear(4, 4, bias=False, dtype=BF16)
     other = nn.Linear(4, 4, bias=False, dtype=BF16)
     other.weight = model.weight
@@ -136,7 +140,7 @@ def test_a_weight_that_is_used_twice_has_one_master_and_sums_in_float32() -> Non
     assert float(model.weight.grad[0, 0]) == 1 + 2.0**-10
 
 
-def test_mixed_frozen_and_named_parameters_keep_their_places() -> None:
+def test_masters_replace_only_trainable_half_precision_parameters() -> None:
     first, norm, last = nn.Linear(3, 4, dtype=BF16), nn.BatchNorm1d(4), nn.Linear(4, 2, dtype=BF16)
     model = nn.Sequential(first, norm, last)
     first.bias.requires_grad_(False)
@@ -164,7 +168,7 @@ def test_mixed_frozen_and_named_parameters_keep_their_places() -> None:
     assert torch.equal(last.weight, held[4].to(BF16))
 
 
-def test_unfrozen_parameters_ask_for_refresh() -> None:
+def test_unfrozen_parameters_require_refresh() -> None:
     model = mlp(BF16)
     model.first.requires_grad_(False)
     annotate(model.first.weight, P(), "first.weight")
@@ -184,7 +188,7 @@ def test_unfrozen_parameters_ask_for_refresh() -> None:
     assert list(masters.state_dict()["masters"]) == [0, 1, 2, 3, 4, 5]
 
 
-def test_state_and_gradients_from_before_move_to_the_masters() -> None:
+def test_existing_state_and_gradients_move_to_the_masters() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for index in range(2):
@@ -204,7 +208,7 @@ def test_state_and_gradients_from_before_move_to_the_masters() -> None:
 
 
 @HALF
-def test_continues_bit_for_bit_from_a_state_dict(dtype: torch.dtype) -> None:
+def test_training_from_loaded_masters_continues_bitwise_identically(dtype: torch.dtype) -> None:
     def built(seed: int) -> tuple[Mlp, torch.optim.Optimizer, MasterWeights]:
         model = mlp(dtype, seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
@@ -227,7 +231,7 @@ def test_continues_bit_for_bit_from_a_state_dict(dtype: torch.dtype) -> None:
     assert_same_bits(tensors_of(other, other_optimizer), tensors_of(model, optimizer))
 
 
-def test_states_that_do_not_fit_are_errors_and_change_nothing() -> None:
+def test_mismatched_master_state_raises_and_changes_nothing() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)
@@ -245,7 +249,7 @@ def test_states_that_do_not_fit_are_errors_and_change_nothing() -> None:
     assert not any(param.any() for param in model.parameters())
 
 
-def test_weights_that_others_wrote_are_not_undone_silently() -> None:
+def test_collect_raises_if_model_weights_were_overwritten() -> None:
     model = mlp(BF16)
     annotate(model.first.weight, P(), "first.weight")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -258,7 +262,7 @@ def test_weights_that_others_wrote_are_not_undone_silently() -> None:
     masters.collect()
     assert torch.equal(masters.pairs[0][1], mlp(BF16, seed=9).first.weight.float())
     masters.step(optimizer.step)
-    # Averaged weights that are swapped in for an evaluation and out again are no change: the masters keep their bits.
+    # Averaged weights that are swapped in for evaluation and out again are no change: masters keep their low bits.
     low_bits = masters.pairs[0][1].detach().clone()
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(mlp(BF16, seed=4).state_dict())
@@ -267,7 +271,7 @@ def test_weights_that_others_wrote_are_not_undone_silently() -> None:
     assert torch.equal(masters.pairs[0][1], low_bits)
 
 
-def test_a_skipped_step_changes_nothing() -> None:
+def test_skipped_step_with_masters_changes_nothing() -> None:
     model = mlp(F16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     masters = MasterWeights(optimizer)
@@ -281,7 +285,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert_same_bits(tensors_of(model, optimizer), before)
 
 
-def test_zero_grad() -> None:
+def test_zero_grad_clears_gradients_of_parameters_and_masters() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)
@@ -300,7 +304,7 @@ def test_zero_grad() -> None:
     assert_same_bits(backward(), first)
     model.zero_grad()
     assert_same_bits(backward(), first)
-    # The trap: it clears the masters' gradients and leaves the sums that backward adds to.
+    # A likely mistake: this clears the gradients of the masters but not the main gradients of the model.
     optimizer.zero_grad()
     loss_of(model, 0, BF16).backward()
     with pytest.raises(RuntimeError, match=r"call MasterWeights.zero_grad\(\) instead"):
@@ -309,7 +313,7 @@ def test_zero_grad() -> None:
     assert_same_bits(backward(), first)
 
 
-def test_parameters_without_gradient_stay() -> None:
+def test_parameters_without_gradient_are_unchanged() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)
@@ -324,7 +328,7 @@ def test_parameters_without_gradient_stay() -> None:
     assert empty.state_dict() == {"masters": {}}
 
 
-def test_add_param_group() -> None:
+def test_add_param_group_makes_masters() -> None:
     model, head = mlp(BF16), nn.Linear(3, 2, dtype=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)
@@ -339,7 +343,7 @@ def test_add_param_group() -> None:
     assert torch.equal(head.weight, masters.pairs[6][1].to(BF16))
 
 
-def test_annotations_survive_and_layouts_too() -> None:
+def test_master_has_spec_and_strides_of_its_parameter() -> None:
     model = nn.Conv2d(3, 4, 3, dtype=BF16).to(memory_format=torch.channels_last)
     annotate(model.weight, P("tensor"), "conv.weight")
     masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -349,7 +353,7 @@ def test_annotations_survive_and_layouts_too() -> None:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_embedding_gradients(sparse: bool) -> None:
+def test_masters_accept_dense_and_sparse_embedding_gradients(sparse: bool) -> None:
     embedding = nn.Embedding(9, 4, sparse=sparse, dtype=BF16)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.25)
     masters = MasterWeights(optimizer)
@@ -363,7 +367,7 @@ def test_embedding_gradients(sparse: bool) -> None:
 
 
 def in_ddp(main_grads: bool) -> tuple[list[float], str]:
-    """Two data replicas under DDP; the first gradient's values, or the error."""
+    """Train two data replicas under DDP; return the sums of the masters, and the error if there is one."""
     rank = torch.distributed.get_rank()
     model = mlp(BF16)
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -381,8 +385,8 @@ def in_ddp(main_grads: bool) -> tuple[list[float], str]:
     return [float(master.detach().double().sum()) for _, master in masters.pairs], error
 
 
-def test_under_ddp_main_grads_must_be_off(world: World) -> None:
-    """If the first half of this fails, DDP has learned about grad_dtype: then ``main_grads=False`` can go."""
+def test_masters_under_ddp_need_main_grads_false(world: World) -> None:
+    """If the first assertion fails, DDP supports grad_dtype, and ``main_grads=False`` is no longer needed."""
     assert all("Expected BFloat16, got Float" in error for _, error in world.run(2, in_ddp, True))
     (first, no_error), (second, _) = world.run(2, in_ddp, False)
     assert no_error == ""
@@ -398,7 +402,7 @@ def test_under_ddp_main_grads_must_be_off(world: World) -> None:
         lambda params: torch.optim.RMSprop(params, lr=1e-3),
     ],
 )
-def test_any_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_masters_work_with_other_torch_optimizers(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     model = mlp(BF16)
     optimizer = make(model.parameters())
     masters = MasterWeights(optimizer)

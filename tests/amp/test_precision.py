@@ -1,4 +1,4 @@
-"""Every mode against the table: the dtype of everything a user can see, and what a model was before."""
+"""Each precision mode compared with the table of dtypes; preserved properties of the model; errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODES = pytest.mark.parametrize("mode", TABLE)
 
 
 @MODES
-def test_dtypes_are_those_of_the_table(mode: str) -> None:
+def test_dtypes_of_prepared_model_match_the_table(mode: str) -> None:
     precision, row = TABLE[mode]
     torch.manual_seed(1)
     model = Net()
@@ -83,7 +83,7 @@ def test_masters_and_main_grads_are_float32(mode: str) -> None:
 
 
 @MODES
-def test_loss_scale(mode: str) -> None:
+def test_mode_has_the_initial_loss_scale_of_the_table(mode: str) -> None:
     precision, row = TABLE[mode]
     scale = precision.make_loss_scale("cpu")
     assert (None if scale is None else float(scale.scale)) == row.scale
@@ -99,7 +99,7 @@ def good_steps(scale: DynamicLossScale, count: int) -> float:
     ("precision", "interval", "hysteresis"),
     [(TorchFp16(), 2000, 1), (NaiveFp16(), 1000, 2), (ApexFp16("O1"), 2000, 1), (ApexFp16("O2"), 2000, 1)],
 )
-def test_dynamic_scale_has_the_modes_interval_and_hysteresis(
+def test_mode_sets_growth_interval_and_hysteresis_of_loss_scale(
     precision: Precision, interval: int, hysteresis: int
 ) -> None:
     scale = precision.make_loss_scale("cpu")
@@ -126,7 +126,7 @@ def test_apex_scale_is_capped_and_torch_scale_is_not() -> None:
 
 @MODES
 @pytest.mark.parametrize("built", [F16, BF16])
-def test_a_model_built_in_half_precision_ends_like_any_other(mode: str, built: torch.dtype) -> None:
+def test_prepare_gives_half_precision_model_the_dtypes_of_the_mode(mode: str, built: torch.dtype) -> None:
     precision, row = TABLE[mode]
     model = Net().to(built)
     original = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -141,11 +141,11 @@ def test_a_model_built_in_half_precision_ends_like_any_other(mode: str, built: t
             optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["params"], strict=True
         ):
             in_mode = original[name].to(row.batch_norm if name.startswith("bn.") else row.params)
-            assert torch.equal(param, in_mode.float()), "a master is exactly the half-precision weight"
+            assert torch.equal(param, in_mode.float()), "a master must equal the half-precision weight"
 
 
 @MODES
-def test_parameters_stay_the_same_objects(mode: str) -> None:
+def test_prepare_keeps_parameter_objects_specs_and_gradients(mode: str) -> None:
     model = Net()
     annotate(model.head.weight, P("tensor", None), "head")
     params, keys = dict(model.named_parameters()), list(model.state_dict())
@@ -163,7 +163,7 @@ def test_parameters_stay_the_same_objects(mode: str) -> None:
 
 @MODES
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_prepared_model_runs_its_own_weights(mode: str, clone: Callable[[Net], Net]) -> None:
+def test_copy_of_prepared_model_uses_its_own_weights(mode: str, clone: Callable[[Net], Net]) -> None:
     precision, row = TABLE[mode]
     model = Net()
     precision.prepare(model)
@@ -178,7 +178,7 @@ def test_a_copy_of_a_prepared_model_runs_its_own_weights(mode: str, clone: Calla
 
 
 @MODES
-def test_preparing_twice_is_an_error(mode: str) -> None:
+def test_preparing_a_model_twice_raises(mode: str) -> None:
     model = TABLE[mode][0].prepare(Net())
     before = floating(model.state_dict())
     with pytest.raises(ValueError, match=r"Net has already been prepared for '\w+'"):
@@ -188,10 +188,10 @@ def test_preparing_twice_is_an_error(mode: str) -> None:
     assert floating(model.state_dict()) == before
 
 
-def test_frozen_and_double_tensors() -> None:
+def test_prepare_handles_frozen_and_float64_tensors() -> None:
     model = Net().double()
     Fp32().prepare(model)
-    assert set(floating(model.state_dict()).values()) == {F64}, "fp32 lifts half types and leaves float64"
+    assert set(floating(model.state_dict()).values()) == {F64}, "fp32 must cast half types and leave float64 unchanged"
     assert model(*batch(F64))["logits"].dtype == F64
     frozen = nn.Linear(3, 3).requires_grad_(False)
     Bf16().prepare(frozen)
@@ -210,7 +210,7 @@ class Other:
     tensor: Tensor
 
 
-def test_nested_values_are_cast_where_floating() -> None:
+def test_cast_floating_casts_only_float_tensors_in_nested_values() -> None:
     real, whole, boolean = torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.bool)
     other = Other(real)
     value = {
@@ -225,10 +225,10 @@ def test_nested_values_are_cast_where_floating() -> None:
     assert result["ordered"]["b"] == (boolean, "text", None, 3)
     assert result["ordered"]["a"].dtype == torch.complex64
     assert result["other"] is other
-    assert value["pair"].first is real, "the caller's containers are not written to"  # type: ignore[attr-defined]
+    assert value["pair"].first is real, "a container of the caller was modified"  # type: ignore[attr-defined]
 
 
-def test_autocast_ends_however_forward_ends() -> None:
+def test_autocast_ends_if_forward_raises() -> None:
     class Interrupted(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert torch.is_autocast_enabled("cpu")
@@ -241,7 +241,7 @@ def test_autocast_ends_however_forward_ends() -> None:
 
 
 @pytest.mark.parametrize("as_module", [True, False])
-def test_criterion(as_module: bool) -> None:
+def test_prepared_criterion_has_autocast_and_dtypes_of_the_mode(as_module: bool) -> None:
     seen: list[tuple[bool, torch.dtype]] = []
 
     def function(x: Tensor, *, weight: Tensor) -> Tensor:
@@ -269,7 +269,9 @@ def test_criterion(as_module: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["bf16", "naive", "naive bn", "O2", "O3", "O3 bn"])
 @pytest.mark.parametrize(("norm", "dims"), [(nn.BatchNorm1d, 1), (nn.BatchNorm2d, 2), (nn.BatchNorm3d, 3)])
-def test_half_batch_norm_runs_on_the_cpu(mode: str, norm: Callable[[int], nn.Module], dims: int) -> None:
+def test_half_precision_batch_norm_on_cpu_matches_float64(
+    mode: str, norm: Callable[[int], nn.Module], dims: int
+) -> None:
     precision, row = TABLE[mode]
     torch.manual_seed(2)
     model, x = norm(3), torch.randn(8, 3, *([4] * dims))
@@ -287,7 +289,7 @@ def test_half_batch_norm_runs_on_the_cpu(mode: str, norm: Callable[[int], nn.Mod
     assert model(x).dtype == row.outputs
 
 
-def test_exported_state_dict_is_a_plain_float32_one() -> None:
+def test_exported_state_dict_is_plain_float32() -> None:
     precision, model = ApexFp16("O2"), Net()
     precision.prepare(model)
     exported = precision.export_state_dict(model)
@@ -298,10 +300,10 @@ def test_exported_state_dict_is_a_plain_float32_one() -> None:
     assert torch.equal(fresh.conv.weight, model.conv.weight.float())
     saved = model.conv.weight.detach().clone()
     model.load_state_dict(exported)
-    assert torch.equal(model.conv.weight, saved), "float16 survives the way through float32"
+    assert torch.equal(model.conv.weight, saved), "float16 must survive the conversion to float32 and back"
 
 
-def test_an_optimizer_made_before_preparing_steps_the_prepared_model() -> None:
+def test_optimizer_made_before_prepare_updates_the_prepared_model() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model(torch.ones(2, 4)).sum().backward()
@@ -317,7 +319,7 @@ def test_an_optimizer_made_before_preparing_steps_the_prepared_model() -> None:
     assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {F32}
 
 
-def test_a_model_in_ddp_is_refused_where_it_would_be_cast(world: Any) -> None:
+def test_prepare_rejects_ddp_model_if_the_mode_casts_it(world: Any) -> None:
     world.run(2, prepare_in_ddp)
 
 
@@ -330,7 +332,7 @@ def prepare_in_ddp() -> None:
     assert wrapped(torch.ones(2, 3)).dtype == F16
 
 
-def test_names() -> None:
+def test_precision_of_accepts_names_and_modes() -> None:
     for name, mode in (("fp32", Fp32), ("fp16", TorchFp16), ("bf16", Bf16), ("fp16_naive", NaiveFp16)):
         assert precision_of(name) == mode()
     assert precision_of("fp16_apex") == ApexFp16(opt_level="O2")
@@ -353,6 +355,6 @@ def test_names() -> None:
         (lambda: ApexFp16("O2", loss_scale=-1.0), "value=-1.0"),
     ],
 )
-def test_bad_arguments_are_errors_at_once(make: Callable[[], Precision], message: str) -> None:
+def test_precision_modes_reject_bad_arguments_on_construction(make: Callable[[], Precision], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

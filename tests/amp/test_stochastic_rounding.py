@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, the same on replicas, and as sparing with memory as it says."""
+"""Stochastic rounding: unbiased, equal on replicas, and with the documented memory."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def seeded(seed: int, device: str = "cpu") -> torch.Generator:
 
 
 @DEVICES
-def test_the_mean_of_many_roundings_is_the_value(device: str) -> None:
+def test_stochastic_rounding_is_unbiased(device: str) -> None:
     many = 40_000
     values = torch.tensor([1.001, -1.001, 1 + 2**-8, 3.3e-5, -7.77e20, 2**-133 * 1.3, 250.7, 1e-40])
     copies = values.to(device).expand(many, -1).contiguous()
     rounded = stochastic_round_(torch.empty_like(copies, dtype=BF16), copies, seeded(5, device)).double().cpu()
     down = (values.view(torch.int32) >> 16 << 16).view(F32).double()
     up = ((values.view(torch.int32) >> 16) + 1 << 16).view(F32).double()
-    assert bool(((rounded == down) | (rounded == up)).all()), "only the two neighbours"
+    assert bool(((rounded == down) | (rounded == up)).all()), "rounded to a value that is not a neighbour"
     unit = (up - down).abs()
     error = (rounded.mean(0) - values.double()).abs() / unit
-    # The standard deviation of a mean of n draws is at most unit / (2 sqrt n); 5 of them.
+    # The standard deviation of a mean of n draws is at most unit / (2 sqrt n); allow 5 standard deviations.
     assert bool((error < 5 * 0.5 / many**0.5).all()), error
     nearest = (values.to(BF16).double() - values.double()).abs() / unit
-    assert bool((nearest > 5 * 0.5 / many**0.5).any()), "the control: rounding to nearest is biased"
+    assert bool((nearest > 5 * 0.5 / many**0.5).any()), "rounding to nearest should be biased"
 
 
 @DEVICES
-def test_exact_values_stay(device: str) -> None:
+def test_stochastic_rounding_keeps_exact_values(device: str) -> None:
     values = torch.randn(1000, generator=seeded(1)).to(BF16).float()
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 3.3895313892515355e38, 9.2e-41])
     special[-1] = special[-1].to(BF16)
@@ -61,7 +61,7 @@ def test_exact_values_stay(device: str) -> None:
         assert bool(stochastic_round_(target, nans, seeded(seed, device)).isnan().all())
 
 
-def test_any_layout_and_shape() -> None:
+def test_stochastic_round_accepts_any_strides_and_shape() -> None:
     source = torch.randn(4, 3, 5, 5, generator=seeded(2))
     expected = stochastic_round_(torch.empty(4, 3, 5, 5, dtype=BF16), source, seeded(9))
     last = source.to(memory_format=torch.channels_last)
@@ -96,8 +96,8 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
     return [tensor.double().flatten().tolist() for tensor in (*model.parameters(), *values)]
 
 
-def test_updates_below_the_last_place_happen_on_average() -> None:
-    """0.001 of 1 in each of 300 steps: rounding to nearest stays at 1 for ever."""
+def test_updates_below_bfloat16_resolution_accumulate_on_average() -> None:
+    """Subtract 0.001 from 1 in each of 300 steps: rounding to nearest would stay at 1 for ever."""
 
     def after_300(step: Callable[[nn.Parameter, torch.optim.Optimizer], Callable[[], object]]) -> Tensor:
         weight = nn.Parameter(torch.ones(4000, dtype=BF16))
@@ -117,7 +117,7 @@ def test_updates_below_the_last_place_happen_on_average() -> None:
 
 
 @pytest.mark.parametrize("make", [adamw, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)])
-def test_follows_float32_training(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_stochastic_rounding_follows_float32_training(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     model, dense = mlp(BF16), mlp(F32)
     train(model, StochasticRounding(make(model.parameters())), range(60))
     reference = make(dense.parameters())
@@ -139,8 +139,8 @@ def plainly_rounded(source: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 300, 10**6])
-def test_many_at_once_get_the_bits_of_one_after_another(bucket_numel: int) -> None:
-    """Each parameter has draws of its own, for itself and then for its states by name, whatever its shape and strides."""
+def test_bucketed_rounding_equals_rounding_each_parameter_alone(bucket_numel: int) -> None:
+    """Each parameter has its own draws, first for its values and then for its states by name, for any shape and strides."""
     shapes = ((5, 7), (64, 64), (3,), (), (0, 2), (2, 3, 5, 5), (1000,))
     params = [nn.Parameter(torch.randn(shape, generator=seeded(4)).to(BF16)) for shape in shapes]
     params[5].data = params[5].data.to(memory_format=torch.channels_last)
@@ -169,7 +169,7 @@ def test_many_at_once_get_the_bits_of_one_after_another(bucket_numel: int) -> No
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 70, 10**6])
-def test_buckets_do_not_change_the_result(bucket_numel: int) -> None:
+def test_bucket_size_does_not_change_the_result(bucket_numel: int) -> None:
     results = []
     for numel in (bucket_numel, 33):
         model = mlp(BF16)
@@ -186,7 +186,7 @@ def test_buckets_do_not_change_the_result(bucket_numel: int) -> None:
     assert results[0] == results[1]
 
 
-def test_param_groups_count_a_step_once_however_many_buckets_there_are() -> None:
+def test_param_groups_count_one_step_for_any_number_of_buckets() -> None:
     results = []
     for bucket_numel in (1, 10**6):
         model = mlp(BF16)
@@ -197,7 +197,7 @@ def test_param_groups_count_a_step_once_however_many_buckets_there_are() -> None
     assert results[0] == results[1]
 
 
-def test_state_is_kept_in_bfloat16_and_continues_bit_for_bit() -> None:
+def test_bfloat16_state_reloads_and_continues_bitwise_identically() -> None:
     def built(seed: int) -> tuple[Mlp, torch.optim.Optimizer, StochasticRounding]:
         model = mlp(BF16, seed)
         optimizer = adamw(model.parameters())
@@ -223,7 +223,7 @@ def test_state_is_kept_in_bfloat16_and_continues_bit_for_bit() -> None:
         other_rounding.load_state_dict({"masters": {}})
 
 
-def test_a_skipped_step_changes_nothing() -> None:
+def test_skipped_step_with_stochastic_rounding_changes_nothing() -> None:
     model = mlp(BF16)
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
@@ -235,7 +235,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert bits(model, optimizer) == before
 
 
-def test_an_update_that_raises_leaves_everything_in_place() -> None:
+def test_failed_update_leaves_parameters_and_state_unchanged() -> None:
     model = mlp(BF16)
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
@@ -253,7 +253,7 @@ def test_an_update_that_raises_leaves_everything_in_place() -> None:
     assert bits(model, optimizer) == before
 
 
-def test_other_dtypes_are_stepped_once_and_missing_gradients_not_at_all() -> None:
+def test_step_updates_float32_parameters_once_and_skips_missing_gradients() -> None:
     model = mlp(BF16)
     model.norm.float()
     model.last.weight.requires_grad_(False)
@@ -273,7 +273,7 @@ def test_other_dtypes_are_stepped_once_and_missing_gradients_not_at_all() -> Non
     assert calls == [1]
 
 
-def test_add_param_group_and_arguments() -> None:
+def test_add_param_group_works_and_bad_bucket_size_is_rejected() -> None:
     model, head = mlp(BF16), nn.Linear(3, 2, dtype=BF16)
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
@@ -286,7 +286,7 @@ def test_add_param_group_and_arguments() -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made while it is active held at one time."""
+    """Measures the peak number of bytes of tensors that are made while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -316,12 +316,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def nbytes(tensors: Any) -> int:
-    """Memory of tensors; one that is there twice counts once, counters don't count."""
+    """Return the bytes of tensors; a repeated tensor counts once, 0-dim tensors do not count."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.dim()}.values())
 
 
-@pytest.mark.parametrize(("helper", "bytes_an_element"), [(MasterWeights, 18), (StochasticRounding, 8)])
-def test_memory_between_steps(helper: Any, bytes_an_element: int) -> None:
+@pytest.mark.parametrize(("helper", "bytes_per_element"), [(MasterWeights, 18), (StochasticRounding, 8)])
+def test_memory_between_steps_is_the_expected_bytes_per_element(helper: Any, bytes_per_element: int) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=BF16) for _ in range(4)))
     optimizer = adamw(model.parameters())
     steps = helper(optimizer)
@@ -331,10 +331,10 @@ def test_memory_between_steps(helper: Any, bytes_an_element: int) -> None:
     params = [*model.parameters(), *optimizer.param_groups[0]["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = nbytes([*params, *states, *(param.grad for param in params)])
-    assert held == bytes_an_element * sum(param.numel() for param in model.parameters())
+    assert held == bytes_per_element * sum(param.numel() for param in model.parameters())
 
 
-def test_memory_during_a_step() -> None:
+def test_peak_memory_of_a_step_is_bounded_by_the_bucket() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=BF16) for _ in range(16)))
     optimizer = adamw(model.parameters())
     bucket = 2 * 64 * 64
@@ -344,16 +344,16 @@ def test_memory_during_a_step() -> None:
     rounding.step(optimizer.step)
     with LiveBytes() as memory:
         rounding.step(optimizer.step)
-    # The copies of the bucket, and what rounding one parameter (half a bucket) takes.
-    assert 16 * bucket <= memory.peak <= 24 * bucket, f"{memory.peak / bucket} bytes an element of a bucket"
-    assert memory.live <= 16 * 64, "nothing stays"
+    # The float32 copies of the bucket, and the temporary tensors to round one parameter (half a bucket).
+    assert 16 * bucket <= memory.peak <= 24 * bucket, f"{memory.peak / bucket} bytes per element of a bucket"
+    assert memory.live <= 16 * 64, "tensors of the step are still alive"
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
 def rounded_on_a_mesh(named: bool) -> dict[str, list[float]]:
-    """tensor=2, pipe=2: one weight that coordinate 0 owns, one replicated, one sharded, one tied over the stages."""
+    """On tensor=2, pipe=2, round four weights: owned by coordinate 0, replicated, sharded, and tied over the stages."""
     topology = Topology(pipe=2, tensor=2)
     with ProcessGroupRegistry(topology) as registry:
         specs = {
@@ -377,13 +377,15 @@ def rounded_on_a_mesh(named: bool) -> dict[str, list[float]]:
         return {name: param.tolist() for name, param in params.items()}
 
 
-def test_replicas_round_alike_and_pieces_do_not(world: World) -> None:
+def test_replicas_round_equally_and_shards_differently(world: World) -> None:
     ranks = world.run(4, rounded_on_a_mesh, True)  # rank = 2 pipe + tensor
     assert "owned" not in ranks[1]
-    assert ranks[0]["whole"] == ranks[1]["whole"], "though only rank 0 has a parameter before it"
-    assert ranks[0]["whole"] != ranks[2]["whole"], "another stage's parameter of the same name is another"
+    assert ranks[0]["whole"] == ranks[1]["whole"], "only rank 0 has a parameter before it, which must not matter"
+    assert ranks[0]["whole"] != ranks[2]["whole"], "parameters of the same name on two stages are different parameters"
     assert ranks[0]["sharded"] != ranks[1]["sharded"]
-    assert ranks[0]["tied"] == ranks[1]["tied"] == ranks[2]["tied"] == ranks[3]["tied"], "whatever each stage calls it"
+    assert ranks[0]["tied"] == ranks[1]["tied"] == ranks[2]["tied"] == ranks[3]["tied"], (
+        "the name on each stage must not matter"
+    )
     assert len(set(ranks[0]["whole"])) > 1
 
 
@@ -393,11 +395,11 @@ def nameless_on_a_mesh() -> str:
     return str(problem.value)
 
 
-def test_parameters_need_names_on_several_ranks(world: World) -> None:
+def test_stochastic_rounding_on_several_ranks_needs_parameter_names(world: World) -> None:
     assert all("declare(model)" in message for message in world.run(4, nameless_on_a_mesh))
 
 
-def test_a_name_decides_the_bits_not_the_position() -> None:
+def test_rounding_depends_on_the_parameter_name_not_its_position() -> None:
     results = []
     for order in (("a", "b"), ("b", "a")):
         params = {name: nn.Parameter(torch.ones(40, dtype=BF16)) for name in order}

@@ -1,4 +1,4 @@
-"""`GradScaler` around a `ParallelOptimizer` in one process does what torch's own tests ask of torch's around torch's."""
+"""`GradScaler` with a `ParallelOptimizer` in one process behaves as the tests of torch require of torch's classes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def registry() -> Iterator[ProcessGroupRegistry]:
 
 @pytest.fixture(autouse=True)
 def _torchs_kernels(torchs_kernels: None) -> None:
-    """What is compared to the bit is stepped by the same kernels."""
+    """Use torch's kernels, because results are compared bitwise."""
 
 
 class Run:
-    """Two layers, each with an optimizer of its own where there are two, and a scaler."""
+    """Two layers, one optimizer for both or one per layer, and a scaler."""
 
     def __init__(self, kind: str, registry: ProcessGroupRegistry | None, count: int = 1, **options: Any) -> None:
         torch.manual_seed(2)
@@ -62,7 +62,7 @@ class Run:
         return loss * float("inf") if step == SKIPPED and part == 0 else loss
 
     def finish(self) -> None:
-        """Step by the scaler, and note what there is then."""
+        """Step with the scaler, and record scale and parameters."""
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
@@ -95,14 +95,14 @@ def clipped(run: Run, step: int) -> None:
 
 
 def clipped_while_scaled(run: Run, step: int) -> None:
-    """The threshold is scaled instead."""
+    """Clip scaled gradients with a scaled threshold."""
     backward(run, step)
     torch.nn.utils.clip_grad_norm_(run.layers.parameters(), 0.05 * run.scaler.get_scale())
     run.finish()
 
 
 def penalised(run: Run, step: int) -> None:
-    """Of the gradient of the loss, which takes a second backward."""
+    """Add a penalty on the gradient of the loss, which needs a second backward."""
     params = list(run.layers.parameters())
     loss = run.loss(step)
     scaled = torch.autograd.grad(run.scaler.scale(loss), params, create_graph=True)
@@ -129,7 +129,7 @@ def trained(run: Run, way: str, first: int = 0) -> list[Any]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_and_scales_are_torchs_to_the_bit(registry: ProcessGroupRegistry, way: str, kind: str) -> None:
+def test_weights_and_scales_are_bitwise_identical_to_torch(registry: ProcessGroupRegistry, way: str, kind: str) -> None:
     expected = trained(Run(kind, None), way)
     assert trained(Run(kind, registry), way) == expected
     scales, weights = zip(*expected, strict=True)
@@ -139,12 +139,12 @@ def test_weights_and_scales_are_torchs_to_the_bit(registry: ProcessGroupRegistry
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["at once", "clipped"])
-def test_two_optimizers_share_a_scaler_as_in_torch(registry: ProcessGroupRegistry, way: str, kind: str) -> None:
+def test_two_optimizers_with_one_scaler_train_as_in_torch(registry: ProcessGroupRegistry, way: str, kind: str) -> None:
     assert trained(Run(kind, registry, count=2), way) == trained(Run(kind, None, count=2), way)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam, fused"])
-def test_an_overflow_of_one_optimizer_skips_that_one_alone(registry: ProcessGroupRegistry, kind: str) -> None:
+def test_overflow_skips_only_the_optimizer_that_has_it(registry: ProcessGroupRegistry, kind: str) -> None:
     def run(registry: ProcessGroupRegistry | None) -> list[Any]:
         run = Run(kind, registry, count=2)
         for step in range(3):
@@ -164,18 +164,20 @@ def test_an_overflow_of_one_optimizer_skips_that_one_alone(registry: ProcessGrou
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam, fused"])
-def test_state_dicts_of_scaler_and_optimizer_continue_to_the_bit(registry: ProcessGroupRegistry, kind: str) -> None:
+def test_loaded_scaler_and_optimizer_continue_bitwise_identically(registry: ProcessGroupRegistry, kind: str) -> None:
     one, other = Run(kind, registry), Run(kind, registry)
     for step in range(SKIPPED + 1):
         at_once(one, step)
     other.layers.load_state_dict(one.layers.state_dict())
-    other.optimizers[0].load_state_dict(copy.deepcopy(one.optimizers[0].state_dict()))  # its tensors, as in torch
+    other.optimizers[0].load_state_dict(
+        copy.deepcopy(one.optimizers[0].state_dict())
+    )  # a copy, because load_state_dict keeps the tensors, as in torch
     other.scaler.load_state_dict(one.scaler.state_dict())
     one.seen.clear()
     assert trained(other, "at once", SKIPPED + 1) == trained(one, "at once", SKIPPED + 1)
 
 
-def test_a_scale_does_not_grow_out_of_range(registry: ProcessGroupRegistry) -> None:
+def test_scale_of_scaler_does_not_grow_beyond_float32(registry: ProcessGroupRegistry) -> None:
     def run(registry: ProcessGroupRegistry | None) -> float:
         run = Run("SGD", registry)
         run.scaler = Scaler("cpu", 1e38, 10.0, growth_interval=1)
@@ -189,7 +191,7 @@ def test_a_scale_does_not_grow_out_of_range(registry: ProcessGroupRegistry) -> N
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_calls_in_a_wrong_order_are_torchs_errors(registry: ProcessGroupRegistry, call: str) -> None:
+def test_repeated_unscale_or_step_raises_as_in_torch(registry: ProcessGroupRegistry, call: str) -> None:
     run = Run("SGD", registry)
     backward(run, 0)
     first = run.scaler.unscale_ if call == "unscale_" else run.scaler.step
@@ -198,7 +200,7 @@ def test_calls_in_a_wrong_order_are_torchs_errors(registry: ProcessGroupRegistry
         first(run.optimizers[0])
 
 
-def test_a_disabled_scaler_steps_as_if_it_were_not_there(registry: ProcessGroupRegistry) -> None:
+def test_disabled_scaler_trains_as_without_a_scaler(registry: ProcessGroupRegistry) -> None:
     def run(scaler: Callable[[], Scaler] | None) -> list[Any]:
         run = Run("SGD", registry)
         if scaler is not None:
@@ -216,14 +218,14 @@ def test_a_disabled_scaler_steps_as_if_it_were_not_there(registry: ProcessGroupR
     assert run(partial(GradScaler, registry, enabled=False)) == run(None)
 
 
-def test_gradients_that_the_scaler_cannot_see_are_refused_in_words(registry: ProcessGroupRegistry) -> None:
+def test_scaler_rejects_an_offloaded_optimizer(registry: ProcessGroupRegistry) -> None:
     run = Run("SGD", registry, states=Offloaded(1.0))
     backward(run, 0)
     with pytest.raises(RuntimeError, match="a GradScaler can't see the gradients that are stepped with"):
         run.scaler.step(run.optimizers[0])
 
 
-def test_torchs_own_scaler_is_refused_in_words(registry: ProcessGroupRegistry) -> None:
+def test_parallel_optimizer_rejects_grad_scaler_of_torch(registry: ProcessGroupRegistry) -> None:
     run = Run("SGD", registry)
     run.scaler = Scaler("cpu")
     backward(run, 0)

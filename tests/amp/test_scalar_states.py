@@ -1,4 +1,4 @@
-"""The numbers of an optimizer's state that all elements of a parameter share are never rounded to half precision."""
+"""Scalar optimizer states, such as step counts, are shared by all elements and never rounded to half precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS: dict[str, Make] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
 }
 SHARED = ("step", "mu", "mu_product", "eta")
-# (precision, states) of every way to keep states in half precision.
+# (precision, states) of each option that keeps states in half precision.
 HALF: dict[str, tuple[Any, Any]] = {
     "stochastic rounding": (Bf16(stochastic_rounding=True), ()),
     "half states": ("fp32", HalfStates()),
@@ -40,7 +40,7 @@ def params_of(dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 def reference(kind: str, steps: int) -> list[dict[str, float]]:
-    """Those of a float32 run."""
+    """Return the scalar states of a float32 run."""
     params = params_of(torch.float32)
     optimizer = KINDS[kind](params)
     for step in range(steps):
@@ -51,7 +51,7 @@ def reference(kind: str, steps: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_are_those_of_a_float32_run_and_load_as_they_were_saved(kind: str) -> None:
+def test_scalar_states_with_stochastic_rounding_equal_float32_run_and_reload(kind: str) -> None:
     def built() -> tuple[list[nn.Parameter], torch.optim.Optimizer, StochasticRounding]:
         params = params_of(torch.bfloat16)
         optimizer = KINDS[kind](params)
@@ -80,7 +80,7 @@ def test_they_are_those_of_a_float32_run_and_load_as_they_were_saved(kind: str) 
 
 @pytest.mark.parametrize("how", HALF)
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_survive_a_state_dict_in_every_mode_with_half_states(how: str, kind: str) -> None:
+def test_scalar_states_survive_state_dict_with_half_precision_states(how: str, kind: str) -> None:
     precision, states = HALF[how]
     with ProcessGroupRegistry(Topology()) as registry:
 

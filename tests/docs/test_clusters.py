@@ -1,4 +1,4 @@
-"""The batch scripts of CLUSTERS.md: run by bash, with an srun that starts its tasks on this machine as Slurm would."""
+"""The batch scripts of CLUSTERS.md, run by bash with a substitute for srun that starts all tasks on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with open(os.environ["NOTES"], "a") as notes:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A folder of programs: Slurm's, and a python and a torchrun that note how they are called."""
+    """A folder with substitutes for srun and scontrol, and a python and a torchrun that record their calls."""
     noted = NOTED.format(python=sys.executable)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": noted, "torchrun": noted}.items():
         (tmp_path / name).write_text(text)
@@ -44,14 +44,14 @@ def machine(tmp_path: Path) -> Path:
 
 
 def called(machine: Path, script: str, **variables: str) -> list[tuple[list[str], dict[str, str]]]:
-    """Arguments and environment of each python or torchrun that a script starts."""
+    """Return arguments and environment of each python or torchrun that a script starts."""
     environment = {"PATH": f"{machine}:{os.environ['PATH']}", "NOTES": str(machine / "notes"), **variables}
     subprocess.run(["bash", "-e", "-u", "-c", script], env=environment, check=True, cwd=ROOT)
     return [tuple(json.loads(line)) for line in (machine / "notes").read_text().splitlines()]
 
 
 def job(script: str) -> dict[str, str]:
-    """The variables that sbatch sets, as the script's #SBATCH lines say."""
+    """Return the variables that sbatch sets according to the #SBATCH lines of the script."""
     asked = dict(line.removeprefix("#SBATCH --").split("=") for line in script.splitlines() if line[:7] == "#SBATCH")
     return {
         "SLURM_JOB_ID": str(JOB),
@@ -62,7 +62,7 @@ def job(script: str) -> dict[str, str]:
 
 
 def agents(calls: list[tuple[list[str], dict[str, str]]]) -> list[tuple[int, int, str, str]]:
-    """Of each torchrun: nodes, processes a node, where they meet, and the script."""
+    """Return nodes, processes per node, rendezvous endpoint and script of each torchrun."""
     found = []
     for arguments, _ in calls:
         config, _, words = config_from_args(parse_args(arguments[1:]))
@@ -73,11 +73,11 @@ def agents(calls: list[tuple[list[str], dict[str, str]]]) -> list[tuple[int, int
     return found
 
 
-def test_torchrun_by_hand(machine: Path) -> None:
+def test_manual_torchrun_command_starts_two_processes_per_node(machine: Path) -> None:
     assert agents(called(machine, BY_HAND, HEAD="node07:29500")) == [(2, 2, "node07:29500", "examples/quickstart.py")]
 
 
-def test_slurm_starts_a_task_a_process(machine: Path) -> None:
+def test_slurm_script_starts_one_task_per_process(machine: Path) -> None:
     calls = called(machine, SLURM, **job(SLURM))
     places = [read_environment(environment) for _, environment in calls]
     assert [(place.rank, place.world_size, place.local_rank) for place in places] == [
@@ -92,12 +92,12 @@ def test_slurm_starts_a_task_a_process(machine: Path) -> None:
     assert {(ROOT / arguments[1]).is_file() for arguments, _ in calls} == {True}
 
 
-def test_without_srun_it_is_an_error_that_says_so(machine: Path) -> None:
+def test_slurm_script_without_srun_raises_a_clear_error(machine: Path) -> None:
     (_, environment), *_ = called(machine, SLURM.replace("srun ", ""), **job(SLURM), SLURM_NTASKS="4", SLURM_PROCID="0")
     with pytest.raises(RuntimeError, match=r"srun did not start this process.*Write 'srun python"):
         read_environment({**environment, "SLURM_LOCALID": "0"})
 
 
-def test_torchrun_under_slurm_is_one_agent_a_node(machine: Path) -> None:
+def test_torchrun_under_slurm_starts_one_agent_per_node(machine: Path) -> None:
     port = 20000 + JOB % 10000
     assert agents(called(machine, BOTH, **job(BOTH))) == [(2, 2, f"node07:{port}", "examples/quickstart.py")] * 2

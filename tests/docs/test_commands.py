@@ -27,7 +27,7 @@ def test_help_lists_every_package_with_a_command() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("report",)])
-def test_wrong_command_is_an_error_that_names_the_commands(arguments: tuple[str, ...]) -> None:
+def test_wrong_command_fails_and_prints_the_usage(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: python -m meshstep")

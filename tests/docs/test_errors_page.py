@@ -33,7 +33,7 @@ def error_of(code: str) -> str:
     return "no error"
 
 
-def test_every_entry_has_a_cause_a_fix_and_an_example() -> None:
+def test_every_entry_of_errors_page_has_cause_fix_and_example() -> None:
     entries = re.split(r"^##+ ", PAGE, flags=re.MULTILINE)[1:]
     for entry in (text for text in entries if "```" in text):
         assert "* **Cause:**" in entry, entry
@@ -42,7 +42,9 @@ def test_every_entry_has_a_cause_a_fix_and_an_example() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "code", "shown"), [entry[1:] for entry in ENTRY.findall(PAGE)], ids=lambda x: None)
-def test_the_mistake_gives_the_error_on_every_rank(ranks: str, code: str, shown: str, world: World) -> None:
+def test_example_of_errors_page_raises_the_shown_error_on_every_rank(
+    ranks: str, code: str, shown: str, world: World
+) -> None:
     assert not dist.is_initialized()
     errors = world.run(int(ranks), error_of, code) if ranks else [error_of(code)]
     pattern = re.escape(shown).replace(re.escape("..."), ".*")

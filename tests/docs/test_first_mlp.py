@@ -1,6 +1,6 @@
-"""The tutorial docs/tutorials/FIRST_MLP.md, as one file on 4 ranks: rank 0 prints what the page shows.
+"""The tutorial docs/tutorials/FIRST_MLP.md, as one file on 4 ranks: rank 0 prints the text that the page shows.
 
-``python tests/docs/test_first_mlp.py``, with ``tests/harness`` on the path, writes what is printed into the page.
+``python tests/docs/test_first_mlp.py``, with ``tests/harness`` on the path, writes the printed text into the page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RANKS = 4
 
 
 def printed(codes: list[str]) -> tuple[list[str], float]:
-    """What each part prints on this rank, and how far the weights are from the dense network's in the end."""
+    """Return the text that each snippet prints on this rank, and the final distance from the dense weights."""
     session: dict[str, Any] = {"__name__": "my_mlp"}
     try:
         texts = [printed_by(code, "FIRST_MLP.md", session) for code in codes]
@@ -30,14 +30,14 @@ def printed(codes: list[str]) -> tuple[list[str], float]:
             session["registry"].close()
 
 
-def test_the_tutorial_prints_what_it_shows_and_ends_with_the_dense_weights(world: World) -> None:
+def test_tutorial_prints_the_shown_text_and_reaches_the_dense_weights(world: World) -> None:
     codes, shown = zip(*blocks("python", PAGE.read_text()), strict=True)
     by_rank = world.run(RANKS, printed, list(codes))
     assert by_rank[0][0] == list(shown)
     assert max(error for _, error in by_rank) < 1e-6
 
 
-def test_its_norm_is_exact_and_its_mistake_is_found() -> None:
+def test_tutorial_shows_exact_norm_and_detected_wrong_spec() -> None:
     text = PAGE.read_text()
     assert "off by at most 1e-5" in text
     assert "proved: up.weight, up.bias, down.weight, down.bias" in text
@@ -47,7 +47,7 @@ def test_its_norm_is_exact_and_its_mistake_is_found() -> None:
 
 
 def write() -> None:
-    """Into the page, what its parts print now."""
+    """Write the text that the snippets print now into the page."""
     world, page = World(), PAGE.read_text()
     codes = [code for code, _ in blocks("python", page)]
     texts = world.run(RANKS, printed, codes)[0][0]

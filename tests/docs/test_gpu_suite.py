@@ -1,4 +1,4 @@
-"""The tests and the benchmark for a GPU can be started from a plain checkout; without a GPU they say so."""
+"""The GPU tests and the GPU benchmark can be started from a plain checkout, and report a missing GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COPIED = ("parallel", "amp", "optim", "tests/gpu", "tests/harness", "tests/bench
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As git makes one, read-only; and hypothesis and xdist are missing."""
+    """A plain checkout, in which hypothesis and xdist cannot be imported."""
     root = tmp_path_factory.mktemp("checkout")
     for name in (*COPIED, "pyproject.toml"):
         source, target = ROOT / name, root / name
@@ -33,7 +33,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(checkout: Path, *arguments: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
-    """Under torchrun, where it is of several processes."""
+    """Run a command in the checkout, under torchrun if ``processes`` > 0."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "missing"), "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for variable in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
@@ -41,31 +41,31 @@ def started(checkout: Path, *arguments: str, processes: int = 0) -> subprocess.C
     return forked_python.Forked(*arguments, cwd=checkout, env=environment, processes=processes).completed()
 
 
-def test_the_suite_starts_without_an_install_and_skips_with_the_reason(checkout: Path) -> None:
+def test_gpu_tests_run_from_a_checkout_and_skip_without_a_gpu(checkout: Path) -> None:
     chosen = "test_gpu_steps and (cuda or (waits and cpu and fp16))"
     before = sorted(checkout.rglob("*"))
     done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs a GPU: " in done.stdout
-    assert " passed, " in done.stdout  # the rehearsals
+    assert " passed, " in done.stdout  # the tests that also run on a CPU
     assert f"meshstep of {checkout / 'optim'}" in done.stdout
     assert sorted(checkout.rglob("*")) == before
 
 
-def test_under_torchrun_it_is_the_tests_of_several_gpus(checkout: Path) -> None:
+def test_gpu_tests_run_under_torchrun(checkout: Path) -> None:
     chosen = "mean_gradient or (fp32 and (same_bits or (leave and replicated)))"
     done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("7 passed") == 2
 
 
-def test_the_benchmark_without_a_gpu_says_so(checkout: Path) -> None:
+def test_gpu_benchmark_without_a_gpu_exits_with_a_clear_error(checkout: Path) -> None:
     done = started(checkout, "tests/benchmarks/gpu.py")
     assert done.returncode == 2
     assert "this needs a GPU, and torch finds none" in done.stderr
 
 
-def test_the_benchmark_is_a_table_in_markdown(checkout: Path) -> None:
+def test_gpu_benchmark_prints_a_markdown_table(checkout: Path) -> None:
     done = started(checkout, "tests/benchmarks/gpu.py", "--device", "cpu", "--quick")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -34,7 +34,7 @@ RANKS = {  # page -> the number of ranks that its snippets run on
 
 
 def session(codes: list[str], name: str) -> list[str]:
-    """The text that each part of a page prints on this rank."""
+    """Return the text that each snippet of a page prints on this rank."""
     namespace: dict[str, Any] = {"__name__": name}
     try:
         return [printed_by(code, name, namespace) for code in codes]
@@ -60,7 +60,7 @@ def test_page_on_several_ranks_prints_the_shown_text(world: World, page: str) ->
 
 
 class Service:
-    """Counts the calls of a dashboard's package that may not be installed."""
+    """A substitute for the package of a dashboard, which may not be installed. It records the logged steps."""
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
@@ -97,7 +97,7 @@ def test_logging_page_writes_to_every_output(monkeypatch: pytest.MonkeyPatch, tm
 # TESTING.md -----------------------------------------------------------------------------------------------------------
 
 
-def test_testing_page_passes_and_fails_with_a_wrong_layout(tmp_path: Path) -> None:
+def test_testing_page_example_passes_and_fails_with_a_wrong_spec(tmp_path: Path) -> None:
     ((code, _),) = blocks("python", (HOWTO / "TESTING.md").read_text())
     right = '"up": P("tensor")'
     assert right in code

@@ -1,7 +1,7 @@
-"""Every exhibit of docs/explanation/MUSEUM.md prints what it shows, on as many ranks as it says.
+"""Every example ("exhibit") of docs/explanation/MUSEUM.md prints the shown text, on the stated number of ranks.
 
 An exhibit is a heading of the third level with a Python block, whose first line is ``# on N ranks``, and directly below it
-what rank 0 prints. ``python tests/docs/test_museum.py``, with ``tests/harness`` on the path, writes that into the page.
+the text that rank 0 prints. ``python tests/docs/test_museum.py``, with ``tests/harness`` on the path, updates that text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NORMS = re.compile(r"norm ([\d.]+), right: ([\d.]+) ")
 
 
 def printed_by(beginning: str, code: str) -> str:
-    """What the beginning of the page and then an exhibit print on this rank."""
+    """Return the text that the first snippet of the page and then an exhibit print on this rank."""
     namespace: dict[str, Any] = {"__name__": "museum"}
     printed = io.StringIO()
     try:
@@ -42,7 +42,7 @@ def beginning_of(page: str) -> str:
     return page.partition("```python\n")[2].partition("```")[0]
 
 
-def test_every_exhibit_is_run() -> None:
+def test_every_example_of_museum_page_is_run() -> None:
     page = PAGE.read_text()
     assert [found[0] for found in EXHIBIT.findall(page)] == re.findall(r"^### (.*)$", page, re.MULTILINE)
 
@@ -52,7 +52,7 @@ def test_every_exhibit_is_run() -> None:
     [(int(found[2]), found[3], found[4]) for found in EXHIBIT.findall(PAGE.read_text())],
     ids=[found[0] for found in EXHIBIT.findall(PAGE.read_text())],
 )
-def test_an_exhibit_is_wrong_in_silence_and_prove_says_what_is_shown(
+def test_museum_example_trains_wrongly_and_prove_prints_the_shown_findings(
     ranks: int, code: str, shown: str, world: World
 ) -> None:
     first, *others = world.run(ranks, printed_by, beginning_of(PAGE.read_text()), code)
@@ -60,11 +60,11 @@ def test_an_exhibit_is_wrong_in_silence_and_prove_says_what_is_shown(
     for wrong, right in NORMS.findall(first):
         assert abs(float(wrong) / float(right) - 1) > 1e-3
     proofs = [NORMS.sub("", text) for text in (first, *others)]
-    assert len({re.sub(r"\(.*?%\)", "", proof) for proof in proofs}) == 1, "all ranks know the same"
+    assert len({re.sub(r"\(.*?%\)", "", proof) for proof in proofs}) == 1, "ranks print different findings"
     assert " wrong:\n" in first
 
 
-def test_the_page_of_prove_shows_one_of_them() -> None:
+def test_verify_page_shows_an_example_of_the_museum_page() -> None:
     page = (ROOT / "docs" / "howto" / "VERIFY_A_LAYOUT.md").read_text()
     before, _, after = page.partition("## A wrong layout\n")[2].partition("```text\n")
     assert "MUSEUM.md" in before
@@ -74,7 +74,7 @@ def test_the_page_of_prove_shows_one_of_them() -> None:
 
 
 def untied_table() -> tuple[bool, bool]:
-    """Of a table on both stages of a pipeline: the proof where it is declared tied, and where it isn't."""
+    """Return whether `prove` accepts an embedding on both pipeline stages, declared as tied and as not tied."""
     drawn = Drawn("pipe", (("pipe", 2),), width=8, depth=1, dropout=0.0, tied=True, trained=True, seed=1)
     with ProcessGroupRegistry(drawn.topology) as registry:
         model, loss_fn = build(drawn, registry)
@@ -83,12 +83,12 @@ def untied_table() -> tuple[bool, bool]:
         return tied, prove(model, loss_fn, registry).right
 
 
-def test_a_tie_that_nobody_declares_is_out_of_sight(world: World) -> None:
+def test_prove_cannot_detect_an_undeclared_tied_parameter(world: World) -> None:
     assert world.run(2, untied_table) == [(True, True)] * 2
 
 
 def write() -> None:
-    """Into the page, what its exhibits print now."""
+    """Write the text that the exhibits print now into the page."""
     world, page = World(), PAGE.read_text()
     for _, before, ranks, code, shown in EXHIBIT.findall(page):
         found = world.run(int(ranks), printed_by, beginning_of(page), code)[0]

@@ -1,4 +1,4 @@
-"""What an index gets: the source distribution has all that is in the repository, and a README that leads nowhere else."""
+"""The source distribution has all files of the repository, and a README without relative links."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FOLDERS = ("parallel", "amp", "optim", "tests", "examples", "docs")
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Its files by their names, unpacked."""
+    """The text of each file of the source distribution, by name."""
     pytest.importorskip("setuptools")
     folder, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "meshstep"
-    # A copy: a build leaves files beside the sources, where an installation may be at work.
+    # Build in a copy, because a build writes files beside the sources, which an editable installation may be using.
     left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", ".hypothesis", "build", "*.egg-info")
     shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
@@ -33,7 +33,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def test_the_source_distribution_has_all_that_its_tests_read(sdist: dict[str, str]) -> None:
+def test_source_distribution_contains_all_files_of_the_repository(sdist: dict[str, str]) -> None:
     there = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*") if path.is_file()}
     there |= {path.relative_to(ROOT) for pattern in ("*.md", "*.toml", "*.py") for path in ROOT.glob(pattern)}
     there |= {
@@ -46,16 +46,16 @@ def test_the_source_distribution_has_all_that_its_tests_read(sdist: dict[str, st
         Path("src/meshstep/__init__.py"),
         Path("src/meshstep/py.typed"),
     }
-    made = {path for path in there if "__pycache__" in path.parts or path.suffix == ".so"}  # compiled here
+    made = {path for path in there if "__pycache__" in path.parts or path.suffix == ".so"}  # compiled on this machine
     assert sorted(str(path) for path in there - made if str(path) not in sdist) == []
     assert not {str(path) for path in made} & {*sdist}
 
 
-def test_nothing_is_in_it_twice(sdist: dict[str, str]) -> None:
+def test_source_distribution_contains_no_file_twice(sdist: dict[str, str]) -> None:
     assert [name for name in sdist if re.match(r"src/meshstep/(parallel|amp|optim)/", name)] == []
 
 
-def test_the_page_on_an_index_has_no_links_into_the_repository(sdist: dict[str, str]) -> None:
+def test_package_description_has_no_relative_links(sdist: dict[str, str]) -> None:
     page = message_from_string(sdist["PKG-INFO"])
     assert page["Description-Content-Type"] == "text/markdown"
     text = page.get_payload()

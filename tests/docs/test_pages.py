@@ -1,8 +1,8 @@
-"""Every page of the repository: its snippets run and print what they show, its links and pictures are there.
+"""Every page of the repository: its snippets run and print the shown output, its links and pictures exist.
 
-A page is any Markdown file. Its Python blocks are one session, in their order; or, in PROGRAMS, programs of their own.
-Pages that need more (several ranks, errors, other packages) have a test of their own, which ELSEWHERE names. So no block
-can be added that nothing runs.
+A page is any Markdown file. Its Python blocks run in order in one session, except on pages in PROGRAMS, where each block
+is a program of its own. Pages that need several ranks, errors or other packages have other tests, named in ELSEWHERE. So
+every Python block is run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGES = {
     for path in sorted((ROOT / folder).glob("*.md") if folder == "." else (ROOT / folder).rglob("*.md"))
 }
 PROGRAMS = ("README.md",)
-ELSEWHERE = {  # page -> the tests that run its Python, or whose harness does
+ELSEWHERE = {  # page -> the test files that run its Python blocks, directly or through the harness
     "docs/explanation/MUSEUM.md": "docs/test_museum.py",
     "docs/explanation/SCALE.md": "docs/test_scale.py",
     "docs/howto/CLUSTERS.md": "docs/test_clusters.py",
@@ -53,7 +53,7 @@ ELSEWHERE = {  # page -> the tests that run its Python, or whose harness does
     "docs/reference/ERRORS.md": "docs/test_errors_page.py",
     "docs/tutorials/FIRST_MLP.md": "docs/test_first_mlp.py",
 }
-# What is shown, and by whom it is run, where it is neither Python nor what Python prints.
+# Languages of blocks other than Python.
 OTHERS = {"text", "bash", "sh", "diff", "console", "yaml"}
 WORDS = 900
 
@@ -65,40 +65,40 @@ def with_python(pages: dict[str, str]) -> list[str]:
 # Snippets -------------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_pages() -> None:
+def test_listed_pages_exist() -> None:
     assert len(PAGES) >= 20
     assert {*ELSEWHERE, *PROGRAMS} <= {*PAGES}
 
 
 @pytest.mark.parametrize("name", [name for name in with_python(PAGES) if name not in ELSEWHERE])
-def test_the_snippets_print_what_the_page_shows(name: str) -> None:
+def test_python_snippets_print_the_shown_output(name: str) -> None:
     session: dict[str, Any] = {"__name__": name}
     try:
         for code, output in blocks("python", PAGES[name]):
             assert printed_by(code, name, {"__name__": name} if name in PROGRAMS else session) == output
     finally:
-        if torch.distributed.is_initialized():  # some join the processes, even if it is one
+        if torch.distributed.is_initialized():  # some snippets start a process group, even for one process
             torch.distributed.destroy_process_group()
 
 
-def test_pages_that_other_tests_run_are_named_in_those_tests() -> None:
+def test_pages_run_by_other_tests_are_named_in_those_tests() -> None:
     for page, tests in ELSEWHERE.items():
         for test in tests.split():
             assert Path(page).name in (ROOT / "tests" / test).read_text(), f"{test} does not run {page}"
 
 
-def test_every_diff_and_snippet_of_an_integration_is_run() -> None:
+def test_every_integration_page_with_a_diff_is_run_by_a_test() -> None:
     with_code = {name for name, page in PAGES.items() if name.startswith("docs/integrations/") and blocks("diff", page)}
     assert with_code <= {*ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_block_has_a_language_that_somebody_runs(name: str) -> None:
+def test_code_blocks_have_a_known_language(name: str) -> None:
     assert languages(PAGES[name]) <= {"python", *OTHERS}
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks("console", page)])
-def test_what_the_table_of_ranks_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_blocks_show_the_printed_topology_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for text, _ in blocks("console", PAGES[name]):
         command, _, output = text.partition("\n")
         prefix = "$ python -m meshstep.parallel "
@@ -108,13 +108,13 @@ def test_what_the_table_of_ranks_prints(name: str, capsys: pytest.CaptureFixture
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of each line of its `sh` blocks."""
+    """Return the words of each command in the `sh` blocks of a page."""
     text = "".join(text for text, _ in blocks("sh", page)).replace("\\\n", " ")
     return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
 
 
 def source_of(words: list[str]) -> Path | None:
-    """The file that `python [-m module | file]` or `torchrun [-m module | file]` runs, if it is the repository's."""
+    """Return the file of the repository that `python` or `torchrun` runs, by `-m module` or by name; else None."""
     if "-m" in words:
         module = words[words.index("-m") + 1]
         if not module.startswith(("meshstep", "tests")):
@@ -125,7 +125,7 @@ def source_of(words: list[str]) -> Path | None:
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if commands(page)])
-def test_commands_name_files_and_flags_that_exist(name: str) -> None:
+def test_commands_use_existing_files_and_flags(name: str) -> None:
     for words in commands(PAGES[name]):
         source = source_of(words)
         if source is None:
@@ -141,24 +141,24 @@ def test_commands_name_files_and_flags_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_files_that_it_names_exist(name: str) -> None:
+def test_files_named_on_a_page_exist(name: str) -> None:
     for path in re.findall(r"(?<![\w/.])(?:examples|tests|parallel|amp|optim|docs)/[\w/.]+\w", PAGES[name]):
         assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists(), path
 
 
 def slug(heading: str) -> str:
-    """As GitHub names it in a link."""
+    """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w -]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).lower().replace(" ", "-")
 
 
 def targets(page: str) -> list[str]:
-    """What its links and pictures lead to."""
+    """Return the targets of the relative links and pictures of a page."""
     prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
     return [target for target in re.findall(r"\]\(([^)]+)\)", prose) if not target.startswith(("http:", "https:"))]
 
 
 def dead(name: str, page: str) -> list[str]:
-    """Its links that lead nowhere."""
+    """Return the targets of a page that do not exist."""
     bad = []
     for target in targets(page):
         path, _, heading = target.partition("#")
@@ -171,11 +171,11 @@ def dead(name: str, page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_of_a_page_are_valid(name: str) -> None:
     assert dead(name, PAGES[name]) == []
 
 
-def test_a_dead_link_would_be_noticed() -> None:
+def test_dead_links_are_detected() -> None:
     links = ("docs/README.md#how-to-guides", "optim/NONE.md", "README.md#none", "#here")
     page = "# Here\n" + " ".join(f"[a]({link})" for link in links) + " ![e](docs/none.svg)\n"
     assert dead("PAGE.md", page) == ["optim/NONE.md", "README.md#none", "docs/none.svg"]
@@ -190,10 +190,10 @@ def test_every_page_and_every_picture_is_linked() -> None:
     }
     pictures = [path for folder in FOLDERS[1:] for path in (ROOT / folder).rglob("*.svg")]
     for path in (*(ROOT / name for name in PAGES if name != "README.md"), *pictures):
-        assert path.resolve() in linked, f"nobody links to {path.relative_to(ROOT)}"
+        assert path.resolve() in linked, f"no page links to {path.relative_to(ROOT)}"
 
 
-def test_every_picture_has_words_for_who_does_not_see_it() -> None:
+def test_every_picture_has_alternative_text() -> None:
     for name, page in PAGES.items():
         for words in re.findall(r"!\[([^]]*)\]", page):
             assert len(words.split()) >= 8, f"{name}: {words}"
@@ -202,18 +202,18 @@ def test_every_picture_has_words_for_who_does_not_see_it() -> None:
 # The README -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_has_a_limited_number_of_words() -> None:
     assert len(PAGES["README.md"].split()) <= WORDS
 
 
-def test_why_and_the_change_are_on_its_first_screen() -> None:
+def test_readme_starts_with_motivation_picture_and_diff() -> None:
     first, _, _ = PAGES["README.md"].partition("## Run it")
     assert first.index("docs/pictures/wrong_norms.svg") < first.index("-45.7%") < first.index("```diff")
     assert len(first.split()) < 420
 
 
-def test_its_table_names_what_there_is() -> None:
-    """What is in code marks in the second column are expressions of names that meshstep offers."""
+def test_readme_table_names_existing_symbols_and_links() -> None:
+    """Code in the second column uses names that meshstep exports."""
     import meshstep
 
     table = PAGES["README.md"].partition("## What works")[2].partition("**Not on a GPU")[0]
@@ -229,12 +229,16 @@ def test_its_table_names_what_there_is() -> None:
 # The CI ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_workflow_calls_what_ci_is() -> None:
+def test_github_workflow_runs_the_ci_script() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert re.findall(r"^ +(?:- )?run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
 
 
-def test_modules_that_sh_blocks_start_can_be_imported() -> None:
+def test_modules_started_by_sh_blocks_can_be_imported() -> None:
     found = {words[words.index("-m") + 1] for page in PAGES.values() for words in commands(page) if "-m" in words}
-    for module in found - {"tests.gpu", "mkdocs", "ruff"}:  # of this folder, and of the extra `dev`
+    for module in found - {
+        "tests.gpu",
+        "mkdocs",
+        "ruff",
+    }:  # a folder of the repository, and packages of the extra `dev`
         assert importlib.util.find_spec(module) is not None, module

@@ -1,7 +1,7 @@
-"""Every picture is what its script draws; the figures that it draws are those of a run; it shows on light and dark pages.
+"""Every picture equals the output of its script, shows the figures of a run, and is readable on light and dark pages.
 
-Figures that take minutes (200 steps in six layouts) or a quiet machine (times) are kept as JSON. Of those a run here is
-compared with the beginning, or with the order of what happens.
+Figures that take minutes (200 steps in six layouts) or a quiet machine (times) are stored as JSON. A short run is compared
+with the beginning of stored curves, or with the order of stored events.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PICTURES = sorted(FOLDER.glob("*.svg"))
 
 
 def script(name: str) -> Any:
-    """One of docs/pictures as a module."""
+    """Import a script of docs/pictures as a module."""
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     return importlib.import_module(name)
@@ -45,18 +45,18 @@ def on_a_rank(name: str, function: str, *arguments: Any) -> Any:
 # The files ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_has_a_script() -> None:
+def test_each_picture_has_a_script() -> None:
     layouts = {f"layout_{name}" for name in script("who_holds_what").LAYOUTS}
     assert {path.stem for path in PICTURES} == {*MEASURED, *layouts, "linear_2d"}
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_file_is_what_its_script_draws(name: str) -> None:
+def test_picture_file_equals_the_output_of_its_script(name: str) -> None:
     drawn = script(name).draw(kept(name))
     assert (FOLDER / f"{name}.svg").read_text() == drawn, f"run: python docs/pictures/{name}.py --draw"
 
 
-def test_the_layouts_are_what_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_pictures_equal_the_output_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, axes in script("who_holds_what").LAYOUTS.items():
         command([*axes.split(), "--svg", str(tmp_path / "here.svg")])
         assert (tmp_path / "here.svg").read_text() == (FOLDER / f"layout_{name}.svg").read_text(), (
@@ -66,7 +66,7 @@ def test_the_layouts_are_what_the_command_draws(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
-def test_everything_is_inside_and_has_colours_for_both_pages(path: Path) -> None:
+def test_picture_fits_its_frame_and_has_light_and_dark_colours(path: Path) -> None:
     root = ET.fromstring(path.read_text())
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     kinds = set()
@@ -81,7 +81,7 @@ def test_everything_is_inside_and_has_colours_for_both_pages(path: Path) -> None
         if "rotate" not in str(words.attrib) and words.attrib["text-anchor"] == "start" and words.text:
             assert float(words.attrib["x"]) + wide * len(words.text) <= width + 40, words.text
     light, dark = "".join(STYLE.split()), "".join(DARK.split())
-    for kind in kinds - {"title", "name", "code"}:  # these have the text's own colour
+    for kind in kinds - {"title", "name", "code"}:  # these classes have the colour of the text
         assert f".{kind}{{fill:" in light
         assert f".{kind}{{fill:" in dark
     assert "prefers-color-scheme: dark" in path.read_text()
@@ -90,13 +90,13 @@ def test_everything_is_inside_and_has_colours_for_both_pages(path: Path) -> None
 # The figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_wrong_norms_are_those_of_a_run(world: World) -> None:
+def test_wrong_norms_picture_matches_a_run(world: World) -> None:
     found = world.run(4, on_a_rank, "wrong_norms", "rows")[0]
     assert [method for method, _ in found] == [method for method, _ in kept("wrong_norms")]
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in kept("wrong_norms")], rel=1e-4)
 
 
-def test_what_pages_say_of_a_picture_are_its_figures() -> None:
+def test_pages_quote_the_figures_of_pictures_correctly() -> None:
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/explanation/NORMS_OF_LAYOUTS.md"))
     (_, truth), *rows = kept("wrong_norms")
     off = [f"{norm / truth - 1:+.2%}" for _, norm in rows]
@@ -109,14 +109,14 @@ def test_what_pages_say_of_a_picture_are_its_figures() -> None:
 
 
 @pytest.mark.parametrize("topology", ["data=1", "tensor=4", "row=2,col=2", "data=2,tensor=2"])
-def test_the_curves_begin_as_a_run_does(world: World, topology: str) -> None:
+def test_training_curves_start_like_a_run(world: World, topology: str) -> None:
     ranks = Topology.parse(topology).world_size
     found = world.run(ranks, on_a_rank, "curves", "train", topology, 200, 3)[0]
     for name in ("loss", "norm"):
         assert found[name] == pytest.approx(kept("curves")[topology][name][:3], rel=2e-5)
 
 
-def test_all_curves_are_one() -> None:
+def test_training_curves_of_all_layouts_agree() -> None:
     figures = kept("curves")
     assert list(figures) == list(script("curves").LAYOUTS)
     dense = figures["data=1"]
@@ -126,8 +126,8 @@ def test_all_curves_are_one() -> None:
         assert values["norm"] == pytest.approx(dense["norm"], rel=1e-2)
 
 
-def test_the_table_of_the_main_job_says_what_the_curves_end_with() -> None:
-    """`.ci/run` runs the main job itself."""
+def test_table_of_main_job_matches_the_end_of_the_training_curves() -> None:
+    """The main job itself is run by `.ci/run`."""
     page = (ROOT / "examples" / "README.md").read_text()
     rows = re.findall(r"^\| (?:none.*?|`([\w=,]+)`.*?) \| .*? \| ([\d.]+) \| ([\d.]+)% \|", page, re.MULTILINE)
     said = {topology or "data=1": (float(loss), float(accuracy)) for topology, loss, accuracy in reversed(rows)}
@@ -138,7 +138,7 @@ def test_the_table_of_the_main_job_says_what_the_curves_end_with() -> None:
         assert 100 * figures["accuracy"] == pytest.approx(accuracy, abs=5e-3)
 
 
-def test_copies_drift_apart_as_in_a_run(world: World) -> None:
+def test_replica_divergence_picture_matches_a_run(world: World) -> None:
     found = world.run(4, on_a_rank, "drift", "train", 4)[0]
     figures = kept("drift")
     for run in ("own", "exact"):
@@ -150,14 +150,14 @@ def test_copies_drift_apart_as_in_a_run(world: World) -> None:
     assert last["own"] > 1.3 * last["exact"]
 
 
-def test_the_memory_is_counted_from_a_step(world: World) -> None:
+def test_memory_picture_matches_a_step(world: World) -> None:
     by_rank = world.run(4, on_a_rank, "memory", "kept")
     assert kept("memory") == script("common").rounded(by_rank[0])
     whole, *sharded = (sum(parts.values()) for parts in kept("memory").values())
     assert all(total < whole for total in sharded)
 
 
-def test_the_timeline_is_in_the_order_of_a_run(world: World) -> None:
+def test_timeline_picture_has_the_order_of_a_run(world: World) -> None:
     def order(spans: list[Any]) -> list[str]:
         return [stage for stage, *_ in spans]
 
@@ -168,11 +168,11 @@ def test_the_timeline_is_in_the_order_of_a_run(world: World) -> None:
         assert all(start <= stop for _, start, stop in spans)
 
 
-# Who holds what -------------------------------------------------------------------------------------------------------
+# Layout pictures ------------------------------------------------------------------------------------------------------
 
 
 def elements(shown: Shown, sizes: tuple[int, ...], topology: Topology, rank: int) -> set[int]:
-    """What `shard` cuts for a rank, of the same number of cells."""
+    """Return the indices of the cells in the shard that `shard` gives to a rank."""
     full = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
 
     class Place:
@@ -189,7 +189,7 @@ def elements(shown: Shown, sizes: tuple[int, ...], topology: Topology, rank: int
 
 
 @pytest.mark.parametrize("axes", [*script("who_holds_what").LAYOUTS.values(), "pipe=2 tensor=3", "data=3"])
-def test_a_picture_shows_what_shard_cuts(axes: str) -> None:
+def test_layout_picture_shows_the_shard_of_each_rank(axes: str) -> None:
     topology = Topology.parse(axes)
     for shown in parameters(topology):
         sizes = cells_of(shown, topology)
@@ -200,13 +200,13 @@ def test_a_picture_shows_what_shard_cuts(axes: str) -> None:
     assert f">{topology.world_size - 1}</text>" in draw(topology)
 
 
-def test_a_wrong_spec_would_show() -> None:
+def test_layout_picture_differs_for_a_wrong_spec() -> None:
     topology = Topology(row=2, col=2)
     right, wrong = Shown("weight", P("row", "col"), 2), Shown("weight", P("col", "row"), 2)
     assert [held(right, topology, rank) for rank in range(4)] != [held(wrong, topology, rank) for rank in range(4)]
 
 
-def test_a_world_that_is_too_large_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_layout_picture_of_a_too_large_world_is_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         command(["data=65", "--svg", str(tmp_path / "large.svg")])
     assert "Topology(data=65) has 65 ranks, but a picture shows at most 64; leave --svg out" in capsys.readouterr().err

@@ -28,18 +28,18 @@ INTEGRATIONS = ROOT / "docs" / "integrations"
 NORMS = (ROOT / "docs" / "explanation" / "NORMS_OF_LAYOUTS.md").read_text()
 
 
-def test_the_quickstart_is_the_first_that_is_shown_after_the_diff() -> None:
+def test_readme_shows_the_quickstart_after_the_diff() -> None:
     kinds_and_texts = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     after_the_diff = kinds_and_texts[[kind for kind, _ in kinds_and_texts].index("diff") + 1 :]
-    shown = [kind_and_text for kind_and_text in after_the_diff if kind_and_text[0] != "bash"]  # the commands
+    shown = [kind_and_text for kind_and_text in after_the_diff if kind_and_text[0] != "bash"]  # skip the commands
     assert shown[0] == ("python", (ROOT / "examples" / "quickstart.py").read_text())
 
 
 # The commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_ci_finds_the_two_commands() -> None:
-    """.ci/run takes them from here: the lines that make a virtual environment."""
+def test_ci_script_finds_both_commands_in_the_readme() -> None:
+    """`.ci/run` reads its commands from the README: the lines that make a virtual environment."""
     commands = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
     assert [line + "\n" for line in commands] == [text for text, _ in blocks("bash", README)]
     main_job, tests = commands
@@ -49,7 +49,7 @@ def test_the_ci_finds_the_two_commands() -> None:
     assert "grep '^python3 -m venv '" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_flags_of_the_main_job_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_command_of_the_main_job_has_valid_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     command = next(text for text, _ in blocks("bash", README) if "train_digits" in text)
     words = shlex.split(command)
     monkeypatch.setattr(sys, "argv", words[words.index("examples/train_digits.py") :])
@@ -69,7 +69,7 @@ def compare_norms() -> list[tuple[str, float]]:
         return [truth, *script.measure(*script.prepare(options, registry))]
 
 
-def test_the_norms_are_as_printed(world: World) -> None:
+def test_norms_page_shows_the_measured_norms(world: World) -> None:
     text = next(text for text, _ in blocks("text", NORMS) if text.startswith("dense layer"))
     rows = [re.fullmatch(r"(.*?) {2,}([\d.]+)( +[-+][\d.]+%)?", line) for line in text.splitlines()]
     printed = {row[1]: float(row[2]) for row in rows if row is not None}
@@ -84,7 +84,7 @@ def test_the_norms_are_as_printed(world: World) -> None:
 
 
 class HandWritten(nn.Module):
-    """Two linear layers, split over `tensor` by hand: it declares nothing."""
+    """Two linear layers, sharded over `tensor` by hand, without declared specs."""
 
     specs: Mapping[str, P] = {
         "up.weight": P("tensor"),
@@ -118,7 +118,7 @@ class Dense(nn.Module):
 
 
 def sides_of(diff: str) -> tuple[str, str]:
-    """What is before and what is after the change."""
+    """Return the code before and after a diff."""
     lines = diff.splitlines()
     before, after = ("\n".join(line[1:] for line in lines if line[:1] in (" ", sign, "")) for sign in "-+")
     return before, after
@@ -140,7 +140,7 @@ def dense_model() -> Dense:
 
 
 def run_after() -> tuple[dict[str, Tensor], float]:
-    """The loop with meshstep, on this rank: full parameters at the end, and the last clip coefficient."""
+    """Run the loop with meshstep on this rank; return the final full parameters and the last clip coefficient."""
     full = {name: param.detach() for name, param in dense_model().named_parameters()}
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         local = [(shard(x, P("data"), registry), shard(y, P("data"), registry)) for x, y in batches(5)]
@@ -152,24 +152,24 @@ def run_after() -> tuple[dict[str, Tensor], float]:
     return found, float(namespace["stats"].clip_coef)
 
 
-def test_the_loop_after_the_change_trains_as_the_dense_one_before(world: World) -> None:
+def test_loop_after_the_readme_diff_trains_like_the_dense_loop(world: World) -> None:
     before, after = sides_of_the_diff()
     assert "meshstep" in after
     assert "meshstep" not in before
     namespace: dict[str, Any] = {"batches": batches(5), "build_model": dense_model}
     exec(compile(before, "README.md", "exec"), namespace)
     for found, clip_coef in world.run(4, run_after):
-        assert clip_coef < 1, "it should clip"
+        assert clip_coef < 1, "the norm should be clipped"
         for name, param in namespace["model"].named_parameters():
             torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_diff_is_short() -> None:
+def test_readme_diff_is_short() -> None:
     ((diff, _),) = blocks("diff", README)
     assert sum(line.startswith(("+", "-")) and line.strip("+-") != "" for line in diff.splitlines()) <= 12
 
 
-# Moving from elsewhere ------------------------------------------------------------------------------------------------
+# Migration from other libraries ---------------------------------------------------------------------------------------
 
 
 def change_from(page: str, which: int = 0) -> tuple[str, str]:
@@ -178,7 +178,7 @@ def change_from(page: str, which: int = 0) -> tuple[str, str]:
 
 
 def run_migrated(page: str, axes: dict[str, int], micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
-    """The loop after the change, on this rank: full parameters at the end and the last norm; groups are closed."""
+    """Run the loop after a diff on this rank; return the final full parameters and the last norm. Closes its groups."""
     parts = [(x[part::micro_batches], y[part::micro_batches]) for x, y in batches(5) for part in range(micro_batches)]
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         namespace: dict[str, Any] = {
@@ -209,34 +209,34 @@ def run_snippets(page: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_snippets_of_the_page_of_pytorch_print_what_it_shows(world: World) -> None:
+def test_pytorch_page_snippets_print_the_shown_output(world: World) -> None:
     shown = [output for _, output in blocks("python", (INTEGRATIONS / "PYTORCH.md").read_text())]
     assert world.run(4, run_snippets, "PYTORCH.md")[0] == shown
 
 
 def run_torch_loop() -> dict[str, Tensor]:
-    """The loop before the change, on this rank and a CPU: full parameters at the end."""
+    """Run the loop before the diff on this rank on a CPU; return the final full parameters."""
     code = change_from("PYTORCH.md")[0].replace('"cuda"', '"cpu"').replace("GradScaler()", 'GradScaler("cpu")')
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         local = [(shard(x, P("data"), registry), shard(y, P("data"), registry)) for x, y in batches(5)]
     namespace: dict[str, Any] = {"batches": local, "build_model": dense_model}
-    with mock.patch("torch.distributed.init_process_group"):  # there is one already
+    with mock.patch("torch.distributed.init_process_group"):  # the default group exists already
         exec(compile(code, "PYTORCH.md", "exec"), namespace)
     return {name.removeprefix("module."): param.detach() for name, param in namespace["model"].named_parameters()}
 
 
-def test_the_loop_of_plain_torch_trains_the_same_before_and_after(world: World) -> None:
+def test_pytorch_page_loop_trains_equally_before_and_after_the_diff(world: World) -> None:
     expected = world.run(2, run_torch_loop)[0]
     start = dict(dense_model().named_parameters())
     for found, norm in world.run(2, run_migrated, "PYTORCH.md", {"data": 2}):
-        assert norm > 1.5, "it should clip"
+        assert norm > 1.5, "the norm should be clipped"
         for name, value in expected.items():
             assert (value - start[name]).abs().max() > 1e-2
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 def plain_torch() -> tuple[dict[str, Tensor], float]:
-    """The same in one process, in float32, and the last norm."""
+    """Train in one process in float32; return the final parameters and the last norm."""
     model = dense_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     norm = torch.tensor(torch.nan)
@@ -252,7 +252,7 @@ def plain_torch() -> tuple[dict[str, Tensor], float]:
     ("page", "axes", "micro_batches"),
     [("MEGATRON_CORE.md", {"data": 2, "tensor": 2}, 1), ("DEEPSPEED.md", {"data": 2}, 2)],
 )
-def test_a_loop_that_moved_trains_as_plain_torch(
+def test_migrated_loop_trains_like_plain_torch(
     world: World, page: str, axes: dict[str, int], micro_batches: int
 ) -> None:
     before, _ = change_from(page)
@@ -260,7 +260,7 @@ def test_a_loop_that_moved_trains_as_plain_torch(
     assert "meshstep" not in before
     start = {name: param.detach() for name, param in dense_model().named_parameters()}
     expected, norm = plain_torch()
-    assert norm > 1.5, "it should clip"
+    assert norm > 1.5, "the norm should be clipped"
     for found, measured in world.run(Topology(roles=None, **axes).world_size, run_migrated, page, axes, micro_batches):
         assert measured == pytest.approx(norm, rel=0.02)
         for name, value in expected.items():
@@ -269,7 +269,7 @@ def test_a_loop_that_moved_trains_as_plain_torch(
 
 
 def run_recipe() -> tuple[dict[str, Tensor], list[float]]:
-    """ColossalAI's recipe after the change, on all ranks that there are."""
+    """Run the recipe of ColossalAI after the diff on all ranks; return the final parameters and learning rates."""
     x, y = (torch.cat(part) for part in zip(*batches(5), strict=True))
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     namespace: dict[str, Any] = {
@@ -286,11 +286,11 @@ def run_recipe() -> tuple[dict[str, Tensor], list[float]]:
     return full, [group["lr"] for group in namespace["optimizer"].param_groups]
 
 
-def test_the_recipe_that_moved_has_the_curve_of_one_process(world: World) -> None:
+def test_migrated_colossalai_recipe_trains_like_one_process(world: World) -> None:
     before, after = change_from("COLOSSALAI.md")
     compile(before, "COLOSSALAI.md", "exec")
     loop = before.partition(" = build_model()")[2]
-    assert loop == after.partition(" = build_model()")[2], "below the imports and the plugin nothing changes"
+    assert loop == after.partition(" = build_model()")[2], "the diff should change only the imports and the plugin"
     ((expected, rates),) = world.run(1, run_recipe)
     for found, found_rates in world.run(2, run_recipe):
         assert found_rates == rates
@@ -299,7 +299,7 @@ def test_the_recipe_that_moved_has_the_curve_of_one_process(world: World) -> Non
 
 
 def run_with_a_stand_in_for_deepspeed() -> tuple[list[str], dict[str, Any]]:
-    """What DeepSpeed would be given: the flagged parameters, and what the mpu says."""
+    """Return the arguments that DeepSpeed would get: the flagged parameters and the results of the mpu."""
     given: dict[str, Any] = {}
 
     def initialize(**arguments: Any) -> tuple[Any, ...]:
@@ -326,7 +326,7 @@ def run_with_a_stand_in_for_deepspeed() -> tuple[list[str], dict[str, Any]]:
     return [name for name, param in given["model"].named_parameters() if param.model_parallel], answers
 
 
-def test_deepspeed_gets_flags_and_an_mpu(world: World) -> None:
+def test_deepspeed_page_passes_parameter_flags_and_mpu(world: World) -> None:
     split = ["up.weight", "up.bias", "down.weight"]
     for rank, (flagged, answers) in enumerate(world.run(4, run_with_a_stand_in_for_deepspeed)):
         assert sorted(flagged) == sorted(split if rank % 2 else [*split, "down.bias"])

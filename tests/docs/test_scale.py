@@ -37,20 +37,20 @@ class Sent(NamedTuple):
 
 @cache
 def page() -> dict[str, Any]:
-    """What the page's snippets define."""
+    """Return the names that the snippets of the page define."""
     session: dict[str, Any] = {"__name__": "scale"}
     for code, output in blocks("python", PAGE.read_text()):
         assert printed_by(code, "docs/explanation/SCALE.md", session) == output
     return session
 
 
-def test_the_snippets_print_what_they_show() -> None:
+def test_cost_model_snippets_print_the_shown_output() -> None:
     assert {"collectives", "state_bytes", "two_level"} <= page().keys()
 
 
 @contextmanager
 def sending() -> Iterator[list[Sent]]:
-    """What goes out meanwhile: the collective, the ranks of its group, and the bytes of the larger side."""
+    """Record the collectives: name, ranks of the group, and bytes of the larger of input and output."""
     sent: list[Sent] = []
 
     def note(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def sending() -> Iterator[list[Sent]]:
 
 
 class Case(NamedTuple):
-    """A mesh of data x tensor, and options."""
+    """A mesh of data x tensor, and options of the optimizer."""
 
     data: int
     tensor: int
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 
 def sent_by(case: Case) -> tuple[list[Sent], int]:
-    """What the third step of one rank sends, and its bytes of states and masters."""
+    """Return the collectives of the third step of this rank, and its bytes of states and masters."""
     topology = Topology(data=case.data, tensor=case.tensor)
     with ProcessGroupRegistry(topology) as registry, small_buckets(BUCKET):
         params = [nn.Parameter(torch.ones(numel)) for numels in NUMELS.values() for numel in numels]
@@ -108,12 +108,12 @@ def sent_by(case: Case) -> tuple[list[Sent], int]:
 
 
 def expected(case: Case) -> list[Sent]:
-    """By the page; parameters of a group of param groups of their own come in the order of the groups."""
+    """Return the collectives that the page predicts; parameters are ordered by param groups."""
     order = [index for start in range(case.groups) for index in range(7)[start :: case.groups]]
     flat = [(kind, numel) for kind, numels in NUMELS.items() for numel in numels]
     kinds = [[flat[i][1] for i in order if flat[i][0] == kind] for kind in NUMELS]
     if case.tensor == 1 and not case.sharded:
-        kinds = [[flat[i][1] for i in order]]  # nothing is split: one kind
+        kinds = [[flat[i][1] for i in order]]  # nothing is sharded: one bucket kind
     buckets = page()["buckets"]
     with mock.patch.dict(page(), {"buckets": partial(buckets, nbytes=BUCKET)}):
         found = page()["collectives"](
@@ -148,14 +148,14 @@ SMALL = [
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_the_formulas_are_what_ranks_count(world: World, case: Case) -> None:
+def test_cost_model_equals_collectives_and_bytes_counted_on_real_ranks(world: World, case: Case) -> None:
     for sent, nbytes in world.run(case.data * case.tensor, sent_by, case):
         assert sorted(sent) == expected(case)
         assert nbytes == state_bytes(case)
 
 
 @pytest.mark.parametrize("case", [Case(8192, 8), Case(8, 8192), Case(64, 1024, sharded=True, bf16=True)], ids=str)
-def test_the_formulas_are_what_one_rank_of_65536_counts(case: Case) -> None:
+def test_cost_model_equals_counts_of_one_rank_in_a_world_of_65536(case: Case) -> None:
     with (
         fake_world(65536, rank=54_321),
         objects_gathered_by(said_by_all),
@@ -165,7 +165,7 @@ def test_the_formulas_are_what_one_rank_of_65536_counts(case: Case) -> None:
     assert nbytes == state_bytes(case)
 
 
-def test_masters_and_half_the_states_are_what_the_page_says() -> None:
+def test_cost_model_of_masters_and_half_states_equals_counted_bytes() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         annotate(weight, P(), "weight")

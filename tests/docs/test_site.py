@@ -150,7 +150,7 @@ def test_built_pages_have_formulas_as_mathml(site: Path) -> None:
 
 
 @pytest.mark.parametrize("words", SEARCHED)
-def test_search_index_has(site: Path, words: str) -> None:
+def test_search_index_contains_usual_terms(site: Path, words: str) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
     assert any(words.lower() in (entry["title"] + " " + entry["text"]).lower() for entry in index["docs"])
 

@@ -1,6 +1,6 @@
-"""The tables of speed on the pages: each script that makes one runs, at a size of seconds, and prints rows of numbers.
+"""The benchmark scripts of the speed tables: each runs within seconds at a small size, and prints rows of numbers.
 
-The figures on the pages are of larger models, and of a machine with time; these runs show that whoever has one gets them.
+The figures on the pages are of larger models, measured on an idle machine. These runs only show that the scripts work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from world import World
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "benchmarks"
 
-# What each is started with, and how the rows begin that a page has its figures from.
+# Script -> arguments, and the beginnings of the rows whose figures a page quotes.
 SMALL: dict[str, list[tuple[str, list[str]]]] = {
     "bits": [("--only overlap", ["overlap: "])],
     "checkpoint": [("--rounds 2 --mib 0.1", ["save", "load"])],
@@ -82,13 +82,13 @@ def threads() -> Iterator[None]:
 
 
 class Kept:
-    """The suite's pool of ranks, which outlives the script that wants one."""
+    """The rank pool of the test suite, which must outlive the script that uses it."""
 
     def __init__(self, world: World) -> None:
         self.run, self.run_each, self.ranks = world.run, world.run_each, world.ranks
 
     def close(self) -> None:
-        """It goes on."""
+        """Keep the pool open."""
 
 
 @pytest.mark.usefixtures("threads")
@@ -100,7 +100,7 @@ class Kept:
     [(name, arguments, rows) for name, runs in SMALL.items() for arguments, rows in runs],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_script_makes_its_table(
+def test_benchmark_script_prints_its_table(
     name: str,
     arguments: str,
     rows: list[str],
@@ -120,8 +120,8 @@ def test_the_script_makes_its_table(
         assert re.search(rf"^[| ]*{re.escape(row)}.*\d", printed, re.MULTILINE), f"{row!r} is not in:\n{printed}"
 
 
-def test_every_script_finds_what_it_imports() -> None:
-    """In the suite the harness is on the path, but not where a script is started."""
+def test_benchmark_scripts_find_their_imports() -> None:
+    """The test suite has the harness on its path, but a script that is started alone does not."""
     harness = {path.stem for path in (ROOT / "tests" / "harness").glob("*.py")}
     for path in FOLDER.glob("*.py"):
         before, found, after = path.read_text().partition(
@@ -131,7 +131,7 @@ def test_every_script_finds_what_it_imports() -> None:
         assert found or not harness & {*imported}, f"{path.name} imports {harness & {*imported}} without their folder"
 
 
-def test_every_script_is_run_and_every_page_names_one_that_is_there() -> None:
+def test_every_benchmark_script_is_run_and_pages_name_existing_scripts() -> None:
     scripts = {path.stem for path in FOLDER.glob("*.py")}
     assert scripts == {*SMALL, *ELSEWHERE}
     for name, test in ELSEWHERE.items():

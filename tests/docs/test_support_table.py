@@ -1,7 +1,7 @@
-"""The table of combinations in SUPPORT.md is what happens: each cell of it is run, in every precision mode.
+"""The table of combinations in SUPPORT.md is correct: each cell is run in every precision mode.
 
-The table says of each layout and form of data parallelism in which modes it works. Those must end where one process ends
-in the same mode, within its rounding; all others must be refused, with an error that says what to do instead.
+The table lists the modes that work for each layout and form of data parallelism. These must reach the result of one
+process in the same mode, within rounding. All other modes must raise an error that says what to do instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from support_cells import FORMS, LAYOUTS, MAX_NORM, MODES, SOME, Run, difference
 from world import World
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "SUPPORT.md").read_text()
-REFUSALS = {  # by what the cell says
+REFUSALS = {  # text of the cell -> error
     "—": r"needs a data axis, and Topology\(.*\) has none; give data_parallel=None",
     "[^1]": r"needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out",
 }
@@ -27,7 +27,7 @@ def section() -> str:
 
 
 def table() -> dict[tuple[str, str], str]:
-    """(layout, form) -> the cell, as it is written."""
+    """Return (layout, form) -> text of the cell."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section().splitlines() if line[:1] == "|"]
     layouts = [cell.removesuffix(" [^2]").strip("`") for cell in rows[0][1:]]
     return {
@@ -42,7 +42,7 @@ CELLS: list[tuple[str, str]] = sorted(TABLE, key=lambda cell: topology_of(cell[0
 
 
 def modes_of(cell: str) -> set[str]:
-    """The modes that a cell says work."""
+    """Return the modes that a cell lists as working."""
     if cell == "no masters [^1]":
         return {mode for mode, precision in MODES.items() if not precision.masters}
     words = cell.removesuffix("[^1]").replace("—", "").replace(",", " ").split()
@@ -56,7 +56,7 @@ def one_process() -> dict[str, Run]:
 
 @cache
 def on_ranks(world: World, layout: str, kind: str) -> list[dict[str, dict[str, Run]]]:
-    """Of each rank the runs of a kind of data parallelism, with and without offload."""
+    """Return the runs of each rank for one kind of data parallelism, with and without offload."""
     forms = [form for form in FORMS if kind_of(form) == kind]
     size = topology_of(layout).world_size
     return [run_cells(layout, forms)] if size == 1 else world.run(size, run_cells, layout, forms)
@@ -66,15 +66,15 @@ def kind_of(form: str) -> str:
     return form.partition(",")[0]
 
 
-def test_the_table_has_a_cell_for_every_layout_and_form() -> None:
+def test_support_table_has_a_cell_for_every_layout_and_form() -> None:
     assert list(TABLE) == [(layout, form) for form in FORMS for layout in LAYOUTS]
     listed = re.findall(r"`([^`]+)`", section().partition("|")[0])
-    assert [mode for mode in listed if mode in MODES] == list(MODES), "the text above it names all modes"
+    assert [mode for mode in listed if mode in MODES] == list(MODES), "the text above the table must name all modes"
     assert all((cell == "all") <= (layout not in SOME) for (layout, _), cell in TABLE.items())
 
 
 @pytest.mark.parametrize(("layout", "form"), CELLS, ids=lambda word: word)
-def test_a_cell(world: World, layout: str, form: str) -> None:
+def test_support_table_cell_matches_actual_behaviour(world: World, layout: str, form: str) -> None:
     cell, ranks = TABLE[layout, form], [runs[form] for runs in on_ranks(world, layout, kind_of(form))]
     assert {mode for mode, run in ranks[0].items() if not run.refusal} == modes_of(cell)
     for runs in ranks:
@@ -87,8 +87,8 @@ def test_a_cell(world: World, layout: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_wrong_would_be_noticed(mode: str) -> None:
-    """A norm that is 2% off, as when a bias counts twice, and weights that were not clipped by it."""
+def test_wrong_norms_and_weights_are_detected_in_every_mode(mode: str) -> None:
+    """Norms that are 2% too large, as if a bias counted twice, and weights with another clip coefficient."""
     reference = one_process()[mode]
     assert min(reference.norms) > 1.5 * MAX_NORM, "every step should clip"
     off = Run([1.02 * norm for norm in reference.norms], {name: 1.2 * w for name, w in reference.weights.items()}, "")

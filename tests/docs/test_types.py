@@ -1,4 +1,4 @@
-"""A project that uses meshstep, checked as its owner would: by a type checker that knows no more than what is installed."""
+"""Type checking of a user's project: the type checkers see only the installed package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ net = Net()
 declare(net, {"*": P()})
 adam = torch.optim.AdamW(net.parameters())
 
-# A step returns what it measured; None in the middle of a window, where there are windows.
+# A step returns its stats. With accumulation it returns None within a window.
 plain = ParallelOptimizer(adam, registry, max_norm=1.0, precision="bf16", states=Sharded("data"))
 assert_type(plain.step(), GradStats)
 assert_type(plain.clip_grad_by_norm(1.0), GradStats)
@@ -80,7 +80,7 @@ assert_type(nothing, None)
 _, in_windows, _, _, _ = Booster(accumulation_steps=4).boost(net, adam)
 assert_type(in_windows.step(), GradStats | None)
 
-# Modes are names that a checker knows. What comes from a command line is looked up.
+# A type checker knows the names of the modes. Names from a command line need `precision_of`.
 Booster(precision_of(input()))
 Booster("bf61")  # type: ignore[call-overload]
 Booster(data_parallel="zero3")  # type: ignore[call-overload]
@@ -94,7 +94,7 @@ Topology(roles={"expert": "dta"}, expert=2)  # type: ignore[dict-item]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder of its own, with nothing of this repository in sight."""
+    """A folder outside this repository with a training script."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "pyrightconfig.json").write_text(
         '{"typeCheckingMode": "standard", "reportUnnecessaryTypeIgnoreComment": "error", "enableTypeIgnoreComments": true}'
@@ -110,13 +110,13 @@ def checked(project: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_mypy_strict_knows_the_types_of_what_is_installed(project: Path) -> None:
+def test_mypy_strict_accepts_user_code(project: Path) -> None:
     pytest.importorskip("mypy")
     found = checked(project, "mypy", "--strict", "--no-incremental", "train.py")
     assert found == "Success: no issues found in 1 source file\n"
 
 
-def test_pyright_knows_the_types_of_what_is_installed(project: Path) -> None:
+def test_pyright_accepts_user_code(project: Path) -> None:
     pytest.importorskip("basedpyright")
     found = checked(project, "basedpyright", "--pythonpath", sys.executable, "train.py")
     assert "0 errors, 0 warnings, 0 notes\n" in found, found

@@ -1,7 +1,7 @@
-"""The table of optimizers that need whole tensors is what happens: each cell of it is run.
+"""The table of optimizers that need full tensors is correct: each cell is run.
 
-After ten steps in float64 every rank has what the same optimizer has alone in one process, to 1e-12, and copies have the
-same bits, with every placement of states that the cell says.
+After ten steps in float64, every rank matches the same optimizer in one process to 1e-12, and replicas are bitwise
+identical, with every state placement that the cell lists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXACT = 1e-12
 
 
 def table() -> dict[tuple[str, str], str]:
-    """(optimizer, layout) -> the cell."""
+    """Return (optimizer, layout) -> text of the cell."""
     tables = [text.splitlines() for text in PAGE.split("\n\n") if text[:1] == "|"]
     lines = next(lines for lines in tables if "`tensor=2`" in lines[0])
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -32,7 +32,7 @@ def table() -> dict[tuple[str, str], str]:
 TABLE = table()
 
 
-def test_the_table_has_a_cell_for_every_optimizer_and_layout() -> None:
+def test_full_tensor_table_has_a_cell_for_every_optimizer_and_layout() -> None:
     assert list(TABLE) == [(optimizer, layout) for optimizer in OPTIMIZERS for layout in LAYOUTS]
     for (_, layout), cell in TABLE.items():
         assert cell.split(", ") == fitting(layout)
@@ -40,7 +40,7 @@ def test_the_table_has_a_cell_for_every_optimizer_and_layout() -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_cell_is_the_dense_update(world: World, layout: str) -> None:
+def test_full_tensor_table_cells_match_the_update_of_one_process(world: World, layout: str) -> None:
     planted = WHOLE_LAYOUTS[LAYOUTS[layout]]
     expected = {name: alone(planted, make) for name, make in OPTIMIZERS.items()}
     for placement in PLACEMENTS:

@@ -23,11 +23,11 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 FRONT = ROOT / "src" / "meshstep" / "__init__.py"
 FOLDERS = {"parallel": "parallel", "amp": "amp", "optim": "optim", "testing": "src/meshstep/testing"}
-PACKAGES = tuple(FOLDERS)  # each uses those before it
-OFFERED = ("parallel", "amp", "optim")  # at the front as well
-# Within a package, from the ground floor up: a room uses rooms of lower floors, not its neighbours. A room is a folder,
-# or a file directly in the package; "*" is all files there that no floor names. `__init__` is the front door, above all.
-FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
+PACKAGES = tuple(FOLDERS)  # each package may import the packages before it
+EXPORTING = ("parallel", "amp", "optim")  # packages whose names `meshstep` exports too
+# The layers of each package, lowest first: a part imports only from parts of lower layers. A part is a folder or a file
+# directly in the package; "*" stands for all files in no other layer. `__init__` is above all layers.
+LAYERS: Mapping[str, tuple[frozenset[str], ...]] = {
     "parallel": (
         frozenset({"mesh", "launch"}),
         frozenset({"layout", "data", "ranks"}),
@@ -56,21 +56,21 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
     ),
     "testing": (frozenset({"*"}),),
 }
-# What examples and snippets import from.
+# Modules that examples and snippets may import.
 PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {
     "meshstep.optim.whole",
     "meshstep.parallel.launch",
     "meshstep.testing.strategies",
 }
 
-Arrow = tuple[str, str]
+ImportEdge = tuple[str, str]
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
 def library(root: Path) -> list[str]:
-    """The library's files, as paths from the root; those of a folder that is not there, by its package."""
+    """Return the files of the library as paths that begin with the name of the package."""
     return sorted(
         f"{package}/{path.relative_to(root / folder)}"
         for package, folder in FOLDERS.items()
@@ -84,7 +84,7 @@ def text_of(root: Path, name: str) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    """(level, module, names) of every import statement that is executed, at whatever depth it stands."""
+    """Yield (level, module, names) of each import statement that is executed, also within functions."""
     type_only = {
         below
         for node in ast.walk(tree)
@@ -101,8 +101,8 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str, tuple[str, ...]]]:
             yield from ((0, alias.name, ()) for alias in node.names)
 
 
-def arrows(root: Path) -> set[Arrow]:
-    """(who imports, what is imported) among the library's files."""
+def import_edges(root: Path) -> set[ImportEdge]:
+    """Return (importing file, imported file) for all imports among the files of the library."""
     files = library(root)
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
     found = set()
@@ -110,20 +110,20 @@ def arrows(root: Path) -> set[Arrow]:
         for level, module, names in imported(ast.parse(text_of(root, name))):
             above = Path(name).parts[:-level] if level else ()
             whole = ".".join((*above, module) if module else above).removeprefix("meshstep.")
-            # `from .room import thing`: the thing is a file of the room, or a name in the room's __init__.
+            # `from .part import thing`: the thing is a file of the part, or a name in its __init__.
             targets = {modules.get(f"{whole}.{thing}", modules.get(whole)) for thing in names or ("",)}
             found |= {(name, target) for target in targets if target is not None and target != name}
     return found
 
 
 @cache
-def own_arrows() -> frozenset[Arrow]:
-    """Return the arrows of this library, which takes a second or two to read."""
-    return frozenset(arrows(ROOT))
+def own_import_edges() -> frozenset[ImportEdge]:
+    """Return the imports of this library. Reading the files takes a second or two."""
+    return frozenset(import_edges(ROOT))
 
 
-def circles(found: Set[Arrow]) -> list[tuple[str, ...]]:
-    """The sets of files that import each other in a loop."""
+def import_cycles(found: Set[ImportEdge]) -> list[tuple[str, ...]]:
+    """Return the sets of files that import each other in a cycle."""
     nexts: dict[str, set[str]] = {}
     for source, target in found:
         nexts.setdefault(source, set()).add(target)
@@ -142,63 +142,65 @@ def circles(found: Set[Arrow]) -> list[tuple[str, ...]]:
 
 
 def place(name: str) -> tuple[str, str, int]:
-    """(package, room, floor) of a file.
+    """Return (package, part, layer) of a file.
 
     Raises:
-        LookupError: FLOORS has no place for it.
+        LookupError: The part is not in LAYERS.
     """
     package, *rest = name.removesuffix(".py").split("/")
     if rest == ["__init__"]:
-        return package, "__init__", len(FLOORS[package])
-    for floor, rooms in enumerate(FLOORS[package]):
-        if rest[0] in rooms:
-            return package, rest[0], floor
-    if len(rest) == 1 and "*" in FLOORS[package][0]:
+        return package, "__init__", len(LAYERS[package])
+    for layer, parts in enumerate(LAYERS[package]):
+        if rest[0] in parts:
+            return package, rest[0], layer
+    if len(rest) == 1 and "*" in LAYERS[package][0]:
         return package, "*", 0
-    raise LookupError(f"{name} is in a room of {package} that FLOORS does not name: give it a floor")
+    raise LookupError(f"{name} is in a part of {package} that LAYERS does not name: add the part to a layer")
 
 
-def upward(found: Set[Arrow], package: str) -> list[str]:
-    """The imports of a package's files that go up or sideways, or into a package above."""
+def upward_imports(found: Set[ImportEdge], package: str) -> list[str]:
+    """Return the imports of a package from its same or higher layers, or from a higher package."""
     bad = []
     for source, target in sorted(found):
-        (own, room, floor), (other, other_room, other_floor) = place(source), place(target)
-        down = other_floor < floor if own == other else PACKAGES.index(other) < PACKAGES.index(own)
-        if own == package and not down and (own, room) != (other, other_room):
+        (own, part, layer), (other, other_part, other_layer) = place(source), place(target)
+        down = other_layer < layer if own == other else PACKAGES.index(other) < PACKAGES.index(own)
+        if own == package and not down and (own, part) != (other, other_part):
             bad.append(f"{source} imports {target}")
     return bad
 
 
-def too_deep(code: str) -> list[str]:
-    """What lines of Python import from inside of meshstep; read as text, because diffs don't parse."""
+def private_imports(code: str) -> list[str]:
+    """Return the private modules that lines of Python import. The lines may be a diff, so they are not parsed."""
     statement = r"^[ +-]*(?:from|import) +(meshstep[\w.]*)(?: +import +(?:\(([^)]*)\)|(.*)))?"
-    rooms = frozenset().union(*(floor for floors in FLOORS.values() for floor in floors)) - {"launch"}
+    parts = frozenset().union(*(layer for layers_of_package in LAYERS.values() for layer in layers_of_package)) - {
+        "launch"
+    }
     found = set()
     for module, within, beside in re.findall(statement, code, re.MULTILINE):
         if module not in PUBLIC | {"meshstep"}:
             found.add(module)
         elif module != "meshstep":
-            found |= {f"{module}.{name}" for name in re.findall(r"\w+", within or beside) if name in rooms}
+            found |= {f"{module}.{name}" for name in re.findall(r"\w+", within or beside) if name in parts}
     return sorted(found)
 
 
-# The house ------------------------------------------------------------------------------------------------------------
+# Layers and exports ---------------------------------------------------------------------------------------------------
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    assert circles(own_arrows()) == []
+def test_library_has_no_import_cycles() -> None:
+    assert import_cycles(own_import_edges()) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_rooms_use_what_is_below_them(package: str) -> None:
-    assert upward(own_arrows(), package) == []
+def test_modules_import_only_from_lower_layers(package: str) -> None:
+    assert upward_imports(own_import_edges(), package) == []
 
 
-def test_every_floor_is_there() -> None:
-    for package, floors in FLOORS.items():
-        for room in frozenset().union(*floors) - {"*"}:
-            place = ROOT / FOLDERS[package] / room
-            assert place.is_dir() or place.with_suffix(".py").is_file(), f"{package}/{room}"
+def test_all_modules_of_the_layer_table_exist() -> None:
+    for package, layers_of_package in LAYERS.items():
+        for part in frozenset().union(*layers_of_package) - {"*"}:
+            place = ROOT / FOLDERS[package] / part
+            assert place.is_dir() or place.with_suffix(".py").is_file(), f"{package}/{part}"
 
 
 @pytest.mark.parametrize("package", ["parallel", "amp", "optim"])
@@ -206,28 +208,28 @@ def test_architecture_page_lists_the_layers(package: str) -> None:
     page = (ROOT / "docs" / "maintainers" / "ARCHITECTURE.md").read_text()
     page = page.partition(f"## Layers of `{package}`")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| (`[^|]*`) \|", page, re.MULTILINE)
-    told: list[set[str]] = [set() for _ in FLOORS[package]]
-    for floor, names in rows:
-        told[int(floor)] |= set(re.findall(r"`(\w+)(?:\.py|/)`", names))
-    assert told == [set(floor) for floor in FLOORS[package]]
-    assert [int(floor) for floor, _ in rows] == sorted(int(floor) for floor, _ in rows)
+    told: list[set[str]] = [set() for _ in LAYERS[package]]
+    for layer, names in rows:
+        told[int(layer)] |= set(re.findall(r"`(\w+)(?:\.py|/)`", names))
+    assert told == [set(layer) for layer in LAYERS[package]]
+    assert [int(layer) for layer, _ in rows] == sorted(int(layer) for layer, _ in rows)
 
 
-def test_the_library_imports_itself_relatively() -> None:
+def test_library_uses_relative_imports() -> None:
     for name in library(ROOT):
         for level, module, _ in imported(ast.parse(text_of(ROOT, name))):
             assert level or module.partition(".")[0] != "meshstep", f"{name} imports {module}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_offers_what_it_imports_and_nothing_else(package: str) -> None:
+def test_package_exports_exactly_its_imported_names(package: str) -> None:
     module = importlib.import_module(f"meshstep.{package}")
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     tree = ast.parse(text_of(ROOT, f"{package}/__init__.py"))
     assert sorted(module.__all__) == sorted(name for _, _, names in imported(tree) for name in names)
 
 
-def test_what_is_installed_is_every_folder_with_an_init() -> None:
+def test_pyproject_installs_every_package_folder() -> None:
     inits = [name.removesuffix("/__init__.py") for name in library(ROOT) if name.endswith("/__init__.py")]
     folders = {name: name.replace((package := name.partition("/")[0]), FOLDERS[package], 1) for name in inits}
     table = (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools]")[2]
@@ -241,11 +243,11 @@ def test_what_is_installed_is_every_folder_with_an_init() -> None:
     assert dict(re.findall(r'^"?([\w.]+)"? = "(.*)"$', where, re.MULTILINE)) == expected
 
 
-def test_all_that_the_packages_offer_is_offered_at_the_front_as_well() -> None:
+def test_meshstep_exports_all_names_of_its_subpackages() -> None:
     offered = [
-        (package, name) for package in OFFERED for name in importlib.import_module(f"meshstep.{package}").__all__
+        (package, name) for package in EXPORTING for name in importlib.import_module(f"meshstep.{package}").__all__
     ]
-    assert len({name for _, name in offered}) == len(offered), "a name means one thing"
+    assert len({name for _, name in offered}) == len(offered), "two packages export the same name"
     front: Any = meshstep
     for package, name in offered:
         assert getattr(meshstep, name) is getattr(importlib.import_module(f"meshstep.{package}"), name), name
@@ -253,37 +255,37 @@ def test_all_that_the_packages_offer_is_offered_at_the_front_as_well() -> None:
         assert name in front.__all__
     nodes = [node for node in ast.walk(ast.parse(FRONT.read_text())) if isinstance(node, ast.ImportFrom) and node.level]
     seen = [(node.level, node.module, [alias.name for alias in node.names]) for node in nodes]
-    assert seen == [(1, package, ["*"]) for package in sorted(OFFERED)], "what type checkers see"
+    assert seen == [(1, package, ["*"]) for package in sorted(EXPORTING)], "imports that type checkers read"
 
 
-def test_a_name_that_nobody_offers_is_the_usual_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'meshstep' has no attribute 'Nothing'"):
         _ = meshstep.Nothing
 
 
-def test_to_ask_for_the_version_loads_nothing() -> None:
+def test_version_can_be_read_without_importing_torch() -> None:
     code = "import sys, meshstep; print(meshstep.__version__, *(name for name in sys.modules if 'torch' in name))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert re.fullmatch(r"\d+\.\d+\.\d+ ?", printed.rstrip("\n"))
     assert printed.split()[0] == importlib.metadata.version("meshstep")
 
 
-def test_examples_and_readmes_need_no_more_than_what_is_offered() -> None:
-    readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in OFFERED)]
+def test_examples_and_readmes_import_only_public_modules() -> None:
+    readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in EXPORTING)]
     texts = [path for path in (*sorted((ROOT / "examples").glob("*.py")), *readmes) if path.is_file()]
     assert sum("meshstep" in path.read_text() for path in texts) > 8
-    assert {str(path.relative_to(ROOT)): deep for path in texts if (deep := too_deep(path.read_text()))} == {}
+    assert {str(path.relative_to(ROOT)): deep for path in texts if (deep := private_imports(path.read_text()))} == {}
 
 
-# What is planted is found ---------------------------------------------------------------------------------------------
+# Detection of planted mistakes ----------------------------------------------------------------------------------------
 
 
-def plant(root: Path, files: Mapping[str, str]) -> set[Arrow]:
-    """The arrows of a tree that has these files too."""
+def plant(root: Path, files: Mapping[str, str]) -> set[ImportEdge]:
+    """Add files to a tree, and return its imports."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return arrows(root)
+    return import_edges(root)
 
 
 @pytest.mark.parametrize(
@@ -296,20 +298,20 @@ def plant(root: Path, files: Mapping[str, str]) -> set[Arrow]:
     ],
     ids=["plain", "lazy", "by its full name", "from its full name"],
 )
-def test_a_circle_is_found(tmp_path: Path, closing: str) -> None:
+def test_import_cycle_is_detected(tmp_path: Path, closing: str) -> None:
     spec, topology = "parallel/layout/spec.py", "parallel/mesh/topology.py"
-    assert circles(plant(tmp_path, {spec: "from ..mesh.topology import Topology\n", topology: ""})) == []
+    assert import_cycles(plant(tmp_path, {spec: "from ..mesh.topology import Topology\n", topology: ""})) == []
     found = plant(tmp_path, {topology: closing})
-    assert circles(found) == [(spec, topology)]
-    assert upward(found, "parallel") == [f"{topology} imports {spec}"]
+    assert import_cycles(found) == [(spec, topology)]
+    assert upward_imports(found, "parallel") == [f"{topology} imports {spec}"]
 
 
-def test_an_import_of_a_type_is_no_circle(tmp_path: Path) -> None:
+def test_type_checking_import_does_not_count_as_cycle(tmp_path: Path) -> None:
     spec, topology = "parallel/layout/spec.py", "parallel/mesh/topology.py"
     type_only = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..layout.spec import P\n"
     found = plant(tmp_path, {spec: "from ..mesh.topology import Topology\n", topology: type_only})
-    assert circles(found) == []
-    assert upward(found, "parallel") == []
+    assert import_cycles(found) == []
+    assert upward_imports(found, "parallel") == []
 
 
 @pytest.mark.parametrize(
@@ -324,22 +326,25 @@ def test_an_import_of_a_type_is_no_circle(tmp_path: Path) -> None:
         ("parallel/layers/tensor_1d.py", "from .. import P\n", "parallel/__init__.py"),
     ],
 )
-def test_an_import_upward_or_sideways_is_found(tmp_path: Path, source: str, text: str, target: str) -> None:
-    assert upward(plant(tmp_path, {source: "", target: ""}), source.partition("/")[0]) == []
-    assert upward(plant(tmp_path, {source: text}), source.partition("/")[0]) == [f"{source} imports {target}"]
+def test_import_from_same_or_higher_layer_is_detected(tmp_path: Path, source: str, text: str, target: str) -> None:
+    assert upward_imports(plant(tmp_path, {source: "", target: ""}), source.partition("/")[0]) == []
+    assert upward_imports(plant(tmp_path, {source: text}), source.partition("/")[0]) == [f"{source} imports {target}"]
 
 
-def test_a_room_without_a_floor_is_found(tmp_path: Path) -> None:
+def test_module_missing_in_the_layer_table_is_detected(tmp_path: Path) -> None:
     found = plant(tmp_path, {"optim/attic/box.py": "from ..norm import plan\n", "optim/norm/plan.py": ""})
-    with pytest.raises(LookupError, match=r"optim/attic/box.py is in a room of optim that FLOORS does not name"):
-        upward(found, "optim")
+    with pytest.raises(LookupError, match=r"optim/attic/box.py is in a part of optim that LAYERS does not name"):
+        upward_imports(found, "optim")
 
 
-def test_a_snippet_that_reaches_in_is_found() -> None:
-    assert too_deep("from meshstep.parallel import P\n+from meshstep.parallel.launch import init_distributed\n") == []
-    assert too_deep("+    from meshstep.optim.norm.plan import Bucket\n") == ["meshstep.optim.norm.plan"]
-    assert too_deep("from meshstep.optim import Booster, norm\nnorm(1)\n") == ["meshstep.optim.norm"]
-    assert too_deep("from meshstep.optim import (\n    Booster,\n    norm,\n)\n") == ["meshstep.optim.norm"]
+def test_import_of_a_private_module_in_a_snippet_is_detected() -> None:
+    assert (
+        private_imports("from meshstep.parallel import P\n+from meshstep.parallel.launch import init_distributed\n")
+        == []
+    )
+    assert private_imports("+    from meshstep.optim.norm.plan import Bucket\n") == ["meshstep.optim.norm.plan"]
+    assert private_imports("from meshstep.optim import Booster, norm\nnorm(1)\n") == ["meshstep.optim.norm"]
+    assert private_imports("from meshstep.optim import (\n    Booster,\n    norm,\n)\n") == ["meshstep.optim.norm"]
 
 
 # Start-up -------------------------------------------------------------------------------------------------------------
@@ -352,8 +357,8 @@ print(*sorted({*sys.modules} - before))
 """
 
 
-def test_what_a_user_may_do_without_is_not_imported() -> None:
-    """DTensor alone takes most of a second, in every process."""
+def test_importing_meshstep_does_not_load_optional_packages() -> None:
+    """For example, importing DTensor takes most of a second in every process."""
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
     new = done.stdout.split()
     assert "meshstep.optim" in new

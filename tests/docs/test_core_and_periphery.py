@@ -1,4 +1,4 @@
-"""Two rings: the core imports no periphery, and works when any periphery package is deleted."""
+"""The core imports no periphery package, and works after any periphery package is deleted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from properties import repetitions
-from test_house import FOLDERS, ROOT, Arrow, library, own_arrows, text_of
+from test_import_layers import FOLDERS, ROOT, ImportEdge, library, own_import_edges, text_of
 
-# Packages and modules that the core can do without. Each may import others of them.
+# Packages and modules that the core does not need. They may import each other.
 PERIPHERY = (
     "parallel/layers",
     "parallel/data",
@@ -38,7 +38,7 @@ PERIPHERY = (
     "optim/__main__",
     "testing",
 )
-# Imports within functions, of what a user asks for by name.
+# Imports within functions, of features that the user selects by name.
 ALLOWED = {
     ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # use_kernels("triton")
     ("optim/step/update.py", "optim/kernels/triton.py"),  # the same kernels
@@ -92,8 +92,8 @@ def is_periphery(name: str, packages: tuple[str, ...] = PERIPHERY) -> bool:
     return any(name.startswith((f"{package}/", f"{package}.py")) for package in packages)
 
 
-def outward(found: Set[Arrow]) -> list[Arrow]:
-    """The imports of the periphery by the core. A package's ``__init__`` exports both."""
+def periphery_imports(found: Set[ImportEdge]) -> list[ImportEdge]:
+    """Return the imports of the periphery by the core, except in ``__init__``, which exports both."""
     return sorted(
         (source, target)
         for source, target in found
@@ -102,17 +102,17 @@ def outward(found: Set[Arrow]) -> list[Arrow]:
 
 
 def test_core_imports_no_periphery() -> None:
-    assert {*outward(own_arrows())} == ALLOWED
+    assert {*periphery_imports(own_import_edges())} == ALLOWED
 
 
-def test_an_import_of_the_periphery_by_the_core_is_found() -> None:
-    arrow = ("optim/clip/base.py", "optim/telemetry/monitor.py")
-    assert outward({arrow, ("optim/__init__.py", arrow[1]), (arrow[1], arrow[0])}) == [arrow]
+def test_import_of_periphery_by_core_is_detected() -> None:
+    edge = ("optim/clip/base.py", "optim/telemetry/monitor.py")
+    assert periphery_imports({edge, ("optim/__init__.py", edge[1]), (edge[1], edge[0])}) == [edge]
 
 
 def without(package: str) -> set[str]:
-    """The files to delete with a periphery package: its own, and the periphery that imports them."""
-    found, gone = own_arrows(), {name for name in library(ROOT) if is_periphery(name, (package,))}
+    """Return the files to delete with a periphery package: its files and the periphery files that import them."""
+    found, gone = own_import_edges(), {name for name in library(ROOT) if is_periphery(name, (package,))}
     while more := {
         source
         for source, target in found
@@ -123,7 +123,7 @@ def without(package: str) -> set[str]:
 
 
 def is_init(name: str, gone: set[str]) -> bool:
-    """Whether it exports modules of which some are left."""
+    """Return whether a file is an ``__init__`` of a folder that keeps some files."""
     if not name.endswith("__init__.py"):
         return False
     folder = name.removesuffix("__init__.py")
@@ -131,7 +131,7 @@ def is_init(name: str, gone: set[str]) -> bool:
 
 
 def copy_without(gone: set[str], root: Path) -> None:
-    """Copy the library, without these files and their exports."""
+    """Copy the library without the files ``gone`` and their exports."""
     modules = {name.removesuffix(".py").removesuffix("/__init__") for name in gone}
     for name in library(ROOT):
         if name in gone:
@@ -171,7 +171,7 @@ def test_core_steps_when_periphery_packages_are_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", PERIPHERY)
-def test_every_periphery_package_is_there(package: str) -> None:
+def test_every_periphery_package_exists(package: str) -> None:
     folder, _, rest = package.partition("/")
     place = ROOT / FOLDERS[folder] / rest
     assert place.is_dir() or place.with_suffix(".py").is_file()

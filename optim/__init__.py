@@ -1,7 +1,8 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
-import warnings
+from typing import TYPE_CHECKING
 
+from ..parallel.mesh.deprecation import renamed_objects
 from .build import Measure, Reduce
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.base import Clip, ClipState, Decision, OfEachParameter
@@ -144,13 +145,5 @@ __all__ = [
 ]
 
 
-_RENAMED = {"Piece": SteppedTensor}
-
-
-def __getattr__(name: str) -> object:
-    """Return a public object by its former name, with a DeprecationWarning."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = _RENAMED[name]
-    warnings.warn(f"meshstep.optim.{name} is called {new.__name__} now", DeprecationWarning, stacklevel=2)
-    return new
+if not TYPE_CHECKING:  # type checkers report former names
+    __getattr__ = renamed_objects(__name__, {"Piece": SteppedTensor})

@@ -23,7 +23,7 @@ from ..parallel.mesh.agreement import (
     on_all_ranks,
     on_all_ranks_with,
 )
-from ..parallel.mesh.call_tracker import level_of_caller
+from ..parallel.mesh.deprecation import warn_deprecated
 from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..parallel.mesh.topology import Topology
 from .clip.base import Clip
@@ -683,7 +683,7 @@ def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, calle
                 f"{type(record).__name__}, which is deprecated"
             )
     write = f"write {_text_of(new)} instead" if new else f"leave {name} out"
-    warnings.warn(f"{caller}({old_text}) is deprecated: {write}", DeprecationWarning, stacklevel=level_of_caller())
+    warn_deprecated(f"{caller}({old_text})", write)
     options.update(new)
     return None
 

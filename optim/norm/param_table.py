@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import P
+from ...parallel.mesh.deprecation import renamed_members
 from .plan import ParameterEntry, ReductionPlan
 
 
@@ -53,6 +53,7 @@ class ParamPosition:
         return replace(self, param=param, tensor=tensor, offset=self.offset + offset, path=(*self.path, self.tensor))
 
 
+@renamed_members(piece="tensor")
 @dataclass(frozen=True, eq=False)
 class SteppedTensor(ParamPosition):
     """A tensor that the optimizer steps, and its place in the model; see `ParamPosition` for the first arguments.
@@ -96,12 +97,6 @@ class SteppedTensor(ParamPosition):
     def trained(self) -> bool:
         """Return True unless the parameter was frozen when the optimizer was made."""
         return self.entry.trained
-
-    @property
-    def piece(self) -> Tensor:
-        """Return ``tensor``. Deprecated."""
-        warnings.warn("SteppedTensor.piece is called SteppedTensor.tensor now", DeprecationWarning, stacklevel=2)
-        return self.tensor
 
 
 @dataclass(frozen=True)

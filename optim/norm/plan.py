@@ -31,6 +31,7 @@ from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.layout.annotation import Annotation, annotation_of, attach
 from ...parallel.layout.shard import Region
 from ...parallel.layout.spec import Owned, P, owns
+from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.text import aligned, some
 from ...parallel.mesh.topology import Topology
 
@@ -237,6 +238,7 @@ class Bucket:
         return " ".join(parts) or "replicated"
 
 
+@renamed_members(holders="num_replicas", weights="replica_weights")
 @dataclass(frozen=True)
 class ReductionPlan:
     """The reduction plan of one rank. It needs no process groups.
@@ -324,18 +326,6 @@ class ReductionPlan:
     def replica_weights(self) -> tuple[float, ...]:
         """Return for each entry 1 / ``num_replicas``: the weight of a rank's power in the packed sum."""
         return tuple(1 / replicas for replicas in self.num_replicas)
-
-    @property
-    def holders(self) -> tuple[int, ...]:
-        """Return ``num_replicas``. Deprecated."""
-        warnings.warn("ReductionPlan.holders is called num_replicas now", DeprecationWarning, stacklevel=2)
-        return self.num_replicas
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Return ``replica_weights``. Deprecated."""
-        warnings.warn("ReductionPlan.weights is called replica_weights now", DeprecationWarning, stacklevel=2)
-        return self.replica_weights
 
     def by_spec(self, answer: Callable[[P], T]) -> dict[P, T]:
         """Return ``answer(spec)`` for each distinct spec of the entries."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
 from ...amp.modes import Precision
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.layout.annotation import annotation_of, label_of
-from ...parallel.mesh.call_tracker import level_of_caller
+from ...parallel.mesh.deprecation import warn_deprecated
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
@@ -708,11 +707,9 @@ def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPo
         return method(first, positions)
     name = method.__name__
     wanted = f"{name}({', '.join(signature(getattr(Link, name)).parameters)})"
-    warnings.warn(
-        f"{type(method.__self__).__name__}.{name} takes a list of tensors as its third argument, which is deprecated: "
+    warn_deprecated(
+        f"{type(method.__self__).__name__}.{name} with a list of tensors as its third argument",
         f"write {wanted}; each position has its tensor as position.tensor",
-        DeprecationWarning,
-        stacklevel=level_of_caller(),
     )
     return method(first, positions, [at.tensor for at in positions])
 
@@ -721,11 +718,7 @@ def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:
     """Return the transform's `step`, also if it has the deprecated form ``step(update)``."""
     if len(signature(link.step).parameters) != 1:
         return link.step
-    warnings.warn(
-        f"{type(link).__name__}.step(update) is deprecated: write step(self, request, update) and call update(request)",
-        DeprecationWarning,
-        stacklevel=level_of_caller(),
-    )
+    warn_deprecated(f"{type(link).__name__}.step(update)", "write step(self, request, update) and call update(request)")
     step: Callable[[Callable[[], object]], object] = link.step  # type: ignore[assignment]
     return lambda request, update: step(partial(update, request))
 

@@ -12,10 +12,9 @@ Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +27,7 @@ from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import annotate
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
-from ...parallel.mesh.call_tracker import level_of_caller
+from ...parallel.mesh.deprecation import renamed_arguments
 from ...parallel.mesh.process_group_collectives import ALL_GATHER
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
@@ -371,6 +370,7 @@ def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
 # The placement and its transform --------------------------------------------------------------------------------------
 
 
+@renamed_arguments(exchange="compression")
 @dataclass(frozen=True)
 class Sharded(Placement):
     """The state placement that shards optimizer states and masters over an axis (ZeRO-1), and also gradients (ZeRO-2).
@@ -392,7 +392,6 @@ class Sharded(Placement):
             are reduced at the end of a window.
         compression: The communication hook that reduces gradients over the axis, such as `Bf16Wire`. Default None: without
             compression.
-        exchange: Deprecated; write ``compression=``.
 
     With ``gradients=True`` some buckets are reduced at the end of backward: owned parameters, parameters whose bucket
     layout differs between ranks, and all parameters if the model itself may use a data axis. It may if a spec names the
@@ -408,22 +407,6 @@ class Sharded(Placement):
     axis: str = "data"
     gradients: bool = False
     compression: Exchange | None = None
-    exchange: InitVar[Exchange | None] = None
-
-    def __post_init__(self, exchange: Exchange | None) -> None:
-        if exchange is None:
-            return
-        if self.compression is not None:
-            raise TypeError(
-                f"compression is given twice, as compression={self.compression!r} and as exchange={exchange!r}: leave "
-                "exchange out, which is deprecated"
-            )
-        warnings.warn(
-            f"Sharded(exchange={exchange!r}) is deprecated: write compression={exchange!r} instead",
-            DeprecationWarning,
-            stacklevel=level_of_caller(),
-        )
-        object.__setattr__(self, "compression", exchange)
 
     def check(self, binding: Binding) -> None:
         topology, switch = binding.registry.topology, binding.data_parallel

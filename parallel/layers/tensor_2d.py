@@ -30,7 +30,6 @@ References: Xu et al. 2021 (Optimus), arXiv:2104.05343; Wang et al. 2021 (Tesser
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -41,6 +40,7 @@ from ..layout.shard import local_shape
 from ..layout.spec import P
 from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to
+from ..mesh.deprecation import warn_deprecated
 from ..mesh.registry import ProcessGroupRegistry
 from .embedding import Classifier2D, Embedding2D
 from .initialization import (
@@ -171,14 +171,6 @@ class Linear2D(nn.Module):
 # Deprecated names of the 2.5-D layers ---------------------------------------------------------------------------------
 
 
-def _warn(old: str, new: str, depth: str) -> None:
-    warnings.warn(
-        f"{old} is deprecated and will be removed in the next version; write {new}(..., depth={depth!r})",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-
-
 class Linear2p5D(Linear2D):
     """Deprecated: `Linear2D` with ``depth="depth"``."""
 
@@ -191,7 +183,7 @@ class Linear2p5D(Linear2D):
         depth: str = "depth",
         **options: Any,
     ) -> None:
-        _warn("Linear2p5D", "Linear2D", depth)
+        warn_deprecated("Linear2p5D", f"write Linear2D(..., depth={depth!r}) instead")
         super().__init__(in_features, out_features, registry, depth=depth, **options)
 
 
@@ -199,7 +191,7 @@ class LayerNorm2p5D(LayerNorm2D):
     """Deprecated: `LayerNorm2D` with ``depth="depth"``."""
 
     def __init__(self, features: int, registry: ProcessGroupRegistry, *, depth: str = "depth", **options: Any) -> None:
-        _warn("LayerNorm2p5D", "LayerNorm2D", depth)
+        warn_deprecated("LayerNorm2p5D", f"write LayerNorm2D(..., depth={depth!r}) instead")
         super().__init__(features, registry, depth=depth, **options)
 
 
@@ -215,7 +207,7 @@ class Embedding2p5D(Embedding2D):
         depth: str = "depth",
         **options: Any,
     ) -> None:
-        _warn("Embedding2p5D", "Embedding2D", depth)
+        warn_deprecated("Embedding2p5D", f"write Embedding2D(..., depth={depth!r}) instead")
         super().__init__(num_embeddings, embedding_dim, registry, depth=depth, **options)
 
 
@@ -225,5 +217,5 @@ class Classifier2p5D(Classifier2D):
     def __init__(
         self, in_features: int, classes: int, registry: ProcessGroupRegistry, *, depth: str = "depth", **options: Any
     ) -> None:
-        _warn("Classifier2p5D", "Classifier2D", depth)
+        warn_deprecated("Classifier2p5D", f"write Classifier2D(..., depth={depth!r}) instead")
         super().__init__(in_features, classes, registry, depth=depth, **options)

@@ -454,6 +454,11 @@ def level_of_caller() -> int:
     return level
 
 
+def is_called_by_importlib() -> bool:
+    """Return True if the innermost frame outside this package is the import system's."""
+    return sys._getframe(level_of_caller() - 1).f_globals.get("__name__") == "importlib._bootstrap"
+
+
 def format_thread_stack(thread: int | None) -> str:
     """Return the stack of a thread of this process as text; ``thread`` is its `threading.Thread.ident`."""
     frame = sys._current_frames().get(thread or 0)

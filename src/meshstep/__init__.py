@@ -4,6 +4,7 @@ All public names of `meshstep.parallel`, `meshstep.amp` and `meshstep.optim` are
 Names are imported at first use, so ``import meshstep`` alone does not import torch.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,11 @@ def __getattr__(name: str) -> object:
         return import_module(f".{name}", __name__)
     if name == "__all__":
         return sorted(_package_by_name())
-    if name.startswith("_") or name not in (packages := _package_by_name()):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{packages[name]}", __name__), name)
+    if not name.startswith("_"):
+        package = _package_by_name().get(name, "optim")  # its ``__getattr__`` finds former names
+        with suppress(AttributeError):
+            return getattr(import_module(f".{package}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,7 @@ def optimizer() -> Iterator[ParallelOptimizer]:
 
 
 def test_piece_is_the_former_name_of_stepped_tensor() -> None:
-    with pytest.warns(DeprecationWarning, match=r"meshstep\.optim\.Piece is called SteppedTensor now"):
+    with pytest.warns(DeprecationWarning, match=r"meshstep\.optim\.Piece is deprecated: write SteppedTensor"):
         assert meshstep.optim.Piece is SteppedTensor
     with pytest.raises(AttributeError, match="no attribute 'Pieces'"):
         meshstep.optim.Pieces  # noqa: B018
@@ -30,11 +30,11 @@ def test_piece_is_the_former_name_of_stepped_tensor() -> None:
 
 def test_former_members_of_records_warn_and_return_the_same(optimizer: ParallelOptimizer) -> None:
     row, plan = optimizer.pieces()[0], optimizer.plan
-    with pytest.warns(DeprecationWarning, match=r"called SteppedTensor\.tensor now"):
+    with pytest.warns(DeprecationWarning, match=r"SteppedTensor\.piece is deprecated: write tensor"):
         assert row.piece is row.tensor
-    with pytest.warns(DeprecationWarning, match="called num_replicas now"):
+    with pytest.warns(DeprecationWarning, match="write num_replicas"):
         assert plan.holders == plan.num_replicas
-    with pytest.warns(DeprecationWarning, match="called replica_weights now"):
+    with pytest.warns(DeprecationWarning, match="write replica_weights"):
         assert plan.weights == plan.replica_weights
 
 

@@ -1,0 +1,126 @@
+"""Former public names, which work for one more version with a DeprecationWarning at the line of the user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from .call_tracker import is_called_by_importlib, level_of_caller
+
+AnyClass = TypeVar("AnyClass", bound=type)
+AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
+
+
+def warn_deprecated(old: str, advice: str) -> None:
+    """Warn that ``old`` is deprecated, with an advice for a replacement, at the innermost line outside this package."""
+    warnings.warn(f"{old} is deprecated: {advice}", DeprecationWarning, stacklevel=level_of_caller())
+
+
+def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module in which classes and functions have new names.
+
+    Args:
+        module: Name of the module.
+        renamed: The object by its former name.
+    """
+
+    def find(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new = renamed[name]
+        if not is_called_by_importlib():  # ``from module import name`` looks the name up there first, and then again
+            warn_deprecated(f"{module}.{name}", f"write {new.__name__} instead")
+        return new
+
+    return find
+
+
+def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
+    """Return a class decorator for attributes and methods with new names.
+
+        @renamed_members(parted="replicas_diverged")
+        class GradStats: ...
+
+    The former name reads and sets the attribute with the new name. A subclass that overrides a method or an attribute under
+    its former name overrides the new one, with a warning at the definition of the subclass.
+
+    Args:
+        renamed: New name by former name.
+    """
+
+    def decorate(cls: Any) -> Any:
+        own = cls.__dict__.get("__init_subclass__")
+
+        def adopt_overrides(subclass: Any, /, **options: Any) -> None:
+            if own is None:
+                super(cls, subclass).__init_subclass__(**options)
+            else:
+                own.__func__(subclass, **options)
+            for old, new in renamed.items():
+                if old in vars(subclass) and new not in vars(subclass):
+                    setattr(subclass, new, vars(subclass)[old])
+                    warn_deprecated(f"{subclass.__name__}.{old}", f"write {new} instead")
+
+        cls.__init_subclass__ = classmethod(adopt_overrides)
+        for old, new in renamed.items():
+            setattr(cls, old, _FormerMember(cls, old, new))
+        return cls
+
+    return decorate
+
+
+class _FormerMember:
+    """A descriptor with the former name of a member."""
+
+    def __init__(self, owner: type, old: str, new: str) -> None:
+        self.owner, self.old, self.new = owner, old, new
+
+    def __get__(self, instance: Any, cls: type) -> Any:
+        if instance is not None:
+            overriding = [base for base in cls.__mro__ if self.old in vars(base) and base is not self.owner]
+            if overriding:  # an override with the former name calls the method of its base class by `super`
+                return getattr(super(overriding[-1], instance), self.new)
+        warn_deprecated(f"{self.owner.__name__}.{self.old}", f"write {self.new} instead")
+        return getattr(cls if instance is None else instance, self.new)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        warn_deprecated(f"{self.owner.__name__}.{self.old}", f"write {self.new} instead")
+        setattr(instance, self.new, value)
+
+
+def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
+    """Return a decorator for a function, or for a class, whose keyword arguments have new names.
+
+        @renamed_arguments(last="final")
+        def step(closure=None, *, final=False): ...
+
+    Args:
+        renamed: New name by former name.
+    Raises:
+        TypeError: In a call that gives an argument by both names.
+    """
+
+    def decorate(function: Any) -> Any:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def accept(*args: Any, **kwargs: Any) -> Any:
+            for old in kwargs.keys() & renamed.keys() if kwargs else ():
+                new, value = renamed[old], kwargs.pop(old)
+                if new in kwargs:
+                    raise TypeError(
+                        f"{new} is given twice, as {new}={kwargs[new]!r} and as {old}={value!r}: leave {old} out, which is "
+                        "deprecated"
+                    )
+                warn_deprecated(f"{name}({old}={value!r})", f"write {new}={value!r} instead")
+                kwargs[new] = value
+            return function(*args, **kwargs)
+
+        return accept
+
+    return decorate

@@ -27,7 +27,7 @@ def test_by_every_schedule_it_is_the_run_of_one_process(world: World, tmp_path: 
     expected = read_curve(tmp_path / "one.csv")
     assert expected.shape == (STEPS, 3)
     assert expected[-1, 1] < expected[0, 1] - 0.5, "it should learn"
-    for topology, ranks, schedule, more in repetitions(RUNS, "pipeline_lm"):
+    for topology, ranks, schedule, more in repetitions(RUNS, "pipeline_lm", default=2):
         curve = tmp_path / f"{topology}.csv"
         how = [*FLAGS, "--verify", "--schedule", schedule, "--curve", str(curve), *more]
         also_printed, *others = world.run(ranks, printed_by_example, "pipeline_lm", how, topology)

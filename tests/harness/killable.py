@@ -63,8 +63,9 @@ class Plan:
         directory: Of the run: checkpoints, marks and results.
         attempt: Its number, for names.
         stop: Where to stop and wait for the kill: ``"training"`` (after step 30), or in the second save ``"writing"``,
-            ``"renaming"`` or ``"removing"`` the one before. ``"dying"``: after step 30 the last rank kills itself, each
-            time that torchrun starts the ranks but the third. ``""``: nowhere.
+            ``"renaming"`` or ``"removing"`` the one before. ``"dying"``: after step 30 the last rank kills itself, in
+            the first ``deaths`` attempts of torchrun. ``""``: nowhere.
+        deaths: Number of attempts that end so. Default: 2.
         second_save: Whether there is one.
         kind: Which optimizer of `KINDS`.
     """
@@ -77,6 +78,7 @@ class Plan:
     second_save: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     kind: str = "AdamW"
+    deaths: int = 2
 
     @property
     def checkpoints(self) -> Path:
@@ -143,7 +145,7 @@ def train(plan: Plan) -> None:
         if step + 1 == 30 and plan.stop == "training":
             stop(plan)
         if step + 1 == 30 and plan.stop == "dying" and rank == size - 1 and dist.is_torchelastic_launched():
-            die_unless_started_for_the_third_time(plan)
+            die_unless_restarted_often_enough(plan)
     torch.save({"start": start, "losses": losses, "model": model.state_dict()}, plan.result(rank))
     registry.close()
     dist.destroy_process_group()
@@ -181,10 +183,10 @@ def stop(plan: Plan) -> None:
     time.sleep(600)
 
 
-def die_unless_started_for_the_third_time(plan: Plan) -> None:
-    """By a signal, as from outside; says so by a file."""
+def die_unless_restarted_often_enough(plan: Plan) -> None:
+    """Write a file and kill this process, in the first ``plan.deaths`` attempts."""
     count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if count != "2":
+    if int(count) < plan.deaths:
         (Path(plan.directory) / f"died-{count}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 

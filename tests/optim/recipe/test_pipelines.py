@@ -223,7 +223,7 @@ def test_every_schedule_tied_or_not_trains_as_one_process(sharded: bool, world: 
         Case(kind, tied, precision, **how)  # type: ignore[arg-type]
         for tied in (False, True)
         for precision in ("fp32", "fp16")
-        for kind in repetitions(list(SCHEDULES), sharded, tied, precision)  # the next test has them all
+        for kind in repetitions(list(SCHEDULES), sharded, tied, precision, default=2)  # the next test has them all
     ]
     found = assert_all_are_dense(world, cases)
     in_fp16 = [results[0].skipped for case, results in found.items() if case.precision == "fp16"]

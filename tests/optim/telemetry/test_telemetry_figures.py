@@ -245,11 +245,22 @@ def worst(found: Figures, wanted: Figures) -> tuple[float, str]:
     return max(errors)
 
 
+class Runs(dict[str, list[tuple[Figures, tuple[str, ...]]]]):
+    """The runs by name; each is made when it is asked for first."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.cases = {**CASES, **{f"noise: {name}": case for name, case in NOISY.items()}, "broken": BROKEN}
+
+    def __missing__(self, name: str) -> list[tuple[Figures, tuple[str, ...]]]:
+        case = self.cases[name]
+        self[name] = self.world.run(case.size, measured, case)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def runs(world: World) -> dict[str, list[tuple[Figures, tuple[str, ...]]]]:
-    cases = {**CASES, **{f"noise: {name}": case for name, case in NOISY.items()}, "broken": BROKEN}
-    found = world.run_each(measured, [(case.size, (case,)) for case in cases.values()])
-    return dict(zip(cases, found, strict=True))
+def runs(world: World) -> Runs:
+    return Runs(world)
 
 
 @pytest.mark.default_cases(1)

@@ -179,7 +179,7 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
 def test_a_step_takes_two_all_to_alls_for_each_set_of_peers_and_each_state_is_on_one_rank(world: World) -> None:
     cases = [
         (kind, LAYOUTS[name], STATES[state])
-        for kind in repetitions(list(MAKES), "steps")
+        for kind in repetitions(list(MAKES), "steps", default=2)
         for name, state in (("tensor", "whole"), ("data", "ZeRO-1"), ("data x tensor", "ZeRO-2"))
     ]
     for (kind, layout, _), by_rank in zip(
@@ -251,7 +251,7 @@ def test_after_an_overflow_a_run_goes_on_as_if_it_had_not_been(world: World) -> 
     """The first step makes the first bases, the fourth and seventh new ones: none of them counts a step that is skipped."""
     cases: list[Any] = [
         (kind, dtype, options, first)
-        for kind in repetitions(list(MAKES), "overflow")
+        for kind in repetitions(list(MAKES), "overflow", default=2)
         for dtype, options, first in (
             (torch.float32, {"precision": NaiveFp16(init_scale=64.0)}, 0),
             (torch.float64, STATES["ZeRO-2"], 3),
@@ -277,7 +277,7 @@ def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
 
 def test_masters_and_accumulation_are_as_for_any_optimizer(world: World) -> None:
     """Gradients are short binary fractions, exact in bfloat16: so masters are the float32 run's."""
-    for kind in repetitions(list(MAKES), "modes"):
+    for kind in repetitions(list(MAKES), "modes", default=2):
         modes: list[dict[str, Any]] = [{}, {"precision": Bf16()}, {"precision": Bf16(), **STATES["ZeRO-2"]}]
         plain, *masters = world.run_each(in_mode, [(4, (kind, options, 1)) for options in modes])
         bits = [torch.cat([part.value for part in own]) for own in plain]
@@ -332,7 +332,7 @@ def from_own_state(kind: str, dtype: torch.dtype, reload: bool) -> list[Any]:
 
 
 def test_a_ranks_own_state_dict_continues_it(world: World) -> None:
-    for kind in repetitions(list(MAKES), "own state"):
+    for kind in repetitions(list(MAKES), "own state", default=2):
         layout = LAYOUTS["data x tensor"]
         assert largest_error(world.run(4, from_own_state, kind, torch.float64, True), alone(layout, MAKES[kind])) == 0
         # Here what is kept in float64 is of parameters in float32.

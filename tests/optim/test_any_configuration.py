@@ -1,7 +1,7 @@
-"""Random configurations: layout, memory format, precision, sharding, offload, accumulation, clipping, events on the way.
+"""Random configurations: layout, memory format, precision, sharding, offload, accumulation, clipping, events.
 
-The weights and norms must be those of a float64 model that is stepped an element at a time (`dense_steps`), replicas must
-be bitwise identical, and a run must go on exactly from a checkpoint.
+Weights and norms must equal those of a float64 model that is stepped per element (`dense_steps`). Replicas must be
+bitwise identical, and a run must resume exactly from a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from world import World
 
 
 @random_cases(CASES, 120)
-def test_any_configuration(world: World, drawn: list[Case]) -> None:
+def test_random_configurations_match_dense_model_and_resume(world: World, drawn: list[Case]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory, str(index)) for index in range(len(drawn))]
         calls = [(case.setting.at.topology.world_size, (case, path)) for case, path in zip(drawn, paths, strict=True)]
@@ -50,7 +50,7 @@ def test_any_configuration(world: World, drawn: list[Case]) -> None:
 
 
 def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | None) -> list[str]:
-    """Args: second: Of the ranks that went on from a checkpoint."""
+    """Return the differences from the dense run. Args: second: Reports of the ranks that resumed from a checkpoint."""
     dense = DenseRun(case)
     found = [problem for report in (*first, *(second or ())) for problem in report.problems]
     norms = [dense.step(number) for number in range(case.saved_at if second else STEPS)]
@@ -81,7 +81,7 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
             found.append(f"{report.skipped} steps were skipped for {skipped}")
     for report in (*first, *(second or ())):
         for number, norm in report.norms.items():
-            # A sum is off by a part of its largest term, which may cancel: in bfloat16, and in float32.
+            # A sum is off by a part of its largest term, which may cancel, in bfloat16 and in float32.
             rounding, absolute = case.mode.norm_rounding, dense.absolute_norms[number]
             allowed = rounding * absolute if rounding > 1e-6 else max(rounding * norms[number], 2**-22 * absolute)
             if not (abs(norm - norms[number]) < allowed if isfinite(norms[number]) else not isfinite(norm)):
@@ -90,13 +90,13 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
 
 
 def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence[Report]) -> list[str]:
-    """Of what ranks hold and step, from the reference and from each other's copies."""
+    """Return the differences of parameters and shards from the reference and between replicas."""
     found = []
     copies: dict[object, Tensor] = {}
     rounding, rounding_per_step = case.mode.rounding, case.mode.rounding_per_step
     for rank, (at, report) in enumerate(zip(setting.at.coordinates(), reports, strict=True)):
         mine = [(name, 0, param, rounding) for name, param in report.params.items()]
-        # A frozen weight may have no master.
+        # A frozen weight may have no master weight.
         pieces = [(*piece, rounding if piece[2].dtype == case.mode.dtype else 0.0) for piece in report.pieces]
         for name, offset, value, rounded in mine + pieces:
             where = elements(setting, name, at)[offset : offset + value.numel()]
@@ -107,7 +107,7 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
                 found.append(f"{name} on rank {rank} is {float((error - allowed).max()):.1e} off")
             key = name, tuple(where.tolist()), value.dtype
             if not torch.equal(value.flatten(), copies.setdefault(key, value.flatten())):
-                found.append(f"{name} on rank {rank} has other bits than a copy of it")
+                found.append(f"{name} on rank {rank} differs bitwise from a replica")
         last = max(report.norms)
         missing = {name for name in case.names if case.has(name, last) and setting.at.holds(name, at)}
         assert report.params.keys() == missing
@@ -115,14 +115,15 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
 
 
 def other_bits(one: Report, other: Report) -> list[str]:
-    """Where a run that went on from a checkpoint is not the one that did not stop."""
+    """Return differences between a run resumed from a checkpoint and the uninterrupted run."""
     same = all(torch.equal(param, other.params[name]) for name, param in one.params.items()) and all(
         torch.equal(mine, others) for (*_, mine), (*_, others) in zip(one.pieces, other.pieces, strict=True)
     )
-    return [] if same else ["the run that went on from the checkpoint has other bits"]
+    return [] if same else ["the run resumed from the checkpoint differs bitwise"]
 
 
-# What is drawn ----------------------------------------------------------------------------------------------------------
+# Coverage of the drawn configurations
+# ----------------------------------------------------------------------------------
 
 EVENTS = ("overflow", "vetoed", "added", "frozen", "written")
 STATES = ("whole", "overlap", "zero1", "zero2")
@@ -144,7 +145,7 @@ FEATURES = (
 )
 
 
-def test_drawn_configurations_contain_every_feature_often() -> None:
+def test_random_configurations_cover_every_feature() -> None:
     counts = Counter(feature for number in range(600) for feature in set(features(case_of(number))))
     assert not counts.keys() - {*FEATURES}
     rare = {feature: counts[feature] for feature in FEATURES if counts[feature] < 6}
@@ -152,7 +153,7 @@ def test_drawn_configurations_contain_every_feature_often() -> None:
 
 
 def features(case: Case) -> Iterator[str]:
-    """What the case has of `FEATURES`."""
+    """Yield the entries of `FEATURES` that the case has."""
     setting, resumed = case.setting, case.resumed
     yield from (f"memory format {memory_format(case, setting, name)}" for name in case.names)
     if resumed is not None and any(
@@ -197,7 +198,7 @@ def has_rank_without_parameters(case: Case, setting: Setting) -> bool:
 
 
 def features_of_losses(case: Case) -> Iterator[str]:
-    """Of the first step."""
+    """Yield the features of the losses of the first step."""
     setting = case.setting
     for at in setting.at.coordinates():
         for micro in range(setting.micro):

@@ -1,4 +1,4 @@
-"""Steps in a CUDA graph: its replays do what steps do. On the CPU, with `CpuGraph` in the place of a graph."""
+"""Steps captured in a CUDA graph: replays give the results of steps. On the CPU, `CpuGraph` replaces the graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _torchs_kernels(torchs_kernels: None) -> None:
-    """A graph of a CPU is made of torch's operators, and so the steps beside it are."""
+    """Graphs on a CPU consist of torch's operators, so the compared steps use them, too."""
 
 
 @cache
@@ -37,7 +37,7 @@ def left_by_steps(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("before", [3, 20])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_replays_leave_the_bits_that_steps_leave(name: str, before: int) -> None:
+def test_graph_replays_match_steps_bitwise(name: str, before: int) -> None:
     steps = left_by_steps(name)
     replays = by_replays(Run(SETTINGS[name], CPU), before, CpuGraph)
     assert differences(steps, replays) == []
@@ -45,8 +45,8 @@ def test_replays_leave_the_bits_that_steps_leave(name: str, before: int) -> None
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive"])
-def test_inner_and_last_micro_batches_are_two_graphs(name: str) -> None:
-    """Their weights add up in the replays, and so do the gradients."""
+def test_graphs_of_inner_and_last_micro_batch_match_steps_bitwise(name: str) -> None:
+    """Weights and gradients accumulate over the replays."""
     steps = by_steps(Run(SETTINGS[name], CPU), micro=3)
     assert differences(steps, by_replays(Run(SETTINGS[name], CPU), 3, CpuGraph, micro=3)) == []
 
@@ -60,14 +60,14 @@ def on_ranks(name: str, placed: str, micro: int, before: int | None) -> dict[str
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", ["fp32", "fp16_naive"])
-def test_replays_on_two_ranks(world: World, name: str, placed: str, micro: int) -> None:
+def test_graph_replays_on_two_ranks_match_steps_bitwise(world: World, name: str, placed: str, micro: int) -> None:
     steps, replays = (world.run(2, on_ranks, name, placed, micro, before) for before in (None, 3))
     for of_steps, of_replays in zip(steps, replays, strict=True):
         assert differences(of_steps, of_replays) == []
 
 
 @pytest.mark.parametrize("make", [lambda o: CosineAnnealingLR(o, 20, 4), lambda o: HoldOnSkip(StepLR(o, 3, 0.5))])
-def test_schedules_move_between_replays_and_hold_on_skipped_ones(
+def test_schedules_advance_between_replays_and_hold_on_skipped_replays(
     make: Callable[[ParallelOptimizer], LRScheduler],
 ) -> None:
     found: list[list[float]] = []
@@ -91,8 +91,8 @@ def move(schedule: LRScheduler, rates: list[float]) -> None:
     rates += [float(rate) for rate in schedule.get_last_lr()]
 
 
-def test_numbers_that_a_graph_reads_are_kept_for_it() -> None:
-    """Others go when many came after them, and their memory would be another's."""
+def test_constants_used_by_captured_graph_are_kept() -> None:
+    """Other constants are dropped when many newer ones exist, and their memory is reused."""
     constants = Constants()
     read, other = (constants(key, lambda: [1.0, 2.0], torch.float64, CPU) for key in ("read", "other"))
     with capturing():
@@ -103,7 +103,8 @@ def test_numbers_that_a_graph_reads_are_kept_for_it() -> None:
     assert constants("other", lambda: [1.0, 2.0], torch.float64, CPU) is not other
 
 
-# The recipes of CUDA_GRAPHS.md -------------------------------------------------------------------------------------------
+# Recipes of CUDA_GRAPHS.md
+# ----------------------------------------------------------------------------------------------
 
 
 def recipes() -> dict[str, Any]:
@@ -114,12 +115,12 @@ def recipes() -> dict[str, Any]:
     return namespace
 
 
-def test_the_recipe_trains_as_steps_do() -> None:
+def test_documented_graph_recipe_matches_steps() -> None:
     steps, replays = (Run(SETTINGS["bf16"], CPU) for _ in range(2))
     batches = [steps.batch(number) for number in range(12, 17)]
 
     def given() -> Iterator[Tensor]:
-        yield from batches[:4]  # three to warm up, and one for its shape
+        yield from batches[:4]  # three for the warm-up and one for the shape
         yield from batches
 
     for batch in (*batches[:3], *batches):
@@ -131,7 +132,7 @@ def test_the_recipe_trains_as_steps_do() -> None:
         assert torch.equal(one, other)
 
 
-def test_the_recipe_of_windows_trains_as_steps_do() -> None:
+def test_documented_graph_recipe_for_windows_matches_steps() -> None:
     steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
     steps.windows(range(12, 17), 3)
     replays.windows(range(12, 14), 3)
@@ -149,8 +150,8 @@ def test_the_recipe_of_windows_trains_as_steps_do() -> None:
 
 
 @pytest.mark.parametrize("given_up", ["zero_grad", "load_state_dict"])
-def test_a_window_of_replays_that_is_given_up_weighs_nothing(given_up: str) -> None:
-    """Replays add to its weight on the device, where Python has counted none."""
+def test_abandoned_window_of_replays_adds_no_weight(given_up: str) -> None:
+    """Replays add the weight on the device, which Python does not count."""
     steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
     for run in (steps, replays):
         run.windows(range(12, 14), 3)

@@ -1,4 +1,4 @@
-"""What a CUDA graph of a step would not do is an error, in words, before anything is changed; and what replays found."""
+"""Operations that a CUDA graph of a step cannot repeat raise before anything changes; `poll` after replays."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _torchs_kernels(torchs_kernels: None) -> None:
-    """A graph of a CPU is made of torch's operators."""
+    """Graphs on a CPU consist of torch's operators."""
 
 
 def run_of(steps: int = 3, *, inner: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> Run:
-    """One that has made steps."""
+    """Return a run that has made steps."""
     precision = options.pop("precision", Fp32())
     fused = {"fused": True} if inner is torch.optim.AdamW else {}
     run = Run(Setting(precision, options, lambda params, lr: inner(params, lr=lr, **fused)), CPU)
@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_replays_would_not_do_is_refused_by_name(what: str) -> None:
+def test_capturing_unsupported_step_raises_with_reason(what: str) -> None:
     make, message = REFUSED[what]
     run = make()
     run.optimizer.backward(run.loss(run.batch(5)))
@@ -118,24 +118,24 @@ def test_what_replays_would_not_do_is_refused_by_name(what: str) -> None:
         with capturing(), pytest.raises(RuntimeError, match=rf"can't be captured in a CUDA graph here: .*{message}"):
             call()
     assert differences(before, snapshot(run.model, run.optimizer)) == []
-    while run.optimizer.step() is None:  # as if nothing had been
+    while run.optimizer.step() is None:  # the failed capture must not affect later steps
         run.optimizer.backward(run.loss(run.batch(6)))
     assert differences(before, snapshot(run.model, run.optimizer)) != []
 
 
-def test_a_step_that_can_be_captured_has_no_reasons() -> None:
+def test_capturable_step_has_no_reasons_against_capture() -> None:
     run = Run(Setting(Fp32(), {}), CPU)
     run.steps(range(3, 5))
     assert run.optimizer.not_captured() == []
 
 
-def test_all_reasons_are_told_at_once() -> None:
+def test_capture_error_lists_all_reasons() -> None:
     run = run_of(states=Offloaded(1.0), on_nonfinite="raise")
     with capturing(), pytest.raises(RuntimeError, match=r"on_nonfinite='raise'.*; Offloaded waits"):
         run.optimizer.step()
 
 
-def test_a_grad_scaler_is_refused() -> None:
+def test_capturing_step_of_grad_scaler_raises() -> None:
     run = run_of()
     scaler = GradScaler(ProcessGroupRegistry(Topology()), device="cpu")
     torch.autograd.backward(scaler.scale(run.loss(run.batch(5))))
@@ -144,7 +144,7 @@ def test_a_grad_scaler_is_refused() -> None:
 
 
 class ByLast(Clip):
-    """Clip to the norm of the step before."""
+    """Clip to the norm of the previous step."""
 
     last: Tensor | float = 1.0
 
@@ -153,15 +153,15 @@ class ByLast(Clip):
         return (before / norms.total).clamp(max=1.0)
 
 
-def test_a_rule_with_a_state_of_python_is_refused() -> None:
+def test_capturing_rule_with_python_state_raises() -> None:
     run = run_of(max_norm=ByLast())
     run.optimizer.backward(run.loss(run.batch(5)))
     with capturing(), pytest.raises(RuntimeError, match=r"ByLast assigns a new object to last.*changed in place"):
         run.optimizer.step()
 
 
-def test_a_first_clip_alone_is_refused() -> None:
-    """It brings numbers from the host."""
+def test_capturing_first_call_of_clip_grad_norm_raises() -> None:
+    """The first call copies numbers from the host."""
     param = torch.nn.Parameter(torch.ones(3))
     declare(torch.nn.ParameterList([param]), {"*": P()})
     param.grad = torch.ones(3)
@@ -173,7 +173,7 @@ def test_a_first_clip_alone_is_refused() -> None:
         clip_grad_norm_([param], clip, registry)
 
 
-def test_a_monitor_is_called_between_replays() -> None:
+def test_capturing_monitor_call_raises() -> None:
     run = run_of()
     assert run.optimizer.last_stats is not None
     with capturing(), pytest.raises(RuntimeError, match="call it after each replay"):
@@ -181,7 +181,7 @@ def test_a_monitor_is_called_between_replays() -> None:
 
 
 @pytest.mark.parametrize("warmed_up", [False, True])
-def test_weights_are_tensors_that_were_given_before_too(warmed_up: bool) -> None:
+def test_capturing_micro_batch_requires_weight_tensor_used_before(warmed_up: bool) -> None:
     run = run_of()
     if warmed_up:
         run.optimizer.backward(run.loss(run.batch(5)), weight=torch.tensor(2.0))
@@ -208,8 +208,8 @@ def test_weights_are_tensors_that_were_given_before_too(warmed_up: bool) -> None
     ],
     ids=["constants", "states"],
 )
-def test_every_gradient_has_been_there_before(options: dict[str, Any], message: str) -> None:
-    """What a step makes for it would be brought from the host, or made anew in every replay."""
+def test_capturing_first_gradient_of_parameter_raises(options: dict[str, Any], message: str) -> None:
+    """Constants and states for a new gradient would be copied from the host, or created again in every replay."""
     run = Run(Setting(Fp32(), options), CPU)
     for _ in range(2):
         run.optimizer.backward(run.loss(run.batch(5)))
@@ -226,7 +226,7 @@ def test_every_gradient_has_been_there_before(options: dict[str, Any], message: 
 
 
 def undecided() -> str:
-    """On two ranks, where all steps so far were skipped, nothing is known of copies."""
+    """Capture on two ranks after only skipped steps, when replicas have not been compared yet."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         run = Run(Setting(NaiveFp16(init_scale=2.0**8), {"max_norm": 0.5}), CPU, registry)
         run.steps(range(9, 11))
@@ -234,12 +234,12 @@ def undecided() -> str:
         run.optimizer.backward(run.loss(run.batch(12)))
         with capturing(), pytest.raises(RuntimeError) as caught:
             run.optimizer.step()
-        run.optimizer.step()  # in which they are
+        run.optimizer.step()  # compares the replicas
         run.replays(range(13, 14), CpuGraph())
         return str(caught.value)
 
 
-def test_copies_are_compared_before(world: World) -> None:
+def test_capture_before_replicas_were_compared_raises(world: World) -> None:
     for message in world.run(2, undecided):
         assert "replicas have not been compared yet in a step with a finite norm" in message
 
@@ -261,7 +261,7 @@ def replayed_overflows(on_nonfinite: Skip, count: int) -> tuple[Run, CpuGraph, G
     return run, graph, stats
 
 
-def test_poll_raises_what_steps_would_have_raised() -> None:
+def test_poll_after_replays_raises_error_of_skipped_steps() -> None:
     run, graph, _ = replayed_overflows(Skip(most_in_a_row=5), 4)
     run.optimizer.poll()
     graph.replay()
@@ -270,7 +270,7 @@ def test_poll_raises_what_steps_would_have_raised() -> None:
     assert run.optimizer.skipped_steps == 5
 
 
-def test_stats_are_those_of_the_last_replay() -> None:
+def test_stats_belong_to_last_replay() -> None:
     run, graph, stats = replayed_overflows(Skip(), 1)
     assert run.optimizer.last_stats is stats
     assert stats.found_inf == 1
@@ -280,7 +280,7 @@ def test_stats_are_those_of_the_last_replay() -> None:
     graph.replay()
 
 
-def test_poll_tells_of_gradients_that_came_past_backward() -> None:
+def test_poll_reports_backward_that_bypassed_optimizer() -> None:
     run = Run(Setting(NaiveFp16(init_scale=2.0**8)), CPU)
     run.steps(range(3, 5))
     run.optimizer.zero_grad()
@@ -288,7 +288,7 @@ def test_poll_tells_of_gradients_that_came_past_backward() -> None:
     run.optimizer.step()
     with pytest.raises(RuntimeError, match=r"steps with them were skipped: write optimizer.backward"):
         run.optimizer.poll()
-    run.optimizer.poll()  # it has been said
+    run.optimizer.poll()  # reported only once
 
 
 def polled(overflows: bool) -> str:
@@ -302,7 +302,7 @@ def polled(overflows: bool) -> str:
         return ""
 
 
-def test_poll_says_the_same_on_every_rank(world: World) -> None:
+def test_poll_raises_same_error_on_every_rank(world: World) -> None:
     assert world.run(2, polled, False) == ["", ""]
     first, second = world.run(2, polled, True)
     assert first == second

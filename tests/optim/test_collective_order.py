@@ -1,7 +1,7 @@
-"""No order in which ranks make groups, and talk in them, is one in which they could wait for each other for ever.
+"""Ranks create process groups and call collectives in an order that cannot deadlock.
 
-Whole steps on random meshes, recorded on all ranks and then run on backends that are stricter than NCCL; see `deadlocks`.
-Random cases, as many as the profile says: MESHSTEP_TEST_PROFILE=many runs about a thousand.
+Records complete steps on random meshes on all ranks, and runs the records on backends that are stricter than NCCL; see
+`deadlocks`. The profile sets the number of cases: MESHSTEP_TEST_PROFILE=many runs about a thousand.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ CASES = 60
 
 @settings(max_examples=number_of_cases(CASES), phases=WITHOUT_SHRINKING)
 @given(DRAWN)
-def test_no_order_can_deadlock(drawn: Drawn) -> None:
+def test_recorded_collectives_of_random_meshes_cannot_deadlock(drawn: Drawn) -> None:
     programs = recorded(drawn)
     for backend in (lazy, serial, *([] if drawn.asks else [eager])):
         assert backend(programs) is None, f"{backend.__name__}: {backend(programs)}"
 
 
 def step_with_gaps(gaps: str, states: str) -> list[float]:
-    """In backward the gradients come before two ranks meet in the model; in the second step some lack these, some those."""
+    """Compute gradients before two ranks communicate in the model; in the second step, some gradients are missing
+    on some ranks."""
     options: dict[str, Any] = {"overlap": True, "bucket_bytes": 16}
     if states == "sharded":
         options = {"states": Sharded("data", gradients=True)}
@@ -50,7 +51,7 @@ def step_with_gaps(gaps: str, states: str) -> list[float]:
     topology = Topology(roles=roles, data=2, **{axis: 2})  # type: ignore[arg-type]
     with ProcessGroupRegistry(topology, timeout=timedelta(seconds=10)) as registry, small_buckets(16):
         data, model = registry.coordinate["data"], registry.coordinate[axis]
-        if gaps == "uneven pieces":  # after copies, and used where those are not
+        if gaps == "uneven pieces":  # follow replicated ones, and are used on the ranks that don't use those
             specs, sizes = [P()] * 4 + [P("tensor")] * 4, [4] * 4 + [0 if model else 4] * 4
             used = [index // 4 == data for index in range(8)]
         else:
@@ -72,15 +73,15 @@ def step_with_gaps(gaps: str, states: str) -> list[float]:
 
 @pytest.mark.parametrize("states", ["whole", "sharded"])
 @pytest.mark.parametrize("gaps", ["experts", "owners", "uneven pieces"])
-def test_gradients_that_come_on_some_ranks_only_stop_nobody(world: World, gaps: str, states: str) -> None:
-    """Of experts that see other samples, of parameters that peers don't have, and of those of which peers have more."""
-    # The gradient is 2, and then, with zeros of those that lack it, 1.
+def test_gradients_missing_on_some_ranks_do_not_cause_hang(world: World, gaps: str, states: str) -> None:
+    """Experts with other samples, owner-only parameters, and parameters with uneven shards."""
+    # The first gradient is 2; the second is 1, including the zeros of ranks without it.
     for found in world.run(4, step_with_gaps, gaps, states):
         assert found == [1.0 - 0.5 * 2.0 - 0.5 * 1.0] * len(found)
 
 
 class Uneven(nn.Module):
-    """Three words' vectors split over two ranks, between layers that both have whole."""
+    """Embeddings of three words, sharded over two ranks, between two replicated layers."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Uneven(nn.Module):
 
 
 def started_in_backward(states: str) -> set[int]:
-    """The numbers of elements of the first parameters of buckets that hooks started."""
+    """Return the element counts of the first parameters of the buckets that were started by hooks in backward."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry, small_buckets(16), watched() as watch:
         model = Uneven(registry)
         options: dict[str, Any] = {"overlap": True, "bucket_bytes": 16}
@@ -103,15 +104,18 @@ def started_in_backward(states: str) -> set[int]:
 
 
 @pytest.mark.parametrize("states", ["whole", "sharded"])
-def test_where_some_pieces_are_uneven_the_others_gradients_do_not_wait(world: World, states: str) -> None:
-    assert world.run(4, started_in_backward, states) == [{64, 8}] * 4  # weights and biases; the words have 16 or 8
+def test_gradients_of_even_shards_are_reduced_in_backward_despite_uneven_shards(world: World, states: str) -> None:
+    assert (
+        world.run(4, started_in_backward, states) == [{64, 8}] * 4
+    )  # weights and biases; the embedding has 16 or 8 elements
 
 
-# What the order rests on ----------------------------------------------------------------------------------------------
+# Properties that prevent deadlocks
+# -------------------------------------------------------------------------------------
 
 
 class Noted:
-    """A bucket of nothing, which writes down what becomes of it."""
+    """An empty bucket that records its calls."""
 
     adopt = False
 
@@ -124,7 +128,7 @@ class Noted:
         return lambda: self.log.append(f"finish {self.name}")
 
 
-def test_sums_over_one_group_are_finished_before_those_over_the_next_begin() -> None:
+def test_reductions_over_one_group_finish_before_next_group_starts() -> None:
     log: list[str] = []
     one, other = object(), object()
     reduce_all([Noted("a", one, log), Noted("b", one, log), Noted("c", other, log), Noted("d", None, log)])
@@ -136,12 +140,14 @@ def test_sums_over_one_group_are_finished_before_those_over_the_next_begin() -> 
     [
         ((("whole", 4), ("split", 8)), set()),
         ((("whole", 4), ("split", 7)), {"split"}),
-        ((("whole", 4),), {"split"}),  # the last piece has no elements
+        ((("whole", 4),), {"split"}),  # the last shard has no elements
         ((("split", 8), ("whole", 4)), {"whole", "split"}),
         ((("whole", 4), ("whole", 4), ("split", 7)), {"whole", "split"}),
     ],
 )
-def test_kinds_wait_whose_buckets_differ_within_a_stage(others: Sizes, expected: set[str]) -> None:
+def test_buckets_that_differ_between_ranks_of_a_stage_are_reduced_after_backward(
+    others: Sizes, expected: set[str]
+) -> None:
     ones: Sizes = (("whole", 4), ("split", 8))
     assert uneven_kinds([ones, others], Topology(tensor=2)) == expected
     assert uneven_kinds([ones, others], Topology(pipe=2)) == set()
@@ -152,7 +158,7 @@ def test_kinds_wait_whose_buckets_differ_within_a_stage(others: Sizes, expected:
     ("options", "expected"),
     [({}, (("tensor",),)), ({"reduction": "per_group"}, (("data", "tensor"), ("tensor",)))],
 )
-def test_groups_of_an_optimizer_meet_when_it_is_made_over_nccl(
+def test_process_groups_are_connected_at_construction_over_nccl(
     world: World, options: dict[str, Any], expected: tuple[object, ...]
 ) -> None:
     assert world.run(4, met_by_optimizer, options, True) == [[expected]] * 4
@@ -177,9 +183,9 @@ def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[obj
 # Negative controls ------------------------------------------------------------------------------------------------------
 
 
-def test_groups_made_in_the_order_of_first_use_would_deadlock_if_making_them_were_a_meeting() -> None:
-    """What torch 2.15 does over NCCL unless it is told not to; `meet` is safe there too."""
-    numbers = range(8) if is_full() else (3,)  # the cheapest one that is stuck
+def test_groups_created_on_first_use_would_deadlock_if_creation_were_collective() -> None:
+    """torch 2.15 may create groups collectively over NCCL; `meet` is safe there, too."""
+    numbers = range(8) if is_full() else (3,)  # the cheapest case that deadlocks
     ask = [replace(drawn_of(number), asks=True) for number in numbers]
     made = [[of_kind(program, "make") for program in recorded(drawn)] for drawn in ask]
     assert sum(stuck(programs) is not None for programs in made) >= 3 * len(numbers) / 8
@@ -195,10 +201,8 @@ def test_groups_made_in_the_order_of_first_use_would_deadlock_if_making_them_wer
         pytest.param(25, "states", "stuck", marks=pytest.mark.slow),  # a mesh of 24 ranks
     ],
 )
-def test_gradients_that_did_not_wait_for_the_end_of_backward_would_deadlock(
-    number: int, option: str, symptom: str
-) -> None:
-    """Reduce gradients of a model with experts in backward, with replicated states and overlap, and with sharded states.
+def test_reducing_expert_gradients_in_backward_would_deadlock(number: int, option: str, symptom: str) -> None:
+    """Reduce gradients of a model with experts in backward, with replicated states and overlap, or with ZeRO-2.
 
     The ranks wait for each other forever, or the members of one group call different collectives.
     """
@@ -221,13 +225,13 @@ def of_pair(*groups: str) -> Program:
     return [Event("collective", group, (0, 1), "allreduce") for group in groups]
 
 
-def test_two_groups_in_opposite_orders_deadlock_where_one_collective_runs_at_a_time() -> None:
+def test_serial_backend_reports_two_groups_in_opposite_orders() -> None:
     opposite = [of_pair("a", "b"), of_pair("b", "a")]
     assert serial(opposite) == f"[0] in {opposite[0][0]}; [1] in {opposite[1][0]}"
     assert lazy(opposite) is not None
     assert serial([of_pair("a", "b")] * 2) is None
 
 
-def test_members_in_different_collectives_are_seen() -> None:
+def test_serial_backend_reports_different_collectives_in_one_group() -> None:
     with pytest.raises(AssertionError, match="members of a meet in"):
         serial([of_pair("a"), [Event("collective", "a", (0, 1), "broadcast")]])

@@ -1,4 +1,4 @@
-"""Deprecated spellings of arguments: each warns with what to write instead, and does the same."""
+"""Deprecated arguments warn with the replacement and have the same effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answer() -> bool:
     return True
 
 
-# The old arguments, how an error or a warning spells them, the new arguments, and how the warning spells these.
+# The old arguments, their text in messages, the new arguments, and the advice in the warning.
 SPELLINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "norm_type": (
         {"measure": Measure(norm_type=3.0)},
@@ -84,7 +84,7 @@ def optimizer_of(**options: Any) -> ParallelOptimizer[Any]:
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_deprecated_spelling_warns_and_sets_the_new_arguments(name: str) -> None:
+def test_deprecated_argument_warns_and_sets_new_argument(name: str) -> None:
     old, old_text, new, advice = SPELLINGS[name]
     text = re.escape(f"ParallelOptimizer({old_text}) is deprecated: {advice}")
     with pytest.warns(DeprecationWarning, match=f"^{text}$") as caught:
@@ -93,7 +93,7 @@ def test_deprecated_spelling_warns_and_sets_the_new_arguments(name: str) -> None
     assert optimizer._setup.options == optimizer_of(**new)._setup.options
 
 
-def test_measure_and_reduce_together_warn_once_each() -> None:
+def test_deprecated_measure_and_reduce_warn_once_each() -> None:
     options = {"measure": Measure(norm_type=3.0), "data_parallel": Reduce(overlap=True), "reduction": "per_group"}
     with pytest.warns(DeprecationWarning, match="is deprecated: write") as caught:
         optimizer = optimizer_of(**options)
@@ -122,7 +122,7 @@ def test_measure_and_reduce_together_warn_once_each() -> None:
     ],
     ids=["norm_type", "per_parameter", "compression", "unknown name", "no Measure"],
 )
-def test_value_given_in_both_spellings_is_an_error(options: dict[str, Any], said: str) -> None:
+def test_value_given_as_deprecated_and_new_argument_raises(options: dict[str, Any], said: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with pytest.raises(TypeError, match=re.escape(said)):
@@ -130,7 +130,7 @@ def test_value_given_in_both_spellings_is_an_error(options: dict[str, Any], said
 
 
 def error_of_one_rank() -> str:
-    """Only rank 0 gives both."""
+    """Give both arguments on rank 0 only."""
     model = nn.Linear(3, 2)
     declare(model, {"*": P()})
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings():
@@ -144,7 +144,7 @@ def error_of_one_rank() -> str:
         return str(caught.value)
 
 
-def test_both_spellings_on_one_rank_are_an_error_on_all_ranks(world: World) -> None:
+def test_deprecated_and_new_argument_on_one_rank_raise_on_all_ranks(world: World) -> None:
     for text in world.run(2, error_of_one_rank):
         assert "overlap is given twice, as overlap=True and in data_parallel=Reduce(overlap=True)" in text
 
@@ -167,12 +167,12 @@ def weights_after(options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["norm_type", "overlap"])
-def test_both_spellings_train_to_the_same_bits(world: World, name: str) -> None:
+def test_deprecated_and_new_arguments_train_bitwise_identically(world: World, name: str) -> None:
     old, _, new, _ = SPELLINGS[name]
     assert world.run(2, weights_after, old) == world.run(2, weights_after, new)
 
 
-def test_booster_warns_of_measure() -> None:
+def test_booster_warns_about_deprecated_measure() -> None:
     options: Any = {"measure": Measure(check_replicas=False)}
     text = re.escape("Booster(measure=Measure(check_replicas=False)) is deprecated: write check_replicas=False instead")
     with pytest.warns(DeprecationWarning, match=text) as caught:
@@ -185,7 +185,7 @@ def test_booster_warns_of_measure() -> None:
         Booster(measure=Measure(commit=answer), commit=bool)  # type: ignore[call-overload]
 
 
-def test_sharded_exchange_is_deprecated() -> None:
+def test_deprecated_exchange_argument_of_sharded_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"write compression=Bf16Wire\(error_feedback=True\) instead") as caught:
         sharded = Sharded("data", exchange=Bf16Wire())
     assert sharded == Sharded("data", compression=Bf16Wire())

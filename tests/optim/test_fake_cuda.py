@@ -1,4 +1,4 @@
-"""Whole steps on CUDA tensors, on a machine without a GPU: one device throughout, and nobody waits for it."""
+"""Complete steps on fake CUDA tensors: tensors stay on one device, and no step synchronizes with the host."""
 
 from __future__ import annotations
 
@@ -89,20 +89,18 @@ RULES: dict[str, dict[str, Any]] = {
 CASES = [
     (placed, mode, rule)
     for placed, mode, rule in product(PLACED, MODES, RULES)
-    if (placed, mode) != ("half states", "bf16, rounded")  # it has them in bfloat16 already
-    and (mode != "bf16, split" or rule in ("norm", "two micro-batches"))  # for rules it is as bf16
+    if (placed, mode) != ("half states", "bf16, rounded")  # this mode already has bfloat16 states
+    and (mode != "bf16, split" or rule in ("norm", "two micro-batches"))  # other rules behave as in bf16
 ]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
-    pytest.mark.skipif(
-        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
-    ),
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"),
 ]
 
 
 @contextmanager
 def world(topology: Topology) -> Iterator[None]:
-    """Rank 0 of it; collectives do nothing, and all ranks say what it says."""
+    """Simulate rank 0; collectives do nothing, and all other ranks report the same objects."""
     if topology.world_size == 1:
         yield
         return
@@ -117,9 +115,9 @@ def world(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def sharded_fully(registry: ProcessGroupRegistry) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """What makes of this rank's piece a DTensor that is cut over data, as `fully_shard` leaves parameters and gradients.
+    """Yield a function that makes a DTensor sharded over data of this rank's shard, as `fully_shard` does.
 
-    A mesh is a tensor that is read on the host, so it can't be fake.
+    A mesh is a tensor that is read on the host, so it cannot be fake.
     """
     with unset_fake_temporarily():
         mesh = registry.device_mesh("data")
@@ -150,8 +148,8 @@ def steps(
     number: int = 3,
     graph: bool = False,
 ) -> list[Log]:
-    """What each of so many steps does, and of one more in a CUDA graph if asked for. (To compare copies reads the host in
-    the first step.)"""
+    """Return the logs of ``number`` steps, and of one more in a CUDA graph if ``graph``. Replicas are not compared,
+    because that reads on the host in the first step."""
     precision, dtype = MODES[mode]
     options = {"check_replicas": False, **options}
     with ExitStack() as stack:
@@ -194,7 +192,8 @@ CAPTURED = [
 
 @cache
 def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
-    """Three steps of one rank of four, and a captured one where it can be. Several tests look at the same run."""
+    """Run three steps of one of four ranks, and a captured one if supported. Cached, because several tests use the
+    run."""
     options, graph = {**PLACED[placed], **RULES[rule]}, (placed, mode, rule) in CAPTURED
     return steps(Topology(data=2, tensor=2), mode, options, graph=graph)
 
@@ -203,8 +202,9 @@ def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
 @pytest.mark.parametrize(
     ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states", "offloaded")]
 )
-def test_step_on_one_gpu_without_torch_distributed_waits_for_nothing(placed: str, mode: str, rule: str) -> None:
-    """Its registry's collectives would be on the CPU. A captured step transfers nothing either."""
+def test_step_on_single_cuda_device_needs_no_host_synchronization(placed: str, mode: str, rule: str) -> None:
+    """The collectives of its registry would be on the CPU. A captured step must not copy to or from the host
+    either."""
     graph = (placed, mode, rule) in CAPTURED
     first, second, third, *captured = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU, graph=graph)
     assert third.launches
@@ -217,8 +217,8 @@ def test_step_on_one_gpu_without_torch_distributed_waits_for_nothing(placed: str
 
 @pytest.mark.default_cases(40)
 @pytest.mark.parametrize(("placed", "mode", "rule"), CASES)
-def test_step_of_one_rank_of_four_on_gpus_waits_for_nothing(placed: str, mode: str, rule: str) -> None:
-    """A captured step transfers nothing either."""
+def test_step_on_four_cuda_ranks_needs_no_host_synchronization(placed: str, mode: str, rule: str) -> None:
+    """A captured step must not copy to or from the host either."""
     first, second, third, *captured = run_of_four(placed, mode, rule)
     assert [waits_unsaid(log, placed) for log in without_comparison([first, second, third])[1:]] == [[], []]
     assert len(captured) == ((placed, mode, rule) in CAPTURED)
@@ -227,7 +227,7 @@ def test_step_of_one_rank_of_four_on_gpus_waits_for_nothing(placed: str, mode: s
 
 @pytest.mark.default_cases(8)
 @pytest.mark.parametrize(("mode", "rule"), list(product(MODES, RULES)))
-def test_dtensors_on_gpus(mode: str, rule: str) -> None:
+def test_step_with_dtensors_on_cuda_needs_no_host_synchronization(mode: str, rule: str) -> None:
     logs = steps(Topology(data=2, tensor=2), mode, RULES[rule], dtensors=True)
     assert logs[-1].launches
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
@@ -237,7 +237,8 @@ COMPARES = "amp/casting.py"
 
 
 def without_comparison(logs: list[Log]) -> list[Log]:
-    """The logs of the first steps; the second one without the waits for weights that are compared with their copies."""
+    """Return the logs of the first steps without the waits of the second step that compare weights with their
+    copies."""
     first, second, *later = logs
     waits, transfers = ([text for text in texts if COMPARES not in text] for texts in (second.waits, second.transfers))
     return [first, replace(second, waits=waits, transfers=transfers), *later]
@@ -255,13 +256,13 @@ def without_comparison(logs: list[Log]) -> list[Log]:
         ("replicated", "bf16, rounded", False),
     ],
 )
-def test_second_step_alone_waits_for_weights_that_have_copies(placed: str, mode: str, compared: bool) -> None:
+def test_only_second_step_waits_to_compare_weights_with_copies(placed: str, mode: str, compared: bool) -> None:
     logs = run_of_four(placed, mode, "norm")[:3]
     assert [any(COMPARES in wait for wait in log.waits) for log in logs] == [False, compared, False]
 
 
 def waits_unsaid(log: Log, placed: str) -> list[str]:
-    """Those that `Offloaded` does not have to make."""
+    """Return the waits that `Offloaded` does not need."""
     said = (
         "synchronize optim/states/offloaded.py",
         "synchronize optim/states/offloaded.py",
@@ -270,9 +271,8 @@ def waits_unsaid(log: Log, placed: str) -> list[str]:
     return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
 
 
-# Of what this library uses, gloo copies these to pinned memory and back where they are given CUDA tensors. It does not so
-# with send and recv, and with the coalesced ones, to which torch's functional collectives come, it would read the device's
-# memory on the host.
+# Of the collectives in use, gloo copies these via pinned memory if given CUDA tensors. It does not do so for send and
+# recv; for coalesced ones, used by torch's functional collectives, it would read device memory on the host.
 GLOO_COPIES = {
     f"c10d.{name}.default"
     for name in ("allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_")
@@ -281,8 +281,8 @@ GLOO_COPIES = {
 
 @pytest.mark.default_cases(6)
 @pytest.mark.parametrize(("placed", "mode"), sorted({(placed, mode) for placed, mode, _ in CASES}))
-def test_several_ranks_on_one_gpu_by_gloo(placed: str, mode: str) -> None:
-    """Buckets go as they are, by collectives that take them; what is measured travels to the CPU."""
+def test_ranks_sharing_a_gpu_with_gloo_use_supported_collectives(placed: str, mode: str) -> None:
+    """Gradient buckets are passed as CUDA tensors; norms are copied to the CPU."""
     for rule in ("norm", "largest", "one by one"):
         logs = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, CPU, number=2)
         of_device = {name for log in logs for name, device in log.collectives if device == "cuda"}
@@ -301,8 +301,8 @@ MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", MAPS)
-def test_layers_of_several_ranks_on_one_gpu_by_gloo(kind: str) -> None:
-    """What they are made of, forward and backward."""
+def test_layer_collectives_with_gloo_on_shared_gpu_are_supported(kind: str) -> None:
+    """Checks the collectives of the layers in forward and backward."""
     with world(Topology(tensor=2)), fake_cuda(collectives_on=CPU) as logging:
         over = Over(ProcessGroupRegistry(Topology(tensor=2)), ("tensor",))
         with logging() as log:
@@ -312,7 +312,7 @@ def test_layers_of_several_ranks_on_one_gpu_by_gloo(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_2d_layers_of_several_ranks_on_one_gpu_by_gloo() -> None:
+def test_2d_layer_collectives_with_gloo_on_shared_gpu_are_supported() -> None:
     topology = Topology(row=2, col=2)
     with world(topology), fake_cuda(collectives_on=CPU) as logging:
         grid = Grid(ProcessGroupRegistry(topology), "row", "col")
@@ -327,7 +327,7 @@ def test_2d_layers_of_several_ranks_on_one_gpu_by_gloo() -> None:
         assert set(log.collectives) <= {(name, "cuda") for name in GLOO_COPIES}
 
 
-def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:
+def test_offloaded_step_waits_only_for_gradients_decision_and_weights() -> None:
     for log in without_comparison(steps(Topology(), "fp32", {"states": Offloaded(0.5), "max_norm": 1.0}, CPU)):
         gradients, decision, weights = log.waits
         assert "optim/states/offloaded.py" in gradients
@@ -337,20 +337,20 @@ def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:
 
 @pytest.mark.parametrize(("fraction", "nbytes", "buckets"), [(1.0, BUCKET_BYTES, 1), (0.5, 2000, 2), (1.0, 2000, 4)])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_offloaded_parameters_travel_in_buckets_each_way(
+def test_offloaded_parameters_are_copied_in_buckets(
     mode: str, fraction: float, nbytes: int, buckets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one by one: of 100 parameters with 7,200 bytes of gradients in float32, or half of that."""
+    """100 parameters have 7,200 bytes of float32 gradients, or half of that."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", nbytes)
     logs = steps(Topology(), mode, {"states": Offloaded(fraction), "max_norm": 1.0}, CPU, count=50)
     for log in without_comparison(logs)[1:]:
         assert sum("synchronize" in wait and "optim/states/offloaded.py" in wait for wait in log.waits) == buckets + 1
-        assert len(log.waits) == buckets + 2  # for each bucket of gradients, the last of weights, and the decision
-        assert len(log.transfers) == 2 * buckets + 2  # the decision, and the counts of skipped steps
+        assert len(log.waits) == buckets + 2  # each bucket of gradients, the last bucket of weights, the step decision
+        assert len(log.transfers) == 2 * buckets + 2  # plus the step decision and the counts of skipped steps
 
 
-def test_offloaded_parameters_take_one_flat_bucket_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, and nothing between steps."""
+def test_offloaded_parameters_need_one_flat_device_buffer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Independent of the number of parameters; no buffer is kept between steps."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 2000)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
@@ -365,7 +365,7 @@ def test_offloaded_parameters_take_one_flat_bucket_on_the_device(monkeypatch: py
 
     monkeypatch.setattr(offloaded.HostBucket, "_flat_there", noted)
     steps(Topology(), "fp32", {"states": Offloaded(1.0)}, CPU, count=50)
-    assert len(alive) == 4 + 3 * 2 * 4  # when they are made, and each way in three steps
+    assert len(alive) == 4 + 3 * 2 * 4  # at construction, and each direction in three steps
     assert most == 1
     assert all(made() is None for made in alive)
 
@@ -374,8 +374,11 @@ def test_offloaded_parameters_take_one_flat_bucket_on_the_device(monkeypatch: py
     ("states", "collectives_on", "copies"),
     [((), CUDA, 0), ((), CPU, 2), (Offloaded(0.5), CUDA, 3), (Offloaded(0.5), CPU, 3)],
 )
-def test_copies_are_aligned_in_packs(states: Any, collectives_on: torch.device, copies: int) -> None:
-    """Of 100 parameters and their states, one each way between two devices; and one of offloaded weights to the model."""
+def test_align_copies_packs_all_parameters_into_one_collective(
+    states: Any, collectives_on: torch.device, copies: int
+) -> None:
+    """100 parameters and their states: one copy per direction between two devices, and one of offloaded weights to
+    the model."""
     topology = Topology(data=2)
     with world(topology), fake_cuda(collectives_on=collectives_on) as logging:
         params = [nn.Parameter(torch.ones(6, device="cuda")) for _ in range(100)]
@@ -397,7 +400,7 @@ def test_copies_are_aligned_in_packs(states: Any, collectives_on: torch.device, 
     assert len(log.collectives) == 1
 
 
-def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:
+def test_monitor_keeps_sums_on_device_of_losses() -> None:
     with fake_cuda(collectives_on=CPU) as logging:
         model = nn.Linear(3, 2, device="cuda")
         optimizer = ParallelOptimizer(
@@ -413,7 +416,7 @@ def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:
         assert log.waits == []
 
 
-def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any number of warm-up steps."""
     monitor_of = SkipMonitor.__init__
     with fake_cuda(collectives_on=CPU) as logging:
@@ -437,7 +440,7 @@ def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPa
         assert optimizer._skips._step == LAG
 
 
-def test_gradients_on_a_gpu_with_collectives_on_the_host_are_not_captured() -> None:
+def test_capture_with_collectives_on_host_raises() -> None:
     with pytest.raises(RuntimeError, match="on cuda:0 and collectives on cpu: join the ranks with the backend 'nccl'"):
         steps(Topology(data=2), "fp32", {}, CPU, graph=True)
 
@@ -445,8 +448,8 @@ def test_gradients_on_a_gpu_with_collectives_on_the_host_are_not_captured() -> N
 @pytest.mark.default_cases(6)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])
 @pytest.mark.parametrize("placed", [placed for placed in PLACED if placed != "half states"])
-def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mode: str) -> None:
-    """Scaled, cast, packed into buckets, brought back, and added to those of the micro-batch before."""
+def test_number_of_gradient_kernels_is_independent_of_parameter_count(placed: str, mode: str) -> None:
+    """Gradients are scaled, cast, packed into buckets, unpacked, and added to those of the previous micro-batch."""
     options = {**PLACED[placed], "max_norm": 1.0, "accumulation_steps": 2}
     few, many = (steps(Topology(data=2, tensor=2), mode, options, count=count)[-1] for count in (2, 20))
     planted = "aten.ones_like.default"  # a gradient
@@ -455,8 +458,8 @@ def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mod
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_a_shard_without_gradient_waits_for_nothing(mode: str) -> None:
-    """Whether other shards of the tensor have one is decided on the device."""
+def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None:
+    """The device decides whether other shards of the tensor have a gradient."""
     topology, (precision, dtype) = Topology(tensor=2), MODES[mode]
     with world(topology), fake_cuda() as logging:
         registry = ProcessGroupRegistry(topology)
@@ -479,16 +482,16 @@ def test_a_shard_without_gradient_waits_for_nothing(mode: str) -> None:
             optimizer.zero_grad()
             assert [wait for wait in log.waits if COMPARES not in wait] == []
             launches.append(len(log.launches))
-        assert launches[4] > launches[2], "the shard is stepped by itself"
+        assert launches[4] > launches[2], "the shard without gradient must be stepped separately"
 
 
-def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of parameters and gradients, whole ones and pieces."""
+def test_replica_check_in_every_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For parameters and gradients, replicated or sharded."""
     looked_at: list[str] = []
 
     def nonzero(tensor: torch.Tensor) -> SimpleNamespace:
         looked_at.append(tensor.device.type)
-        return SimpleNamespace(tolist=list[Any])  # there are no elements
+        return SimpleNamespace(tolist=list[Any])  # fake tensors have no elements
 
     monkeypatch.setattr(torch.Tensor, "nonzero", nonzero)
     options = {"check_replicas": True, "max_norm": 0.5, "states": Sharded("data")}
@@ -498,7 +501,7 @@ def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.
     assert set(looked_at) == {"cpu"}
 
 
-def test_hashes_of_copies_elsewhere_travel_together() -> None:
+def test_hashes_of_tensors_on_other_device_are_copied_together() -> None:
     with fake_cuda(collectives_on=CPU) as logging:
         on_cpu, on_gpu = ([torch.ones(5, device=device) for _ in range(10)] for device in (CPU, CUDA))
         entries = [ParameterEntry(f"weight {index}", P(), (5,)) for index in range(20)]
@@ -514,10 +517,14 @@ def test_hashes_of_copies_elsewhere_travel_together() -> None:
         assert len(log.waits) == 1
 
 
-@pytest.mark.filterwarnings("ignore:in the first 16 steps no rank had a gradient")  # five come later
-def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In more steps than there are constants kept."""
-    # It would read memory that is not there.
+@pytest.mark.filterwarnings(
+    "ignore:in the first 16 steps no rank had a gradient"
+)  # five parameters get their first gradient later
+def test_changing_set_of_gradients_with_several_dtypes_needs_no_host_synchronization(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs more steps than `Constants` keeps entries."""
+    # The original would read memory that fake tensors do not have.
     monkeypatch.setattr(SkipMonitor, "_earlier_counts", lambda monitor: (0, 0, 0, 0))
     with fake_cuda(collectives_on=CPU) as logging:
         dtypes = (torch.float32, torch.bfloat16, torch.float64)
@@ -539,7 +546,7 @@ def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing(mon
             assert step == 1 or log.waits == []
 
 
-def test_parameters_on_two_devices_are_an_error() -> None:
+def test_parameters_on_two_devices_are_rejected() -> None:
     with fake_cuda(collectives_on=CPU):
         params = [nn.Parameter(torch.ones(2, device=device)) for device in ("cuda:0", "cpu")]
         with pytest.raises(ValueError, match="the parameters are on cpu, cuda:0: give each process one device"):
@@ -558,15 +565,15 @@ WAITING: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("how", WAITING)
-def test_the_log_has_what_waits(how: str) -> None:
+def test_log_contains_waits_for_each_synchronizing_operation(how: str) -> None:
     with fake_cuda() as logging:
         tensor = torch.ones(2, device="cuda")
-        with logging() as log, suppress(RuntimeError):  # there is no number to read
+        with logging() as log, suppress(RuntimeError):  # fake tensors have no values
             WAITING[how](tensor)
         assert log.waits
 
 
-def test_the_log_has_nothing_where_nobody_waits() -> None:
+def test_log_contains_no_waits_for_asynchronous_operations() -> None:
     with fake_cuda() as logging:
         tensor, pinned = torch.ones(2, device="cuda"), torch.empty(2, pin_memory=True)
         with logging() as log:
@@ -586,7 +593,7 @@ def test_the_log_has_nothing_where_nobody_waits() -> None:
         ("half states", "fp32", "units"),
     ],
 )
-def test_the_log_is_that_of_torchs_own_fake_tensors(
+def test_log_matches_fake_tensor_mode_of_torch(
     placed: str, mode: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = run_of_four(placed, mode, rule)
@@ -596,11 +603,13 @@ def test_the_log_is_that_of_torchs_own_fake_tensors(
     assert quick == slow
 
 
-TWO_DEVICES = "at least two devices, cuda:0 and cpu|two different devices cuda:0, cpu"  # torch 2.11 says the latter
+TWO_DEVICES = (
+    "at least two devices, cuda:0 and cpu|two different devices cuda:0, cpu"  # the second is the message of torch 2.11
+)
 
 
-def test_what_is_wrong_is_wrong_again() -> None:
-    """Only operators that pass are remembered."""
+def test_failing_operators_on_fake_tensors_are_not_cached() -> None:
+    """Only operators that succeed are cached."""
     with fake_cuda():
         there, here = torch.ones(2, device="cuda"), torch.ones(2)
         for _ in range(2):

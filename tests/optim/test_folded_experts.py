@@ -1,4 +1,4 @@
-"""Experts on another mesh of the same ranks: the topology's axes are the refinement, and aliases name both meshes."""
+"""Experts on another mesh of the same ranks: the axes of the topology refine both meshes, and aliases name them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ WORLD = {name: Topology.parse(text).world_size for name, text in FOLDINGS.items(
 
 
 class Experts(nn.Module):
-    """Every token goes through a dense layer, and then to the expert of its number. Tokens are split over tensor as well,
-    so that all ranks have tokens of their own."""
+    """Every token goes through a dense layer, then through the expert with its number. Tokens are sharded over
+    tensor as well, so that all ranks have different tokens."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class Experts(nn.Module):
         self.dense = nn.Parameter(dense)
         self.experts = nn.Parameter(shard(experts, P("expert"), registry))
         annotate(self.dense, P(partial="tensor"), "dense")
-        # Where an expert is on several tensor ranks, each has had a part of its tokens.
+        # If an expert is replicated over tensor ranks, each of them has processed a part of its tokens.
         beside = tuple(axis for axis in ("tensor",) if axis not in registry.topology.atoms("expert"))
         annotate(self.experts, P("expert", partial=beside), "experts")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [n, width] -> the sum of squares of what comes out, of this rank's tokens."""
+        """Map tokens [n, width] of this rank to the sum of squares of the outputs."""
         registry = self.registry
         hidden = torch.tanh(tokens @ self.dense)
         everybody = all_gather_to(hidden, registry, "expert", dim=0)
@@ -79,7 +79,7 @@ class Run:
         tokens = torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         mine = shard(tokens, P(("data", "tensor")), self.registry)
         self.optimizer.zero_grad()
-        # The mean over the tokens of a data coordinate, of which this is a term; the optimizer averages over data.
+        # The mean over the tokens of a data coordinate, of which this is one term; the optimizer averages over data.
         self.optimizer.backward(self.model(mine) * self.registry.size("data") / TOKENS)
         return float(self.optimizer.step().total_norm)
 
@@ -124,13 +124,13 @@ def assert_same(found: list[tuple[list[float], list[Tensor]]], expected: tuple[l
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_folded_experts_are_stepped_as_dense_ones(world: World, options: str) -> None:
+def test_folded_experts_match_dense_model(world: World, options: str) -> None:
     (expected,) = world.run(1, train, "one", {})
     assert_same(world.run(8, train, "folded", OPTIONS[options]), expected)
 
 
 @pytest.mark.parametrize("folding", ["experts over tensor", "experts over half of data"])
-def test_any_folding_steps_alike(world: World, folding: str) -> None:
+def test_other_foldings_of_experts_match_dense_model(world: World, folding: str) -> None:
     (expected,) = world.run(1, train, "one", {})
     assert_same(world.run(WORLD[folding], train, folding, OPTIONS["zero2"]), expected)
 
@@ -139,14 +139,16 @@ def test_any_folding_steps_alike(world: World, folding: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("folded", "experts over half of data"), ("experts over tensor", "folded"), ("folded", "one")]
 )
-def test_a_checkpoint_is_loaded_under_another_folding(world: World, tmp_path: Path, saved: str, loaded: str) -> None:
+def test_checkpoint_loads_with_another_folding_of_experts(
+    world: World, tmp_path: Path, saved: str, loaded: str
+) -> None:
     expected, *_ = world.run(WORLD[saved], train, saved, OPTIONS["zero1"], tmp_path)
     options = OPTIONS["whole" if loaded == "one" else "zero2"]
     assert_same(world.run(WORLD[loaded], resume, loaded, options, tmp_path), expected)
 
 
 def what_is_sharded() -> tuple[list[str], int]:
-    """The specs of what is stepped, and the number of elements of its states."""
+    """Return the specs of the stepped tensors and the number of elements of their states."""
     run = Run("folded", OPTIONS["zero1"])
     run.step(0)
     inner = run.optimizer.optimizer
@@ -156,10 +158,10 @@ def what_is_sharded() -> tuple[list[str], int]:
     return specs, numel
 
 
-def test_zero_shards_dense_states_over_data_and_experts_over_what_is_left_of_it(world: World) -> None:
+def test_zero_shards_dense_states_over_data_and_expert_states_over_remaining_axes(world: World) -> None:
     for specs, numel in world.run(8, what_is_sharded):
         assert specs == ["P(('edp', 'mid'), partial='tensor')", "P(('mid', 'tensor', 'edp'))"]
-        # A quarter of the dense layer, and half of an expert; two moments of each.
+        # A quarter of the dense layer and half of an expert, with two moments each.
         assert numel == 2 * (WIDTH * WIDTH // 4 + WIDTH * WIDTH // 2)
 
 
@@ -181,7 +183,7 @@ def refused(axis: str) -> str:
         ),
     ],
 )
-def test_states_are_sharded_over_axes_of_one_role(world: World, axis: str, message: str) -> None:
+def test_zero_over_axes_with_different_roles_is_rejected(world: World, axis: str, message: str) -> None:
     for said in world.run(8, refused, axis):
         assert re.search(message, said), said
 
@@ -192,7 +194,7 @@ def loaded() -> tuple[int, list[int]]:
         return registry.rank("data"), [int(sample) for (batch,) in loader for sample in batch]
 
 
-def test_the_loader_shares_samples_out_over_all_of_data(world: World) -> None:
+def test_data_loader_distributes_samples_over_all_data_axes(world: World) -> None:
     found = world.run(8, loaded)
     assert sorted(sample for place, samples in found[::2] for sample in samples) == list(range(16))
-    assert found[::2] == found[1::2]  # tensor ranks have the same
+    assert found[::2] == found[1::2]  # tensor ranks get the same samples

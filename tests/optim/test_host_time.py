@@ -1,4 +1,4 @@
-"""What Python does for a parameter, in calls: of a warm step no more than torch's clip and step, and never the square."""
+"""Python calls per parameter: a warm step needs no more than torch's clipping and step, and construction is linear."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEW, MANY = 50, 150
 
 
 def calls_of(function: Callable[[], object]) -> int:
-    """Calls that Python makes, of functions in Python and in C."""
+    """Return the number of calls of functions in Python and C."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -34,7 +34,7 @@ def calls_of(function: Callable[[], object]) -> int:
 
 
 def a_parameter(calls: Callable[[int], int]) -> float:
-    """How many calls one parameter more takes."""
+    """Return the additional calls per additional parameter."""
     return (calls(MANY) - calls(FEW)) / (MANY - FEW)
 
 
@@ -51,7 +51,7 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 
 
 def warm(params: list[nn.Parameter], step: Callable[[], object]) -> int:
-    """The calls of the third step."""
+    """Return the calls of the third step."""
     for _ in range(2):
         give_gradients(params)
         step()
@@ -87,16 +87,16 @@ def ours(count: int, precision: Any = "fp32", topology: Topology = Topology(tens
 
 @pytest.fixture(autouse=True)
 def _the_loops() -> Iterator[None]:
-    """Whatever the environment says; torch's kernels take some calls more."""
+    """Use the compiled loops, overriding the environment variable; torch's kernels need a few more calls."""
     with using("auto"):
         yield
 
 
-def test_a_warm_step_calls_no_more_for_a_parameter_than_torch_does() -> None:
+def test_step_needs_no_more_python_calls_per_parameter_than_torch() -> None:
     assert a_parameter(ours) <= a_parameter(torchs)
 
 
-def test_masters_take_some_calls_a_parameter_more() -> None:
+def test_step_with_masters_needs_few_additional_calls_per_parameter() -> None:
     assert a_parameter(lambda count: ours(count, "bf16")) <= 4 * a_parameter(torchs)
 
 
@@ -107,7 +107,7 @@ def made(count: int) -> int:
         return calls_of(lambda: ParallelOptimizer(adamw, registry, max_norm=1.0))
 
 
-def test_to_make_the_optimizer_is_linear_in_its_parameters() -> None:
+def test_constructing_optimizer_is_linear_in_number_of_parameters() -> None:
     once, twice = made(200) - made(100), made(400) - made(200)
     assert twice < 2.05 * once
     assert once / 100 < 345

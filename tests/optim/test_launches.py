@@ -1,4 +1,4 @@
-"""How many kernels a warm step launches on a GPU, counted on fake CUDA tensors: no more than torch's own clip and step."""
+"""Kernel launches of a warm step, counted on fake CUDA tensors: no more than torch's clipping and step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from torch import nn
 CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
-    pytest.mark.skipif(
-        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
-    ),
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"),
 ]
 
 
 def weights(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Matrices and biases in turn."""
+    """Return alternating matrices and biases."""
     return [nn.Parameter(torch.ones((64, 64) if i % 2 else (64,), device="cuda", dtype=dtype)) for i in range(count)]
 
 
@@ -33,7 +31,7 @@ def give_gradients(params: list[nn.Parameter]) -> None:
 
 
 def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32, **options: Any) -> Log:
-    """What the third step does."""
+    """Return the log of the third step."""
     log = Log()
     with fake_cuda(collectives_on=CPU) as logging:
         params = weights(count, dtype)
@@ -53,7 +51,7 @@ def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32
 
 
 def torchs(count: int) -> Log:
-    """The same of `torch.nn.utils.clip_grad_norm_` and `AdamW`."""
+    """Return the log of `torch.nn.utils.clip_grad_norm_` and `AdamW`."""
     log = Log()
     with fake_cuda(collectives_on=CPU) as logging:
         params = weights(count)
@@ -66,7 +64,7 @@ def torchs(count: int) -> Log:
     return log
 
 
-def test_a_step_of_a_thousand_parameters_launches_no_more_kernels_than_torch() -> None:
+def test_step_of_thousand_parameters_launches_no_more_kernels_than_torch() -> None:
     assert ours(1000).kernels <= torchs(1000).kernels
 
 
@@ -79,11 +77,11 @@ def test_a_step_of_a_thousand_parameters_launches_no_more_kernels_than_torch() -
     ],
     ids=["p = inf", "per parameter", "by value"],
 )
-def test_no_kernel_is_launched_for_a_single_parameter(options: dict[str, Any]) -> None:
+def test_number_of_kernel_launches_is_independent_of_parameter_count(options: dict[str, Any]) -> None:
     assert ours(4, **options).launches == ours(100, **options).launches
 
 
-def test_to_clip_each_parameter_by_itself_is_one_kernel_for_each() -> None:
+def test_clipping_per_parameter_launches_one_kernel_per_parameter() -> None:
     few, many = (ours(count, max_norm=PerParameter(1.0)).launches for count in (4, 100))
     assert many.count("aten._foreach_mul_.Tensor") == 100
     assert len(many) - len(few) == 96
@@ -97,8 +95,10 @@ def test_to_clip_each_parameter_by_itself_is_one_kernel_for_each() -> None:
         ("fp16", NaiveFp16(), torch.float16, 36),
     ],
 )
-def test_what_is_decided_takes_few_kernels(mode: str, precision: Any, dtype: torch.dtype, decisions: int) -> None:
-    """However many parameters there are: only the passes over them grow."""
+def test_step_launches_few_kernels_in_every_precision(
+    mode: str, precision: Any, dtype: torch.dtype, decisions: int
+) -> None:
+    """Launches are independent of the number of parameters."""
     few, many = ours(4, precision, dtype), ours(100, precision, dtype)
     assert few.launches == many.launches
     assert len(few.launches) <= decisions
@@ -109,10 +109,11 @@ def test_what_is_decided_takes_few_kernels(mode: str, precision: Any, dtype: tor
     [(Bf16(stochastic_rounding=True), torch.bfloat16, {}), ("fp32", torch.float32, {"states": HalfStates()})],
     ids=["bf16", "half states"],
 )
-def test_to_round_stochastically_launches_a_draw_a_parameter_and_a_few_kernels_for_all(
+def test_stochastic_rounding_launches_one_random_kernel_per_parameter(
     precision: Any, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """One generator a parameter, so that copies draw alike; everything else is done to all of them at once."""
+    """Each parameter has a generator, so that replicas draw equal numbers; all other kernels process all parameters
+    together."""
     few, many = (ours(count, precision, dtype, **options).launches for count in (4, 100))
     drawn = [name for name in many if "random" in name]
     assert len(drawn) == 100

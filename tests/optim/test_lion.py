@@ -1,4 +1,4 @@
-"""Lion: its formula, and a step that reads the skip flag and the factor on the device."""
+"""Lion: its formula, and a step that reads skip flag and factor on the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gradients(step: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def expected(options: dict[str, Any], weight: Tensor, grads: list[Tensor]) -> Tensor:
-    """The formula of arXiv:2302.06675, algorithm 2."""
+    """Apply the formula of arXiv:2302.06675, algorithm 2."""
     lr, (b1, b2), decay = float(options["lr"]), options.get("betas", (0.9, 0.99)), options.get("weight_decay", 0.0)
     momentum = torch.zeros_like(weight)
     for grad in grads:
@@ -50,7 +50,7 @@ def expected(options: dict[str, Any], weight: Tensor, grads: list[Tensor]) -> Te
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_steps_are_the_formula(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_lion_matches_published_formula(options: dict[str, Any], dtype: torch.dtype) -> None:
     shapes: list[tuple[int, ...]] = [(7, 3), (), (5,), (0, 2)]
     params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
     before, grads = (
@@ -70,7 +70,7 @@ def test_steps_are_the_formula(options: dict[str, Any], dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_skipped_step_changes_no_bit_and_reads_nothing(dtype: torch.dtype) -> None:
+def test_skipped_lion_step_changes_nothing_and_needs_no_host_read(dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0, 0.5])
     param, late = nn.Parameter(values.to(dtype)), nn.Parameter(values.to(dtype))
     optimizer: Any = lion([param, late])
@@ -94,7 +94,7 @@ def test_skipped_step_changes_no_bit_and_reads_nothing(dtype: torch.dtype) -> No
     assert not torch.equal(param, before[0])
 
 
-def test_factor_multiplies_gradients_in_the_update() -> None:
+def test_lion_applies_gradient_factor_in_update() -> None:
     found = []
     for factor in (1.0, 0.25):
         param = nn.Parameter(torch.linspace(-1, 1, 9))
@@ -108,7 +108,7 @@ def test_factor_multiplies_gradients_in_the_update() -> None:
         assert torch.equal(one, other)
 
 
-def test_half_precision_weights_are_computed_in_float32() -> None:
+def test_lion_updates_half_precision_weights_in_float32() -> None:
     weight = torch.linspace(-1, 1, 50).bfloat16()
     param, exact = nn.Parameter(weight.clone()), nn.Parameter(weight.float())
     for own in (param, exact):
@@ -117,13 +117,13 @@ def test_half_precision_weights_are_computed_in_float32() -> None:
     assert torch.equal(param, exact.bfloat16())
 
 
-def test_arguments_out_of_range_are_refused() -> None:
+def test_lion_rejects_invalid_arguments() -> None:
     for options in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"weight_decay": -0.1}):
         with pytest.raises(ValueError, match="give >= 0, >= 0, in"):
             lion([nn.Parameter(torch.ones(2))], **options)
 
 
-def test_state_dict_goes_on_to_the_bit() -> None:
+def test_lion_resumes_bitwise_from_state_dict() -> None:
     param = nn.Parameter(torch.ones(6))
     optimizer = lion([param])
     param.grad = torch.linspace(-1, 1, 6)
@@ -143,7 +143,7 @@ CASES = [(layout, "whole") for layout in ("tensor", "grid", "pipe, tied", "data 
 CASES += [("data x tensor", "ZeRO-2"), ("tensor", "offload")]
 
 
-def test_pieces_step_as_one_process(world: World) -> None:
+def test_lion_matches_dense_update_on_every_layout(world: World) -> None:
     calls = [
         (LAYOUTS[layout].topology.world_size, (LAYOUTS[layout], [lion], STATES[states], 6)) for layout, states in CASES
     ]
@@ -153,7 +153,7 @@ def test_pieces_step_as_one_process(world: World) -> None:
         assert copies_differ(own) == [], f"{layout}, {states}"
 
 
-def test_step_adds_no_collective_reads_nothing_and_skips_an_overflow(world: World) -> None:
+def test_lion_needs_no_collective_or_host_read_and_skips_overflow(world: World) -> None:
     layout, makes = LAYOUTS["data x tensor"], [lion]
     assert world.run(4, beyond_sgd, layout, makes, {}) == [[{}]] * 4
     world.run(4, without_host_reads, layout, makes, {})
@@ -161,7 +161,7 @@ def test_step_adds_no_collective_reads_nothing_and_skips_an_overflow(world: Worl
         assert world.run(4, changed_by_overflow, layout, makes, dtype, STATES["ZeRO-2"]) == [[[]]] * 4
 
 
-def test_checkpoint_goes_on_without_sharded_states(world: World, tmp_path: Path) -> None:
+def test_lion_checkpoint_with_zero_loads_without_zero(world: World, tmp_path: Path) -> None:
     layout, make = LAYOUTS["data x tensor"], partial(lion)
     world.run(4, run_to, layout, make, tmp_path, range(3), False, STATES["ZeRO-2"])
     resumed = world.run(4, run_to, layout, make, tmp_path, range(3, 6), True, {})
@@ -169,7 +169,7 @@ def test_checkpoint_goes_on_without_sharded_states(world: World, tmp_path: Path)
 
 
 @pytest.mark.parametrize("precision", [Bf16(), Bf16(split_masters=True)])
-def test_clipped_step_with_masters_reads_nothing(precision: Bf16) -> None:
+def test_clipped_lion_step_with_masters_needs_no_host_read(precision: Bf16) -> None:
     model, registry = nn.Linear(4, 3), ProcessGroupRegistry(Topology())
     precision.prepare(model, registry)
     optimizer = ParallelOptimizer(lion(model.parameters()), registry, max_norm=0.1, precision=precision)
@@ -187,8 +187,8 @@ def test_clipped_step_with_masters_reads_nothing(precision: Bf16) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_step_on_a_gpu_waits_for_nothing_and_launches_one_mask_per_parameter(dtype: torch.dtype) -> None:
-    """On fake CUDA tensors; it never ran on a GPU in the tests."""
+def test_lion_step_on_cuda_needs_no_host_synchronization_and_few_kernels(dtype: torch.dtype) -> None:
+    """Uses fake CUDA tensors; the tests do not run it on a GPU."""
     with fake_cuda() as logging:
         params = [nn.Parameter(torch.ones(6, 2, device="cuda", dtype=dtype)) for _ in range(40)]
         optimizer = ParallelOptimizer(lion(params), ProcessGroupRegistry(Topology()), max_norm=1.0)
@@ -199,6 +199,6 @@ def test_step_on_a_gpu_waits_for_nothing_and_launches_one_mask_per_parameter(dty
             with logging() as log:
                 optimizer.step()
     assert log.waits == []
-    assert not [transfer for transfer in log.transfers if "lion" in transfer]  # skip counts are copied behind the step
+    assert not [transfer for transfer in log.transfers if "lion" in transfer]  # skip counts are copied after the step
     assert sum(name.startswith("aten.masked_fill_") for name in log.launches) <= len(params) + 3
     assert sum(name.startswith("aten._foreach") for name in log.launches) <= 14

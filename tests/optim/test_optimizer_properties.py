@@ -1,4 +1,4 @@
-"""Properties of a `ParallelOptimizer`: parameters, plans, window, transforms, and why gradients are not local."""
+"""Properties of a `ParallelOptimizer`: parameters, plans, window, transforms, reasons why gradients are not local."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_of(model: nn.Sequential) -> Tensor:
     return loss
 
 
-def test_model_param_groups_are_the_given_parameters_beside_masters() -> None:
+def test_model_param_groups_contain_model_parameters_with_masters() -> None:
     model = model_of(torch.bfloat16)
     optimizer = optimizer_of(model, precision="bf16")
     given = [param for group in optimizer.model_param_groups for param in group]
@@ -42,7 +42,7 @@ def test_model_param_groups_are_the_given_parameters_beside_masters() -> None:
     assert optimizer.device == torch.device("cpu")
 
 
-def test_add_param_group_makes_a_new_model_plan() -> None:
+def test_add_param_group_creates_new_model_plan() -> None:
     model, more = model_of(), model_of()
     optimizer = optimizer_of(model)
     before = optimizer.model_plan
@@ -53,7 +53,7 @@ def test_add_param_group_makes_a_new_model_plan() -> None:
     assert len(optimizer.model_plan.entries) == 8
 
 
-def test_micro_batches_count_since_the_last_step() -> None:
+def test_micro_batches_property_counts_since_last_step() -> None:
     model = model_of()
     optimizer = optimizer_of(model, accumulation_steps=2)
     assert optimizer.accumulation_steps == 2
@@ -67,7 +67,7 @@ def test_micro_batches_count_since_the_last_step() -> None:
     assert optimizer_of(model_of()).accumulation_steps is None
 
 
-def test_not_local_names_each_argument() -> None:
+def test_not_local_names_each_argument_that_reduces_in_backward() -> None:
     assert optimizer_of(model_of()).not_local() == []
     (overlap,) = optimizer_of(model_of(), overlap=True).not_local()
     assert overlap.startswith("overlap=True averages them")
@@ -77,7 +77,7 @@ def test_not_local_names_each_argument() -> None:
     assert "Sharded(gradients=True) averages them while backward runs" in names
 
 
-def test_clip_grads_clips_once_by_the_rule_of_max_norm() -> None:
+def test_clip_grads_clips_once_by_max_norm() -> None:
     model, other = model_of(), model_of()
     clipped, stepped = optimizer_of(model, max_norm=0.5), optimizer_of(other, max_norm=0.5)
     clipped.backward(loss_of(model))
@@ -92,7 +92,7 @@ def test_clip_grads_clips_once_by_the_rule_of_max_norm() -> None:
         torch.testing.assert_close(one, same)
 
 
-def test_clip_grads_in_a_managed_window_waits_for_its_step() -> None:
+def test_clip_grads_in_managed_window_waits_for_last_micro_batch() -> None:
     model = model_of()
     optimizer = optimizer_of(model, max_norm=0.5, accumulation_steps=2)
     optimizer.backward(loss_of(model))
@@ -101,7 +101,7 @@ def test_clip_grads_in_a_managed_window_waits_for_its_step() -> None:
     assert float(optimizer.step().total_norm) > 0.5
 
 
-def test_clip_grads_without_a_rule_measures_alone() -> None:
+def test_clip_grads_without_max_norm_only_measures() -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     optimizer.backward(loss_of(model))
@@ -113,7 +113,7 @@ def test_clip_grads_without_a_rule_measures_alone() -> None:
 
 
 class Scales(StepObserver):
-    """Records the loss scale that gradients contain."""
+    """Records the loss scale contained in the gradients."""
 
     def __init__(self) -> None:
         self.found: list[float | None] = []
@@ -122,7 +122,7 @@ class Scales(StepObserver):
         self.found.append(None if window.scale is None else float(window.scale))
 
 
-def test_window_has_the_scale_that_gradients_contain() -> None:
+def test_window_scale_is_the_loss_scale_of_gradients() -> None:
     for precision, expected in (("fp32", None), ("fp16", 2.0**16)):
         model = model_of(torch.float16 if precision == "fp16" else torch.float32)
         optimizer = optimizer_of(model, precision=precision)
@@ -134,7 +134,8 @@ def test_window_has_the_scale_that_gradients_contain() -> None:
 
 
 def scaled_norm(asked: bool) -> tuple[float, list[Tensor]]:
-    """The norm of a managed window's gradients that a `GradScaler` scaled; ``asked``: clipped by an earlier call."""
+    """Return the norm and weights of a managed window scaled by a `GradScaler`; ``asked``: clipped by an earlier
+    call."""
     model = model_of()
     optimizer, scales = optimizer_of(model, accumulation_steps=2, max_norm=0.5), Scales()
     optimizer.add_observer(scales)
@@ -149,14 +150,14 @@ def scaled_norm(asked: bool) -> tuple[float, list[Tensor]]:
     return float(optimizer.last_stats.total_norm), [param.detach().clone() for param in model.parameters()]
 
 
-def test_explicit_clip_of_a_window_is_of_gradients_that_a_scaler_scaled() -> None:
+def test_explicit_clip_in_window_accounts_for_grad_scaler() -> None:
     (norm, params), (expected, others) = scaled_norm(True), scaled_norm(False)
     assert norm == pytest.approx(expected)
     for one, other in zip(params, others, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_placement_finds_its_link_among_the_transforms() -> None:
+def test_transforms_property_contains_master_weights() -> None:
     optimizer = optimizer_of(model_of(torch.bfloat16), precision="bf16")
     assert optimizer.transforms.links
     assert all(tensor.dtype == torch.float32 for tensor in optimizer.transforms.stepped)

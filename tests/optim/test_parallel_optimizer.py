@@ -1,4 +1,4 @@
-"""ParallelOptimizer on real processes: after 20 steps it has done what torch does to the dense model."""
+"""ParallelOptimizer on real processes: twenty steps match torch on the dense model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sgd(params: Any, fused: bool = True) -> torch.optim.Optimizer:
 
 
 def merged(runs: list[Run], part: Callable[[Run], Full]) -> Full:
-    """One full tensor a name, after checking that all ranks that have it have the same bits."""
+    """Return one full tensor per name, after checking that it is bitwise identical on all ranks that have it."""
     whole: Full = {}
     for run in runs:
         for name, tensor in part(run).items():
@@ -43,7 +43,7 @@ def compare(
 ) -> None:
     size = SCENARIOS[name].topology.world_size
     runs = world.run(size, train, name, dtype, make, STEPS, options)
-    assert len({run.bits for run in runs}) == 1, "norms have other bits on other ranks"
+    assert len({run.bits for run in runs}) == 1, "norms differ between ranks"
     dense = partial(make, fused=False) if dtype == torch.float64 else make
     end, gradients, norms = train_dense(
         name, merged(runs, lambda r: r.start), dense, STEPS, options.get("max_norm"), options.get("norm_type", 2.0)
@@ -51,25 +51,27 @@ def compare(
     tolerance = 1e-9 if dtype == torch.float64 else 2e-4
     assert runs[0].norms == pytest.approx(norms, rel=tolerance)
     if options.get("max_norm"):
-        assert min(norms) < options["max_norm"] < max(norms), "the threshold should clip some steps and not others"
+        assert min(norms) < options["max_norm"] < max(norms), "the threshold must clip some steps, but not all"
     assert_equal(merged(runs, lambda r: r.end), end, tolerance)
     assert_equal(merged(runs, lambda r: r.gradients), gradients, tolerance)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_twenty_steps_equal_the_dense_model(world: World, name: str) -> None:
+def test_twenty_steps_match_dense_model(world: World, name: str) -> None:
     compare(world, name, torch.float64, sgd, max_norm=SCENARIOS[name].threshold)
 
 
 @pytest.mark.parametrize("name", ["tensor", "grid, bias on row 0", "data x sequence parallel"])
-def test_fused_adamw_in_float32(world: World, name: str) -> None:
+def test_twenty_float32_steps_of_fused_adamw_match_dense_model(world: World, name: str) -> None:
     compare(world, name, torch.float32, adamw, max_norm=SCENARIOS[name].threshold)
 
 
 @pytest.mark.parametrize("p", [1.0, 3.0, float("inf")])
 @pytest.mark.parametrize("name", ["data x tensor", "grid, bias on row 0", "pipe, tied"])
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
-def test_other_norms(world: World, name: str, p: float, reduction: str) -> None:
+def test_twenty_steps_with_other_norm_types_match_dense_model(
+    world: World, name: str, p: float, reduction: str
+) -> None:
     typical = {
         "data x tensor": (6.0, 0.2, 0.12),
         "grid, bias on row 0": (15.5, 0.5, 0.25),

@@ -21,14 +21,14 @@ def optimizer() -> Iterator[ParallelOptimizer]:
         yield ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
 
 
-def test_piece_is_the_former_name_of_stepped_tensor() -> None:
+def test_piece_is_deprecated_alias_of_stepped_tensor() -> None:
     with pytest.warns(DeprecationWarning, match=r"meshstep\.optim\.Piece is deprecated: write SteppedTensor"):
         assert meshstep.optim.Piece is SteppedTensor
     with pytest.raises(AttributeError, match="no attribute 'Pieces'"):
         meshstep.optim.Pieces  # noqa: B018
 
 
-def test_former_members_of_records_warn_and_return_the_same(optimizer: ParallelOptimizer) -> None:
+def test_deprecated_members_of_records_warn_and_return_same_values(optimizer: ParallelOptimizer) -> None:
     row, plan = optimizer.pieces()[0], optimizer.plan
     with pytest.warns(DeprecationWarning, match=r"SteppedTensor\.piece is deprecated: write tensor"):
         assert row.piece is row.tensor
@@ -60,7 +60,7 @@ class FormerPlacement(Placement):
         return self.made
 
 
-def test_link_with_a_list_of_tensors_still_works_with_a_warning() -> None:
+def test_deprecated_link_signatures_work_with_warning() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model, placement = nn.Linear(3, 2), FormerPlacement()
         declare(model, {"*": P()})

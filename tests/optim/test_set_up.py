@@ -1,4 +1,4 @@
-"""What ranks ask each other before the first step: as little as may be, for the more ranks the longer a gather takes."""
+"""Object all-gathers before the first step: as few as possible, because they take longer with more ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = dict[str, Counter[str]]
 
 @contextmanager
 def counted(count: Counter[str]) -> Iterator[None]:
-    """Gathers of objects in the block, and the rounds that they took."""
+    """Count gathers of objects in the block, and the messages that they need."""
     gather, message = objects.all_gather_objects, objects._gather_bytes
 
     def gathers(*args: Any) -> list[Any]:
@@ -64,14 +64,16 @@ def set_up(layers: int) -> Found:
     return found
 
 
-def test_an_optimizer_is_made_with_one_gather_and_few_more_where_it_asks_for_more(world: World) -> None:
+def test_constructing_optimizer_needs_at_most_two_object_gathers(world: World) -> None:
     expected = {"plain": 1, "bf16": 1, "by parameter": 1, "ZeRO-2": 2, "whole tensors": 2, "clip_grad_norm_": 1}
     for found in world.run(4, set_up, 3):
         assert {name: count["gathers"] for name, count in found.items()} == expected
-        assert {name: count["rounds"] for name, count in found.items()} == expected, "all that is said is short"
+        assert {name: count["rounds"] for name, count in found.items()} == expected, (
+            "every gather must fit in one message"
+        )
 
 
-def test_of_many_parameters_only_the_names_take_a_second_message(world: World) -> None:
+def test_names_of_many_parameters_need_one_additional_message(world: World) -> None:
     found = world.run(4, set_up, 300)[0]
     assert {name: found[name]["gathers"] for name in ("plain", "clip_grad_norm_")} == {"plain": 1, "clip_grad_norm_": 1}
     assert {name: found[name]["rounds"] for name in ("plain", "clip_grad_norm_")} == {

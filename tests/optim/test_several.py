@@ -1,4 +1,4 @@
-"""Several inner optimizers, one step: one norm, one verdict, one state, in whatever precision and wherever states are."""
+"""Several inner optimizers with one step: one norm, one step decision, one state, in every precision and placement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scenarios import SCENARIOS, batch, build, dense_loss, full_tensors
 from torch import Tensor, nn
 from world import World
 
-STEPS, BROKEN, SAVED, MAX_NORM = 6, 2, 3, 0.4  # one step overflows; then a checkpoint is read by another optimizer
+STEPS, BROKEN, SAVED, MAX_NORM = 6, 2, 3, 0.4  # one step overflows; later another optimizer loads a checkpoint
 SCENARIO = SCENARIOS["data x tensor"]
 PLACEMENTS: dict[str, tuple[Placement, ...]] = {
     "whole": (),
@@ -52,12 +52,12 @@ def one(matrices: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def of_two_kinds(matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """One steps on the device, the other on the host."""
+    """Return one optimizer that steps on the device and one that reads on the host."""
     return [adamw(matrices, 0.02), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
 
 
 def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The matrices, and all else."""
+    """Return the matrices and the other parameters."""
     params = list(model.parameters())
     return [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
 
@@ -65,7 +65,7 @@ def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 def run(
     make: Make, mode: str, where: str, directory: Path | None, dtype: torch.dtype = torch.float32
 ) -> tuple[list[float], list[bool], dict[str, Tensor]]:
-    """Norms, what was skipped, full parameters."""
+    """Return norms, skip flags and full parameters."""
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
 
         def made() -> tuple[nn.Module, ParallelOptimizer]:
@@ -95,7 +95,7 @@ def run(
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("where", PLACEMENTS)
-def test_in_every_precision_two_optimizers_are_to_the_bit_one_with_two_groups(
+def test_two_optimizers_match_one_with_two_groups_bitwise_in_every_precision(
     where: str, world: World, tmp_path: Path
 ) -> None:
     modes = list(MODES) if where == "whole" else ["fp32", "bf16"] if where == "half states" else ["fp16", "bf16"]
@@ -115,7 +115,7 @@ def test_in_every_precision_two_optimizers_are_to_the_bit_one_with_two_groups(
 
 
 def dense(make: Make) -> tuple[list[float], dict[str, Tensor]]:
-    """In float64: separate optimizers, clipped by the norm of all."""
+    """Train in float64 with separate optimizers, clipped by the global norm."""
     with ProcessGroupRegistry(Topology(roles=None, data=1, tensor=1)) as registry:
         model = build(SCENARIO, registry, torch.float64)
         assert model is not None
@@ -136,11 +136,11 @@ def dense(make: Make) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("make", [two, of_two_kinds])
-def test_optimizers_of_several_kinds_take_the_step_of_dense_ones_clipped_by_the_norm_of_all(
+def test_optimizers_of_different_classes_match_dense_steps_clipped_by_global_norm(
     make: Make, world: World, tmp_path: Path
 ) -> None:
     norms, weights = dense(make)
-    assert any(norm > MAX_NORM for norm in norms), "some steps should be clipped"
+    assert any(norm > MAX_NORM for norm in norms), "some steps must be clipped"
     cases = [
         (4, (make, "fp32", where, directory, torch.float64))
         for where in ("whole", "zero1")
@@ -175,7 +175,7 @@ def step(model: nn.Module, optimizer: ParallelOptimizer, seed: int) -> None:
     optimizer.step()
 
 
-def test_the_host_reads_no_more_than_for_the_worst_of_them() -> None:
+def test_host_is_read_only_if_one_of_several_optimizers_requires_it() -> None:
     fused, mixed = small(), small()
     on_device, on_host = optimizer_of(two, fused), optimizer_of(of_two_kinds, mixed)
     for seed in range(2):
@@ -187,7 +187,7 @@ def test_the_host_reads_no_more_than_for_the_worst_of_them() -> None:
         step(mixed, on_host, 2)
 
 
-def test_schedules_reach_all_groups_and_those_of_one_optimizer_its_own() -> None:
+def test_schedules_on_all_or_one_of_several_optimizers_change_their_groups() -> None:
     model = small()
     matrices, others = two(*halves(model))
     optimizer = ParallelOptimizer([matrices, others], ProcessGroupRegistry(Topology()))
@@ -196,12 +196,12 @@ def test_schedules_reach_all_groups_and_those_of_one_optimizer_its_own() -> None
     step(model, optimizer, 0)
     of_all.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.0025]
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch puts new groups in the place of the old
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch replaces the param groups
     of_one.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.0005])
 
 
-def test_a_copy_and_a_loaded_state_go_on_as_the_original() -> None:
+def test_copied_and_loaded_combined_optimizers_continue_identically() -> None:
     model = small()
     optimizer = optimizer_of(of_two_kinds, model, max_norm=0.1)
     for seed in range(2):
@@ -225,7 +225,7 @@ def test_a_copy_and_a_loaded_state_go_on_as_the_original() -> None:
     assert "SGD" in repr(optimizer)
 
 
-def test_a_new_group_says_whose_it_is() -> None:
+def test_added_group_requires_index_of_optimizer() -> None:
     model, more = small(), nn.Parameter(torch.ones(3))
     optimizer = optimizer_of(of_two_kinds, model)
     with pytest.raises(ValueError, match="give the index of its optimizer"):
@@ -239,7 +239,7 @@ def test_a_new_group_says_whose_it_is() -> None:
     assert "momentum_buffer" in optimizer.state[more]
 
 
-def test_lists_that_are_no_optimizer_are_refused_and_left_as_they_were() -> None:
+def test_invalid_lists_of_optimizers_are_rejected_and_left_unchanged() -> None:
     model, registry = small(), ProcessGroupRegistry(Topology())
     matrices, others = halves(model)
 
@@ -281,13 +281,13 @@ def whole_for_matrices(matrices: list[Tensor], others: list[Tensor]) -> Any:
 
 
 def whole_for_positions(matrices: list[Tensor], others: list[Tensor]) -> Any:
-    """The norm's weight and bias are on every rank; the others are split."""
+    """Use Adafactor for the replicated weight and bias of the norm; the other parameters are sharded."""
     copied = [p for p in others if p.numel() == 8 and p is not others[2]][:2]
     rest = [p for p in (*matrices, *others) if all(p is not c for c in copied)]
     return [torch.optim.Adafactor(copied), adamw(rest, 0.1)]
 
 
-def test_one_that_takes_whole_tensors_may_step_those_that_are_whole(world: World) -> None:
+def test_full_tensor_optimizer_may_step_only_replicated_parameters(world: World) -> None:
     split, copied = world.run_each(whole_tensor_ones, [(2, (whole_for_matrices,)), (2, (whole_for_positions,))])
     assert all("Adafactor is not known to be" in message for message in split)
     assert copied == ["", ""]

@@ -1,4 +1,4 @@
-"""What torch's optimizers and schedules do in Python, ours do: global hooks, copies, pickle, lifetimes."""
+"""Optimizers and schedules behave like torch's in Python: global hooks, copies, pickle, lifetimes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train(model: nn.Module, optimizer: ParallelOptimizer, first: int, last: int)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_global_step_hooks_run_once_a_step(registry: ProcessGroupRegistry, mode: str) -> None:
+def test_global_step_hooks_run_once_per_step(registry: ProcessGroupRegistry, mode: str) -> None:
     model, optimizer = built(registry, **{key: value for key, value in MODES[mode].items() if "ZeRO" not in mode})
     seen: list[tuple[str, object]] = []
     own = optimizer.optimizer.register_step_post_hook(lambda *_: seen.append(("wrapped", None)))
@@ -98,7 +98,7 @@ def test_global_step_hooks_run_once_a_step(registry: ProcessGroupRegistry, mode:
     assert ("wrapped", None) in seen
 
 
-def test_global_hooks_are_back_after_a_step_that_raised(registry: ProcessGroupRegistry) -> None:
+def test_global_hooks_are_restored_after_failed_step(registry: ProcessGroupRegistry) -> None:
     model, optimizer = built(registry)
     handle = register_optimizer_step_pre_hook(lambda *_: None)
     hooks = register_optimizer_step_pre_hook.__globals__["_global_optimizer_pre_hooks"]
@@ -139,7 +139,7 @@ def copied(axes: dict[str, int], mode: str, how: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("how", [deep, pickled])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_copy_of_model_and_optimizer_trains_on_bit_for_bit_and_by_itself(
+def test_copied_model_and_optimizer_continue_bitwise_and_independently(
     world: World, mode: str, how: Callable[[Any], Any]
 ) -> None:
     if "ZeRO" not in mode:
@@ -147,7 +147,7 @@ def test_a_copy_of_model_and_optimizer_trains_on_bit_for_bit_and_by_itself(
     world.run(2, copied, {"data": 2}, mode, how)
 
 
-def test_a_shallow_copy_shares_all_but_the_hooks(registry: ProcessGroupRegistry) -> None:
+def test_shallow_copy_of_optimizer_shares_all_but_hooks(registry: ProcessGroupRegistry) -> None:
     model, optimizer = built(registry)
     train(model, optimizer, 0, 1)
     optimizer.register_step_post_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_a_shallow_copy_shares_all_but_the_hooks(registry: ProcessGroupRegistry)
     assert state["step"] == 2
 
 
-def test_what_was_said_of_an_optimizer_is_said_of_its_copy(registry: ProcessGroupRegistry) -> None:
+def test_elementwise_attribute_is_copied_with_optimizer(registry: ProcessGroupRegistry) -> None:
     _, optimizer = built(registry)
     optimizer.optimizer.elementwise = True  # type: ignore[attr-defined]
     assert copy.deepcopy(optimizer).optimizer.elementwise  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def followed(optimizer: ParallelOptimizer) -> LRScheduler:
 
 @pytest.mark.parametrize("how", [deep, pickled])
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_copy_of_a_schedule_goes_on_with_the_copy_of_its_optimizer(
+def test_copied_schedule_continues_with_copied_optimizer(
     registry: ProcessGroupRegistry, kind: str, how: Callable[[Any], Any]
 ) -> None:
     def rates(model: nn.Module, optimizer: ParallelOptimizer, schedule: LRScheduler) -> list[float]:
@@ -212,7 +212,7 @@ def test_a_copy_of_a_schedule_goes_on_with_the_copy_of_its_optimizer(
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_what_is_deleted_is_gone_at_once(registry: ProcessGroupRegistry, kind: str) -> None:
+def test_deleted_optimizer_and_schedule_are_freed_immediately(registry: ProcessGroupRegistry, kind: str) -> None:
     model, optimizer = built(registry)
     schedule = SCHEDULES[kind](optimizer)
     train(model, optimizer, 0, 1)
@@ -250,7 +250,7 @@ def param(size: int = 2) -> Tensor:
     return value
 
 
-def test_a_param_group_that_is_added_follows_the_schedule_from_its_own_rate(registry: ProcessGroupRegistry) -> None:
+def test_added_param_group_follows_schedule_from_its_own_rate(registry: ProcessGroupRegistry) -> None:
     optimizer = ParallelOptimizer(torch.optim.SGD([param()], lr=0.4), registry)
     schedule = CosineAnnealingLR(optimizer, total_steps=10, hold_on_skip=False)
     for _ in range(4):
@@ -269,7 +269,7 @@ def test_a_param_group_that_is_added_follows_the_schedule_from_its_own_rate(regi
     assert fresh.get_last_lr() == [first, second]
 
 
-def test_a_param_group_whose_rate_is_below_the_floor_is_an_error(registry: ProcessGroupRegistry) -> None:
+def test_added_param_group_with_rate_below_eta_min_raises(registry: ProcessGroupRegistry) -> None:
     optimizer = ParallelOptimizer(torch.optim.SGD([param()], lr=0.4), registry)
     schedule = CosineAnnealingLR(optimizer, total_steps=10, eta_min=0.2, hold_on_skip=False)
     optimizer.add_param_group({"params": [param(3)], "lr": 0.1})
@@ -278,7 +278,7 @@ def test_a_param_group_whose_rate_is_below_the_floor_is_an_error(registry: Proce
         schedule.step()
 
 
-def test_steps_may_be_integers_of_any_library() -> None:
+def test_schedule_accepts_integers_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     optimizer = torch.optim.SGD([param()], lr=0.4)
     schedule = CosineAnnealingLR(optimizer, numpy.int64(10), numpy.int32(2))
@@ -289,7 +289,7 @@ def test_steps_may_be_integers_of_any_library() -> None:
             CosineAnnealingLR(optimizer, wrong)  # type: ignore[arg-type]
 
 
-def test_last_epoch_goes_on_where_a_schedule_was(registry: ProcessGroupRegistry) -> None:
+def test_last_epoch_argument_continues_schedule(registry: ProcessGroupRegistry) -> None:
     optimizer = torch.optim.SGD([param()], lr=0.4)
     schedule = CosineAnnealingLR(optimizer, total_steps=10)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Every torch optimizer with every argument steps in a `ParallelOptimizer` as torch's own tests ask of it alone."""
+"""Every torch optimizer with every argument, stepped in a `ParallelOptimizer` as torch's own tests do without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_optimizers import (
 
 @pytest.fixture(autouse=True)
 def _torchs_kernels(torchs_kernels: None) -> None:
-    """What is compared to the bit is stepped by the same kernels."""
+    """Use torch's kernels, because results are compared bitwise."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def wrap() -> Iterator[Wrap]:
 
 
 def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[Any]:
-    """One without gradients, and two in which a layer is frozen."""
+    """Run seven steps: one without gradients, and two with a frozen layer."""
     model = Net(kind.name, dtype)
     optimizer = kind.plain(model.parameters())
     optimizer = optimizer if wrapped is None else wrapped(optimizer)
@@ -57,16 +57,18 @@ def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[An
 @pytest.mark.default_cases(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @every_name
-def test_steps_are_torchs_to_the_bit(wrap: Wrap, name: str, dtype: torch.dtype) -> None:
+def test_steps_of_every_torch_optimizer_are_bitwise_identical_to_torch(
+    wrap: Wrap, name: str, dtype: torch.dtype
+) -> None:
     for kind in kinds_of(name):
         plain = seven_steps(kind, None, dtype)
         assert same(seven_steps(kind, wrap, dtype), plain), kind
-        assert not same(plain[1][0], plain[0][0]), f"{kind} should move"
-        assert same(plain[2], plain[1]), "without gradients nothing does"
+        assert not same(plain[1][0], plain[0][0]), f"{kind} must change the weights"
+        assert same(plain[2], plain[1]), "a step without gradients must change nothing"
 
 
 @every_name
-def test_param_groups_keep_their_own_arguments(wrap: Wrap, name: str) -> None:
+def test_param_groups_keep_their_own_options(wrap: Wrap, name: str) -> None:
     def run(kind: Kind, wrapped: bool) -> list[Any]:
         model = Net(kind.name)
         groups = model.groups()
@@ -89,7 +91,7 @@ def test_param_groups_keep_their_own_arguments(wrap: Wrap, name: str) -> None:
 
 
 @every_optimizer
-def test_gradients_of_zeros_and_missing_ones_are_torchs(wrap: Wrap, kind: Kind) -> None:
+def test_zero_and_missing_gradients_give_updates_of_torch(wrap: Wrap, kind: Kind) -> None:
     def run(wrapped: bool) -> list[Any]:
         model = Net(kind.name)
         optimizer = wrap(kind.plain(model.parameters())) if wrapped else kind.plain(model.parameters())
@@ -104,7 +106,7 @@ def test_gradients_of_zeros_and_missing_ones_are_torchs(wrap: Wrap, kind: Kind) 
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "NAdam", "RMSprop"])
-def test_parameters_that_are_not_contiguous_are_stepped_as_torch_does(wrap: Wrap, name: str) -> None:
+def test_noncontiguous_parameters_get_updates_of_torch(wrap: Wrap, name: str) -> None:
     def run(wrapped: bool) -> list[Tensor]:
         torch.manual_seed(3)
         params = [nn.Parameter(torch.randn(10, 5, 2)[..., 0]), nn.Parameter(torch.randn(10, 2)[..., 0])]
@@ -120,7 +122,7 @@ def test_parameters_that_are_not_contiguous_are_stepped_as_torch_does(wrap: Wrap
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
-def test_a_differentiable_step_is_torchs(wrap: Wrap, name: str) -> None:
+def test_differentiable_step_matches_torch(wrap: Wrap, name: str) -> None:
     def run(wrapped: bool) -> Tensor:
         param = torch.ones(3, requires_grad=True).clone()
         optimizer = getattr(torch.optim, name)([param], lr=0.1, differentiable=True)
@@ -132,10 +134,11 @@ def test_a_differentiable_step_is_torchs(wrap: Wrap, name: str) -> None:
     assert same(run(wrapped=True), run(wrapped=False))
 
 
-# Refused ----------------------------------------------------------------------------------------------------------------
+# Rejected uses
+# ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_needs_a_closure_is_refused_in_words_when_it_is_made(wrap: Wrap) -> None:
+def test_optimizer_that_requires_closure_is_rejected(wrap: Wrap) -> None:
     inner = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
     with pytest.raises(TypeError, match=r"LBFGS evaluates the loss several times.*use an optimizer that steps without"):
         wrap(inner)
@@ -143,7 +146,7 @@ def test_what_needs_a_closure_is_refused_in_words_when_it_is_made(wrap: Wrap) ->
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_gradients_are_refused_in_words(wrap: Wrap) -> None:
+def test_sparse_gradients_are_rejected(wrap: Wrap) -> None:
     param = nn.Parameter(torch.ones(3, 2))
     optimizer = wrap(torch.optim.SparseAdam([param]))
     param.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (3, 2))
@@ -153,13 +156,13 @@ def test_sparse_gradients_are_refused_in_words(wrap: Wrap) -> None:
 
 
 @every_optimizer
-def test_complex_parameters_are_refused_in_words(wrap: Wrap, kind: Kind) -> None:
+def test_complex_parameters_are_rejected(wrap: Wrap, kind: Kind) -> None:
     inner = kind.plain([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
     with pytest.raises(TypeError, match=r"is complex .*; give its real view \(torch.view_as_real\)"):
         wrap(inner)
 
 
-def test_closures_are_refused_in_words(wrap: Wrap) -> None:
+def test_step_with_closure_is_rejected(wrap: Wrap) -> None:
     optimizer = wrap(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
     assert isinstance(optimizer, ParallelOptimizer)
     with pytest.raises(ValueError, match="step takes no closure"):

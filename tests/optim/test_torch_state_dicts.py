@@ -1,4 +1,4 @@
-"""State dicts, hooks and copies of every torch optimizer in a `ParallelOptimizer`, as torch's own tests ask of it alone."""
+"""State dicts, hooks and copies of every torch optimizer in a `ParallelOptimizer`, checked as in torch's own tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_optimizers import (
 
 @pytest.fixture(autouse=True)
 def _torchs_kernels(torchs_kernels: None) -> None:
-    """What is compared to the bit is stepped by the same kernels."""
+    """Use torch's kernels, because results are compared bitwise."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def given(model: Net, named: bool) -> Any:
 
 @pytest.mark.parametrize(("named", "named_there"), [(True, True), (True, False), (False, True), (False, False)])
 @every_optimizer
-def test_a_state_dict_continues_to_the_bit_in_another_optimizer(
+def test_state_dict_of_every_torch_optimizer_resumes_bitwise(
     wrap: Wrap, kind: Kind, named: bool, named_there: bool
 ) -> None:
     model = Net(kind.name)
@@ -56,9 +56,9 @@ def test_a_state_dict_continues_to_the_bit_in_another_optimizer(
     other_model = Net(kind.name)
     other_model.load_state_dict(model.state_dict())
     other = wrap(kind.plain(given(other_model, named_there)))
-    saved = copy.deepcopy(optimizer.state_dict())  # its tensors are the optimizer's, as torch's are
+    saved = copy.deepcopy(optimizer.state_dict())  # shares tensors with the optimizer, as in torch
     other.load_state_dict(saved)
-    assert same(content(saved), content(optimizer.state_dict())), "to load it must not change it"
+    assert same(content(saved), content(optimizer.state_dict())), "load_state_dict must not change its argument"
     for first in range(5, 10):
         train(model, optimizer, first, first + 1)
         train(other_model, other, first, first + 1)
@@ -70,13 +70,13 @@ def test_a_state_dict_continues_to_the_bit_in_another_optimizer(
 
 
 def content(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Without names, which are optional, and coordinates, which are of another type in a copy."""
+    """Drop names, which are optional, and coordinates, which have another type in a copy."""
     groups = [{**group, "param_names": None} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups, "meshstep": {**state_dict["meshstep"], "coordinates": None}}
 
 
 @every_optimizer
-def test_a_state_dict_is_stored_and_read_by_weights_only(wrap: Wrap, kind: Kind) -> None:
+def test_state_dict_can_be_loaded_with_weights_only(wrap: Wrap, kind: Kind) -> None:
     model = Net(kind.name)
     optimizer = wrap(kind.plain(model.parameters()))
     train(model, optimizer, 0, 3)
@@ -91,8 +91,8 @@ NEW_FLAGS = ("maximize", "foreach", "fused", "capturable", "differentiable", "de
 
 
 @every_name
-def test_state_dicts_of_older_versions_load_as_in_torch(wrap: Wrap, name: str) -> None:
-    """They have no newer flags, and steps that are plain numbers."""
+def test_state_dicts_of_older_torch_versions_load_as_in_torch(wrap: Wrap, name: str) -> None:
+    """They lack newer flags, and their step counts are Python numbers."""
 
     def run(kind: Kind, wrapped: bool) -> list[Any]:
         model = Net(kind.name)
@@ -100,7 +100,7 @@ def test_state_dicts_of_older_versions_load_as_in_torch(wrap: Wrap, name: str) -
         train(model, optimizer, 0, 3)
         old = copy.deepcopy(optimizer.state_dict())
         for group in old["param_groups"]:
-            for flag in () if kind.name == "Adafactor" else NEW_FLAGS:  # it has had its flags from the beginning
+            for flag in () if kind.name == "Adafactor" else NEW_FLAGS:  # Adafactor has always had its flags
                 group.pop(flag, None)
         for state in old["state"].values():
             if isinstance(state.get("step"), Tensor):
@@ -117,7 +117,7 @@ def test_state_dicts_of_older_versions_load_as_in_torch(wrap: Wrap, name: str) -
 
 
 @every_optimizer
-def test_hooks_of_state_dicts_run_in_torchs_order(wrap: Wrap, kind: Kind) -> None:
+def test_state_dict_hooks_run_in_order_of_torch(wrap: Wrap, kind: Kind) -> None:
     def run(wrapped: bool) -> list[object]:
         model = Net(kind.name)
         optimizer = wrap(kind.plain(model.parameters())) if wrapped else kind.plain(model.parameters())
@@ -148,7 +148,7 @@ def test_hooks_of_state_dicts_run_in_torchs_order(wrap: Wrap, kind: Kind) -> Non
 
 
 @every_optimizer
-def test_hooks_of_steps_run_once_a_step_in_torchs_order(wrap: Wrap, kind: Kind) -> None:
+def test_step_hooks_run_once_per_step_in_order_of_torch(wrap: Wrap, kind: Kind) -> None:
     model = Net(kind.name)
     optimizer = wrap(kind.plain(model.parameters()))
     seen: list[str] = []
@@ -173,16 +173,17 @@ def test_hooks_of_steps_run_once_a_step_in_torchs_order(wrap: Wrap, kind: Kind) 
     assert len(seen) == 8
 
 
-# The object -------------------------------------------------------------------------------------------------------------
+# Copies
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @every_name
-def test_a_deep_copy_has_all_that_is_public_and_the_same_state(wrap: Wrap, name: str) -> None:
+def test_deep_copy_has_same_public_attributes_and_state(wrap: Wrap, name: str) -> None:
     for kind in kinds_of(name):
         model = Net(name)
         optimizer = wrap(kind.plain(model.parameters()))
         train(model, optimizer, 0, 3)
-        assert optimizer.state or name == "SGD", "there should be something to copy"
+        assert optimizer.state or name == "SGD", "the optimizer must have state to copy"
         other_model, other = copy.deepcopy((model, optimizer))
         assert {key for key in vars(other) if key[0] != "_"} == {key for key in vars(optimizer) if key[0] != "_"}
         assert same(numbers(other_model, other), numbers(model, optimizer)), kind

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""AsyncSaver: checkpoints that are written in the background while training continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ZERO = {"shard_states": "data"}
 
 
 def train(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> list[Any]:
-    """Save at step 3, and write only when training has gone on to step 8: the losses from there on."""
+    """Save at step 3, but block the write until step 8. Return the losses of steps 4 to 7 and the final weights."""
     run = Run(axes, precision, **options)
     may_write = threading.Event()
     real = async_saver.write
@@ -60,9 +60,9 @@ def resume(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> l
 @pytest.mark.parametrize(
     ("axes", "precision", "options"),
     [((), "fp16_naive", {}), ((("tensor", 2),), "bf16", {}), (BOTH, "fp32", ZERO)],
-    ids=["alone", "tensor", "data x tensor, ZeRO"],
+    ids=["one process", "tensor", "data x tensor, ZeRO"],
 )
-def test_what_is_written_is_the_run_as_it_was_when_it_was_saved(
+def test_async_checkpoint_holds_state_at_save_call_not_at_write(
     world: World, tmp_path: Path, axes: Axes, precision: str, options: dict[str, Any]
 ) -> None:
     ranks = max(1, 2 * len(axes))
@@ -71,7 +71,7 @@ def test_what_is_written_is_the_run_as_it_was_when_it_was_saved(
 
 
 def busy_group(path: Path) -> list[float]:
-    """Ranks that train at their own pace, with collectives of their own, while checkpoints are written."""
+    """Train while checkpoints are written. Ranks run at different speeds and issue collectives of their own."""
     run = Run((("tensor", 2),), "fp32")
     losses = []
     with AsyncSaver(path, run.registry, keep=2) as saver:
@@ -85,7 +85,7 @@ def busy_group(path: Path) -> list[float]:
     return losses
 
 
-def test_training_and_writing_do_not_meet(world: World, tmp_path: Path) -> None:
+def test_async_saving_does_not_change_losses_of_training(world: World, tmp_path: Path) -> None:
     expected = world.run(2, plainly, tmp_path / "plain")
     assert world.run(2, busy_group, tmp_path / "async") == expected
     assert sorted(entry.name for entry in (tmp_path / "async").iterdir()) == ["meshstep-00000005", "meshstep-00000006"]
@@ -98,11 +98,12 @@ def plainly(path: Path) -> list[float]:
     return losses
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Errors
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def fails(path: Path, next_call: str) -> list[str]:
-    """Rank 1 can't write the second checkpoint."""
+    """Make rank 1 fail to write the second checkpoint."""
     run = Run((("tensor", 2),), "fp32")
     messages = []
     saver = AsyncSaver(path, run.registry)
@@ -115,9 +116,9 @@ def fails(path: Path, next_call: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if run.registry.global_rank == 1:
             patch.setattr(tensors, "write_summed", no_space)
-        saver.save(run.model, run.optimizer, extra="second")  # it begins
+        saver.save(run.model, run.optimizer, extra="second")  # starts the write
         for step in range(2):
-            run.step(step)  # and training goes on
+            run.step(step)  # training continues meanwhile
         with pytest.raises((RuntimeError, ValueError)) as error:
             saver.save(run.model, run.optimizer) if next_call == "save" else getattr(saver, next_call)()
         messages.append(str(error.value))
@@ -131,14 +132,16 @@ def fails(path: Path, next_call: str) -> list[str]:
 
 
 @pytest.mark.parametrize("next_call", ["save", "wait", "close"])
-def test_a_failure_surfaces_at_the_next_call_on_every_rank(world: World, tmp_path: Path, next_call: str) -> None:
+def test_failed_background_write_raises_at_next_call_on_every_rank(
+    world: World, tmp_path: Path, next_call: str
+) -> None:
     for message, *left, found in world.run(2, fails, tmp_path, next_call):
         assert "No space left" in message
         assert left == ["meshstep-00000001"]
         assert found == ("first" if next_call == "close" else "third")
 
 
-def test_what_can_not_be_saved_is_said_at_once(tmp_path: Path) -> None:
+def test_async_saver_rejects_unserializable_extra_and_invalid_keep_immediately(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     with AsyncSaver(tmp_path, optimizer.registry) as saver:
@@ -149,7 +152,7 @@ def test_what_can_not_be_saved_is_said_at_once(tmp_path: Path) -> None:
         AsyncSaver(tmp_path, optimizer.registry, keep=0)
 
 
-def test_an_error_in_training_is_not_hidden_and_the_checkpoint_is_finished(tmp_path: Path) -> None:
+def test_exception_in_training_propagates_and_pending_checkpoint_is_completed(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
 
@@ -163,7 +166,7 @@ def test_an_error_in_training_is_not_hidden_and_the_checkpoint_is_finished(tmp_p
     assert load_checkpoint(tmp_path, model, optimizer) == 1
 
 
-def test_another_runs_checkpoints_are_not_removed(tmp_path: Path) -> None:
+def test_async_saver_keeps_checkpoint_of_another_run(tmp_path: Path) -> None:
     model = model_of()
     save_checkpoint(tmp_path, model, optimizer_of(model), extra="another")
     optimizer = optimizer_of(model)
@@ -174,7 +177,7 @@ def test_another_runs_checkpoints_are_not_removed(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, model, None, registry=ProcessGroupRegistry(Topology())) == "another"
 
 
-def test_nothing_of_the_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_checkpoint_is_unaffected_by_changes_after_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: nn.Module = model_of()
     optimizer = optimizer_of(model)
     extra: dict[str, Any] = {"list": [1], "tensor": torch.ones(1)}

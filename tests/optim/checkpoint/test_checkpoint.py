@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on, on the same mesh to the bit, on others with the same numbers; damage is found."""
+"""Checkpoints: training resumes bitwise identically on the same mesh and with close values on another mesh."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
 from world import World
 
-# Where parts are -----------------------------------------------------------------------------------------------------
+# Regions of full tensors
+# ------------------------------------------------------------------------------------------------
 
 
 @given(shape=st.lists(st.integers(0, 4), max_size=4), data=st.data())
-def test_a_run_is_a_few_rectangles_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_of_flat_range_cover_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     numel = prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -41,7 +42,7 @@ def test_a_run_is_a_few_rectangles_in_order(shape: list[int], data: st.DataObjec
 
 @st.composite
 def regions(draw: st.DrawFn, full: list[int]) -> Region:
-    """A run of a shard of a tensor."""
+    """Draw a flat range of a shard of a tensor."""
     offsets = [draw(st.integers(0, length)) for length in full]
     shape = [draw(st.integers(0, length - offset)) for length, offset in zip(full, offsets, strict=True)]
     start = draw(st.integers(0, prod(shape)))
@@ -51,7 +52,7 @@ def regions(draw: st.DrawFn, full: list[int]) -> Region:
 
 
 @given(full=st.lists(st.integers(0, 4), max_size=3), data=st.data())
-def test_regions_overlap_where_they_have_elements_in_common(full: list[int], data: st.DataObject) -> None:
+def test_region_overlap_agrees_with_common_elements(full: list[int], data: st.DataObject) -> None:
     index = torch.arange(prod(full)).view(full)
     one, other = (data.draw(regions(full)) for _ in range(2))
     elements = [set(region.of(index).flatten()[region.start : region.stop].tolist()) for region in (one, other)]
@@ -62,7 +63,7 @@ def test_regions_overlap_where_they_have_elements_in_common(full: list[int], dat
 
 
 def train_and_save(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
-    """Save after 10 steps, go on to 20: the losses, and the parameters."""
+    """Save after 10 steps and train to step 20. Return the losses after the checkpoint and the parameters."""
     run = Run(axes, precision, **options)
     losses = []
     for step in range(20):
@@ -95,13 +96,13 @@ ZERO1, ZERO2 = {"shard_states": "data"}, {"shard_states": "data", "shard_gradien
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_naive"])
-def test_tensor_parallel_runs_continue_in_other_layouts(world: World, tmp_path: Path, precision: str) -> None:
+def test_tensor_parallel_checkpoint_resumes_on_other_layouts(world: World, tmp_path: Path, precision: str) -> None:
     results = world.run(2, train_and_save, tmp_path, TENSOR, precision, {})
     losses = mean_losses(results)
     assert len(set(losses)) == 10
     for axes in (TENSOR, GRID, ONE, BOTH):
         continued = world.run(ranks(axes), resume, tmp_path, axes, precision, {})
-        split = axes == BOTH and precision != "fp32"  # half-precision gradients of half batches round otherwise
+        split = axes == BOTH and precision != "fp32"  # half-precision gradients of half batches round differently
         assert mean_losses(continued) == pytest.approx(losses, rel=1e-2 if split else 5e-5)
         if axes == TENSOR:
             for (_, found), (_, expected) in zip(continued, results, strict=True):
@@ -109,7 +110,7 @@ def test_tensor_parallel_runs_continue_in_other_layouts(world: World, tmp_path: 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sharded_states_continue_on_other_sizes(world: World, tmp_path: Path, precision: str) -> None:
+def test_zero_checkpoint_resumes_on_other_mesh_sizes(world: World, tmp_path: Path, precision: str) -> None:
     results = world.run(2, train_and_save, tmp_path, DATA, precision, ZERO1)
     losses = mean_losses(results)
     for axes, options in ((DATA, ZERO1), (DATA, {}), (DATA, ZERO2), (DATA4, ZERO2), (ONE, {}), (BOTH, ZERO1)):
@@ -120,7 +121,7 @@ def test_sharded_states_continue_on_other_sizes(world: World, tmp_path: Path, pr
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_without_the_optimizers_state_the_curve_is_another(tmp_path: Path) -> None:
+def test_losses_differ_when_optimizer_state_is_not_restored(tmp_path: Path) -> None:
     losses, _ = train_and_save(tmp_path, ONE, "fp32", {})
     run = Run(ONE, "fp32", seed=6)
     load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
@@ -128,7 +129,8 @@ def test_without_the_optimizers_state_the_curve_is_another(tmp_path: Path) -> No
     assert [run.step(step) for step in range(10, 20)] != pytest.approx(losses, rel=1e-3)
 
 
-# Any layout to any other: pieces of known tensors, saved and loaded -----------------------------------------------------
+# Any layout to any other layout: shards of known tensors, saved and loaded
+# ------------------------------------------------
 
 
 Specs = tuple[P, ...]
@@ -136,12 +138,12 @@ SHAPES = ((12, 24), (12, 12, 12), (12,), (), (0, 12))
 
 
 def known(index: int) -> Tensor:
-    """The full value of a parameter."""
+    """Return the full value of a parameter."""
     return torch.arange(prod(SHAPES[index]), dtype=torch.float32).view(SHAPES[index]) + 1000 * index
 
 
 class Pieces(nn.Module):
-    """Parameters that this rank holds pieces of."""
+    """A model whose parameters are this rank's shards."""
 
     def __init__(self, specs: Specs, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -196,7 +198,7 @@ Layout = tuple[Axes, Specs, "str | None"]
 
 @st.composite
 def in_blocks(draw: st.DrawFn, spec: P, shape: tuple[int, ...], axes: Axes) -> P:
-    """The spec, but that dims which one axis cuts are cut in blocks where these divide."""
+    """Shard dims that are sharded over a single axis in blocks, where block sizes divide the length."""
     entries = []
     for dim, length in enumerate(shape):
         over = spec.dim_axes(dim)
@@ -217,8 +219,8 @@ def any_layouts(draw: st.DrawFn) -> Layout:
     return axes, tuple(drawn), zero
 
 
-@random_cases(st.tuples(any_layouts(), any_layouts()), 20, phases=WITHOUT_SHRINKING)  # it would take minutes
-def test_any_layout_continues_in_any_other(world: World, drawn: list[tuple[Layout, Layout]]) -> None:
+@random_cases(st.tuples(any_layouts(), any_layouts()), 20, phases=WITHOUT_SHRINKING)  # shrinking would take minutes
+def test_checkpoint_of_any_layout_loads_into_any_other_layout(world: World, drawn: list[tuple[Layout, Layout]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(index) for index in range(len(drawn))]
         for which, function in enumerate((save_pieces, load_pieces)):
@@ -226,11 +228,12 @@ def test_any_layout_continues_in_any_other(world: World, drawn: list[tuple[Layou
             world.run_each(function, [(ranks(one[0]), (path, *one)) for path, one in zip(paths, layouts, strict=True)])
 
 
-# The scenarios of the step: owned, tied, on pipeline stages, nowhere ---------------------------------------------------
+# Scenarios of the step tests: owner-only and tied parameters, pipeline stages, stages without parameters
+# -------------------
 
 
 def interrupted(path: Path, name: str, options: dict[str, Any]) -> None:
-    """Six steps, and the last three of them again from a checkpoint: the same bits."""
+    """Run six steps, then repeat the last three from a checkpoint; the parameters must be bitwise identical."""
     scenario = SCENARIOS[name]
     runs = []
     for resumed in (False, True):
@@ -263,5 +266,7 @@ def interrupted(path: Path, name: str, options: dict[str, Any]) -> None:
         ("pipe, tied", {"precision": "fp32", "offload": 0.5}),
     ],
 )
-def test_scenarios_continue_to_the_bit(world: World, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_resumed_run_is_bitwise_identical_in_scenario(
+    world: World, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
     world.run(SCENARIOS[name].topology.world_size, interrupted, tmp_path, name, options)

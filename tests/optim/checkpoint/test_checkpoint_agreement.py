@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank while it loads is an error on every rank, and nobody waits."""
+"""An error on one rank during loading or saving raises on every rank, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ERRORS: dict[str, Exception] = {
     "UnpicklingError": pickle.UnpicklingError("invalid load key"),
     "KeyError": KeyError("what a later version calls it"),
 }
-# Every function that one rank calls for itself, by the module that calls it; the first one is called by rank 0 alone.
+# Every function that a rank calls during loading, with the module that calls it. Only rank 0 calls the first two.
 PLACES: dict[str, tuple[Any, str]] = {
     "the manifest": (load, "read_manifest"),
     "the newest one": (load, "newest_checkpoint"),
@@ -41,7 +41,7 @@ BY_RANK_0 = ("the manifest", "the newest one")
 
 
 def one_rank_fails(path: Path, place: str, kind: str) -> tuple[str, bool]:
-    """The error on this rank, and whether something has changed."""
+    """Return the error of this rank and whether its state changed."""
     run = Run(AXES, "fp32")
     run.step(0)
     save_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)
@@ -60,14 +60,14 @@ def one_rank_fails(path: Path, place: str, kind: str) -> tuple[str, bool]:
             load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)
     state = [run.model.state_dict(), run.optimizer.state_dict(), run.schedule.state_dict(), torch.get_rng_state()]
     changed = content(state) != before
-    load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)  # the ranks are still in step
+    load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)  # collectives of the ranks still match
     run.registry.close()
     return f"{type(error.value).__name__}: {error.value}", changed
 
 
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_any_type_at_any_place_is_raised_on_every_rank(
+def test_error_of_one_rank_while_loading_is_raised_on_every_rank(
     world: World, tmp_path: Path, place: str, kind: str
 ) -> None:
     text = str(ERRORS[kind])
@@ -95,7 +95,7 @@ def hooked(path: Path) -> str:
     return type(error.value).__name__
 
 
-def test_a_hook_that_raises_on_one_rank_leaves_all_as_they_were(world: World, tmp_path: Path) -> None:
+def test_load_hook_that_raises_on_one_rank_leaves_all_ranks_unchanged(world: World, tmp_path: Path) -> None:
     assert world.run(2, hooked, tmp_path) == ["RuntimeError", "LookupError"]
 
 
@@ -127,5 +127,5 @@ def one_rank_fails_to_save(path: Path, place: str) -> str:
 
 
 @pytest.mark.parametrize("place", WHILE_SAVING)
-def test_an_error_of_any_type_while_saving_too(world: World, tmp_path: Path, place: str) -> None:
+def test_error_of_one_rank_while_saving_is_raised_on_every_rank(world: World, tmp_path: Path, place: str) -> None:
     assert set(world.run(2, one_rank_fails_to_save, tmp_path, place)) == {"1 ['meshstep-00000001']"}

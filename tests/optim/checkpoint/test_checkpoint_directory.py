@@ -1,4 +1,4 @@
-"""Several checkpoints of a run, several runs in one directory, a reader beside a writer, the model alone."""
+"""Checkpoint directories: retention, several runs in one directory, concurrent readers, loading only the model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-# The last n -----------------------------------------------------------------------------------------------------------
+# Retention
+# --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_n_checkpoints_stay_and_each_can_be_loaded(tmp_path: Path) -> None:
+def test_keep_retains_last_checkpoints_and_each_is_loadable(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     for number in range(1, 6):
@@ -41,14 +42,15 @@ def test_the_last_n_checkpoints_stay_and_each_can_be_loaded(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, None])
-def test_a_keep_that_is_no_number_of_checkpoints(tmp_path: Path, keep: Any) -> None:
+def test_invalid_keep_is_rejected(tmp_path: Path, keep: Any) -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"keep=.*: give the number of checkpoints to keep"):
         save_checkpoint(tmp_path, model, optimizer_of(model), keep=keep)
     assert newest_checkpoint(tmp_path) is None
 
 
-# A second run ---------------------------------------------------------------------------------------------------------
+# Two runs in one directory
+# ------------------------------------------------------------------------------------------------
 
 
 def second_run(path: Path) -> list[str]:
@@ -57,7 +59,7 @@ def second_run(path: Path) -> list[str]:
     with pytest.raises(ValueError, match=r"meshstep-00000001 is another run's.*load_checkpoint, give a path") as error:
         save_checkpoint(path, second.model, second.optimizer, extra="second")
     assert names(path) == ["meshstep-00000001"]
-    # Who continues it may save, and then the first one may not.
+    # A run may save after it has loaded the other run's checkpoint; then the first run may not save.
     assert load_checkpoint(path, second.model, second.optimizer) == "first"
     save_checkpoint(path, second.model, second.optimizer, extra="second")
     with pytest.raises(ValueError, match=r"meshstep-00000002 is another run's"):
@@ -68,13 +70,13 @@ def second_run(path: Path) -> list[str]:
     return [str(error.value), found]
 
 
-def test_a_second_run_in_the_same_directory_is_refused_on_all_ranks(world: World, tmp_path: Path) -> None:
+def test_saving_into_directory_of_another_run_is_rejected_on_all_ranks(world: World, tmp_path: Path) -> None:
     for message, found in world.run(2, second_run, tmp_path):
         assert "has neither saved nor loaded it" in message
         assert found == "second"
 
 
-def test_runs_that_write_at_once_do_not_mix_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_saving_concurrently_do_not_mix_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     optimizers = [optimizer_of(model), optimizer_of(model)]
     save_checkpoint(tmp_path, model, optimizers[0])
@@ -92,11 +94,12 @@ def test_runs_that_write_at_once_do_not_mix_their_files(tmp_path: Path, monkeypa
     assert load_checkpoint(tmp_path, model, optimizers[0]) == "the other"
 
 
-# A reader -------------------------------------------------------------------------------------------------------------
+# Concurrent readers
+# -----------------------------------------------------------------------------------------------------
 
 
 def replaced_while_read(path: Path, place: str) -> Any:
-    """The writer removes what is being read, at a place where all ranks are."""
+    """Replace the checkpoint while it is being loaded, at a point that all ranks reach together."""
     writer, reader = Run(TENSOR, "fp32"), Run(TENSOR, "fp32")
     save_checkpoint(path, writer.model, writer.optimizer, extra=1)
     real = getattr(load, place)
@@ -116,14 +119,16 @@ def replaced_while_read(path: Path, place: str) -> Any:
     return found
 
 
-def test_all_ranks_go_over_to_the_newer_checkpoint(world: World, tmp_path: Path) -> None:
+def test_all_ranks_switch_to_newer_checkpoint_when_old_one_is_removed(world: World, tmp_path: Path) -> None:
     assert world.run(2, replaced_while_read, tmp_path, "LogicalParameters") == [2, 2]
 
 
 @pytest.mark.parametrize(
     "place", ["read_manifest", "_verify_share", "plain_content", "LogicalParameters", "Restoration"]
 )
-def test_a_reader_never_sees_that_a_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_loading_retries_when_checkpoint_is_replaced_while_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     model, other = model_of(), model_of()
     optimizer, reader = optimizer_of(model), optimizer_of(other)
     save_checkpoint(tmp_path, model, optimizer, extra=1)
@@ -138,7 +143,7 @@ def test_a_reader_never_sees_that_a_file_is_gone(tmp_path: Path, monkeypatch: py
     assert load_checkpoint(tmp_path, other, reader) == 2
 
 
-def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
+def test_concurrent_reader_and_writer_do_not_fail(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     save_checkpoint(tmp_path, model, optimizer, extra=0)
@@ -167,7 +172,9 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
     assert found == sorted(found)
 
 
-def test_a_checkpoint_that_is_replaced_after_it_was_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_checkpoint_retries_when_listed_checkpoint_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     save_checkpoint(tmp_path, model, optimizer)
@@ -188,7 +195,9 @@ def test_a_checkpoint_that_is_replaced_after_it_was_listed(tmp_path: Path, monke
     assert found.name == "meshstep-00000002"
 
 
-def test_a_reader_that_is_always_late_is_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_raises_after_ten_replacements_and_suggests_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, other = model_of(), model_of()
     optimizer, reader = optimizer_of(model), optimizer_of(other)
     save_checkpoint(tmp_path, model, optimizer)
@@ -203,7 +212,8 @@ def test_a_reader_that_is_always_late_is_told_of_it(tmp_path: Path, monkeypatch:
         load_checkpoint(tmp_path, other, reader)
 
 
-# The model alone ------------------------------------------------------------------------------------------------------
+# Loading only the model
+# -----------------------------------------------------------------------------------------------------
 
 
 def save_run(path: Path) -> None:
@@ -216,7 +226,7 @@ def save_run(path: Path) -> None:
 
 
 def load_model(path: Path, axes: Axes) -> tuple[bool, Any]:
-    """The model alone, and what a whole load makes of it."""
+    """Return whether loading only the model gives the same tensors as a full load, and the extra value."""
     one, other = Run(axes, "bf16", seed=6), Run(axes, "bf16", seed=7)
     for run in (one, other):
         run.model.register_buffer("seen", torch.tensor([0, 0]))
@@ -233,12 +243,12 @@ def load_model(path: Path, axes: Axes) -> tuple[bool, Any]:
 
 
 @pytest.mark.parametrize("axes", [TENSOR, ()])
-def test_the_model_alone_can_be_loaded_on_any_mesh(world: World, tmp_path: Path, axes: Axes) -> None:
+def test_model_without_optimizer_loads_on_any_mesh(world: World, tmp_path: Path, axes: Axes) -> None:
     world.run(2, save_run, tmp_path)
     assert world.run(2 if axes else 1, load_model, tmp_path, axes) == [(True, {"step": 2})] * (2 if axes else 1)
 
 
-def test_what_the_model_alone_needs(tmp_path: Path) -> None:
+def test_model_only_load_requires_registry_and_matching_shapes(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -252,11 +262,12 @@ def test_what_the_model_alone_needs(tmp_path: Path) -> None:
     load_checkpoint(tmp_path, model, None, registry=ProcessGroupRegistry(Topology()))
 
 
-# State of a kind of its own that is nothing ---------------------------------------------------------------------------
+# Empty extra state
+# ------------------------------------------------------------------------------------------------------
 
 
 class Hollow(nn.Linear):
-    """As layers of Megatron are: they could have state of their own, and have none."""
+    """A layer whose extra state is empty, as in Megatron."""
 
     def __init__(self, nothing: Any) -> None:
         super().__init__(2, 2)
@@ -270,7 +281,7 @@ class Hollow(nn.Linear):
 
 
 @pytest.mark.parametrize("nothing", [None, torch.empty(0, dtype=torch.uint8)])
-def test_an_extra_state_that_is_nothing_is_no_obstacle(tmp_path: Path, nothing: Any) -> None:
+def test_empty_extra_state_does_not_prevent_saving(tmp_path: Path, nothing: Any) -> None:
     model, other = Hollow(nothing), Hollow(nothing)
     save_checkpoint(tmp_path, model, optimizer_of(model))
     load_checkpoint(tmp_path, other, optimizer_of(other))

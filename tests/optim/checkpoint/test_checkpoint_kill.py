@@ -1,4 +1,4 @@
-"""Processes killed with SIGKILL, in training and while they save: the run that resumes ends with the same bits."""
+"""Processes killed with SIGKILL during training or saving: the resumed run ends bitwise identical."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 from killable import SAVE_AGAIN_AT, SAVE_AT, STEPS, Plan
 from world import forkserver
 
-TIMEOUT = 300.0  # a torchrun that starts its ranks three times takes a busy machine more than a minute
+TIMEOUT = 300.0  # torchrun starts its ranks three times, more than a minute on a busy machine
 RANKS = 2
 
 
 class Run:
-    """The processes of one attempt, forked from one that has torch loaded."""
+    """The processes of one attempt, forked from a process that has imported torch."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -37,15 +37,15 @@ class Run:
         return [process.exitcode for process in self._processes]
 
     def finish(self) -> list[dict[str, Any]]:
-        """What the ranks report, when they have come to the end."""
+        """Wait for all ranks to exit and return their results."""
         self._wait(lambda: None not in self._codes())
         assert self._codes() == [0] * RANKS
         return [torch.load(self.plan.result(rank)) for rank in range(RANKS)]
 
     def kill(self) -> None:
-        """When it has stopped where it was told to."""
+        """Kill all ranks once the plan's stop point is reached."""
         self._wait(self.plan.mark.exists)
-        time.sleep(0.1)  # the other rank goes on as far as it can
+        time.sleep(0.1)  # lets the other rank run as far as it can
         assert self._codes() == [None] * RANKS
         self._kill()
         self._wait(lambda: None not in self._codes())
@@ -71,13 +71,13 @@ CASES = {
     "SOAP": Plan("", 0, {"tensor": 2}, "fp16_naive", kind="SOAP"),
     "Muon": Plan("", 0, {"tensor": 2}, "bf16", kind="Muon"),
     "Adafactor": Plan("", 0, {"data": 2}, "fp16_naive", options={"shard_states": "data"}, kind="Adafactor"),
-    "Adafactor at homes": Plan("", 0, {"tensor": 2}, "bf16", kind="whole(Adafactor)"),
+    "Adafactor on owner ranks": Plan("", 0, {"tensor": 2}, "bf16", kind="whole(Adafactor)"),
 }
 _expected: dict[str, list[dict[str, Any]]] = {}
 
 
 def expected(case: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the ranks report of the run that nobody interrupts."""
+    """Return the results of the uninterrupted run."""
     if case not in _expected:
         _expected[case] = Run(replace(CASES[case], directory=str(tmp_path_factory.mktemp("whole")))).finish()
     return _expected[case]
@@ -93,7 +93,9 @@ def assert_same_end(found: list[dict[str, Any]], wanted: list[dict[str, Any]], s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_in_training(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
+def test_run_killed_in_training_resumes_bitwise_identically(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, case: str
+) -> None:
     plan = replace(CASES[case], directory=str(tmp_path))
     Run(replace(plan, stop="training")).kill()
     resumed = Run(replace(plan, attempt=1)).finish()
@@ -101,11 +103,13 @@ def test_killed_in_training(tmp_path: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(("where", "start"), [("writing", SAVE_AT), ("renaming", SAVE_AT), ("removing", SAVE_AGAIN_AT)])
-def test_killed_while_saving(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, where: str, start: int) -> None:
+def test_run_killed_while_saving_resumes_bitwise_identically(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, where: str, start: int
+) -> None:
     case = "fp16_naive"
     plan = replace(CASES[case], directory=str(tmp_path))
     Run(replace(plan, stop=where)).kill()
-    # Between number and suffix of what is being written is a word of its own.
+    # A random token stands between the number and the suffix of a directory being written.
     left = sorted(re.sub(r"\.\w+\.writing", ".writing", entry.name) for entry in plan.checkpoints.iterdir())
     assert (
         left
@@ -117,16 +121,16 @@ def test_killed_while_saving(tmp_path: Path, tmp_path_factory: pytest.TempPathFa
     )
     resumed = Run(replace(plan, attempt=1)).finish()
     assert_same_end(resumed, expected(case, tmp_path_factory), start)
-    # The next save tidies up.
+    # The next save removes the leftovers.
     assert len(list(plan.checkpoints.iterdir())) == (2 if where == "removing" else 1)
 
 
 @pytest.mark.default_cases(2)  # the mark decides
 @pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_under_torchrun_is_restarted_and_resumes(
+def test_rank_killed_under_torchrun_restarts_and_resumes_bitwise_identically(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, deaths: int
 ) -> None:
-    """In fresh interpreters, whose hash seeds too are other ones, at each start and on each rank."""
+    """Use fresh interpreters, whose hash seeds differ at each start and on each rank."""
     case = "fp32, ZeRO-2"
     plan = replace(CASES[case], directory=str(tmp_path), stop="dying", second_save=False, deaths=deaths)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]

@@ -1,7 +1,7 @@
 """Checkpoints in which the shards of one tensor made different numbers of steps, or none.
 
-Version 0.2 wrote them: it left a shard without a gradient out of the step. Now all shards of a tensor are stepped or none,
-so these tests turn that off.
+Version 0.2 wrote such checkpoints: it did not step a shard without a gradient. Now all shards of a tensor are stepped or
+none, so these tests turn that off.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from world import World
 ONE = Topology()
 EXPERTS = Topology(roles={"expert": "model"}, expert=2)
 DATA_EXPERTS = Topology(roles={"expert": "model"}, data=2, expert=2)
-FIRST, LAST = 6, 9  # steps before the checkpoint, and in all
+FIRST, LAST = 6, 9  # steps before the checkpoint, steps in total
 
 
 class Experts(nn.Module):
-    """Two experts, one on each rank of ``expert``, and something shared."""
+    """Two experts, one on each rank of ``expert``, and a shared parameter."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
 
 class IntegerSteps(torch.optim.Optimizer):
-    """Counts its steps in an int, as many do."""
+    """An optimizer that counts its steps in an int."""
 
     elementwise = True
 
@@ -77,7 +77,7 @@ def build(topology: Topology, kind: str, **options: Any) -> tuple[Experts, Paral
 def train(
     model: Experts, optimizer: ParallelOptimizer, steps: Sequence[int], busy_until: int, skipped: int | None = None
 ) -> None:
-    """The second expert has tokens until ``busy_until``, and again after the checkpoint; and in a step that is skipped."""
+    """Give the second expert tokens until ``busy_until``, after the checkpoint, and in the ``skipped`` step."""
     second = optimizer.registry.coordinate.get("expert") == 1
     with mock.patch.object(MissingShards, "field", return_value={}):
         for step in steps:
@@ -88,7 +88,7 @@ def train(
 
 
 def run(path: Path, topology: Topology, kind: str, busy_until: int, save: bool) -> list[Any]:
-    """Weights and state after the last step; a checkpoint in the middle."""
+    """Return weights and state after the last step; save or load a checkpoint in the middle."""
     model, optimizer = build(topology, kind)
     if save:
         train(model, optimizer, range(FIRST), busy_until)
@@ -105,9 +105,9 @@ def state_of(optimizer: ParallelOptimizer, position: int) -> dict[str, Any]:
     return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in found.items()}
 
 
-@pytest.mark.parametrize("busy_until", [2, 0], ids=["5 steps less", "no state yet"])
+@pytest.mark.parametrize("busy_until", [2, 0], ids=["second expert 4 steps behind", "second expert without state"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_go_on_with_their_own_step_counts_to_the_bit(
+def test_experts_resume_with_their_own_step_counts_bitwise_identically(
     world: World, tmp_path: Path, kind: str, busy_until: int
 ) -> None:
     expected = world.run(2, run, tmp_path, EXPERTS, kind, busy_until, True)
@@ -127,10 +127,10 @@ def save(path: Path, kind: str, busy_until: int, skipped: int | None = None) -> 
 
 
 def load(path: Path, topology: Topology, kind: str, message: str | None, **options: Any) -> list[dict[str, Any]]:
-    """The state of each piece of the weight."""
+    """Return the optimizer state of each shard of the weight."""
     model, optimizer = build(topology, kind, **options)
     if message is None:
-        load_checkpoint(path, model, optimizer)  # a warning would be an error
+        load_checkpoint(path, model, optimizer)  # pytest turns a warning into an error
     else:
         with pytest.warns(UserWarning, match=message):
             load_checkpoint(path, model, optimizer)
@@ -140,9 +140,7 @@ def load(path: Path, topology: Topology, kind: str, message: str | None, **optio
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam", "int"])
-def test_where_experts_are_put_together_the_fewest_steps_count_and_a_warning_says_so(
-    world: World, tmp_path: Path, kind: str
-) -> None:
+def test_merging_experts_uses_lowest_step_count_and_warns(world: World, tmp_path: Path, kind: str) -> None:
     busy, idle = world.run(2, save, tmp_path, kind, 2)
     assert (busy["step"], idle["step"]) == (6, 2)
     (found,) = load(tmp_path, ONE, kind, r"weight \(2 to 6 steps\)\. Each continues with the fewest")
@@ -152,7 +150,7 @@ def test_where_experts_are_put_together_the_fewest_steps_count_and_a_warning_say
         assert value == (busy[key] + idle[key] if rows else idle[key]), key
 
 
-def test_where_one_had_no_state_yet_its_elements_have_zeros_and_a_warning_says_so(world: World, tmp_path: Path) -> None:
+def test_merging_expert_without_state_fills_zeros_and_warns(world: World, tmp_path: Path) -> None:
     busy, idle = world.run(2, save, tmp_path, "AdamW", 0)
     assert idle == {}
     (found,) = load(tmp_path, ONE, "AdamW", r"weight \(no state yet\)")
@@ -160,8 +158,8 @@ def test_where_one_had_no_state_yet_its_elements_have_zeros_and_a_warning_says_s
     assert found == {"step": 6.0, "exp_avg": busy["exp_avg"] + zeros, "exp_avg_sq": busy["exp_avg_sq"] + zeros}
 
 
-def test_a_state_that_a_skipped_step_made_is_none_yet(world: World, tmp_path: Path) -> None:
-    """Else its 0 steps would be the fewest, and the bias corrections of all begin anew."""
+def test_state_created_by_skipped_step_counts_as_no_state(world: World, tmp_path: Path) -> None:
+    """Otherwise its 0 steps would be the lowest count, and all bias corrections would restart."""
     busy, idle = world.run(2, save, tmp_path, "AdamW, fused", 0, FIRST - 1)
     assert (busy["step"], idle["step"]) == (5, 0)
     (found,) = load(tmp_path, ONE, "AdamW, fused", r"weight \(no state yet\)")
@@ -169,14 +167,14 @@ def test_a_state_that_a_skipped_step_made_is_none_yet(world: World, tmp_path: Pa
     assert found["exp_avg"] == busy["exp_avg"] + [[0.0] * 3] * 2
 
 
-def test_states_that_skipped_steps_made_are_nothing_to_warn_of(world: World, tmp_path: Path) -> None:
+def test_merging_states_of_only_skipped_steps_does_not_warn(world: World, tmp_path: Path) -> None:
     world.run(2, save_unstepped, tmp_path)
     (found,) = load(tmp_path, ONE, "AdamW, fused", None)
     assert found["step"] == 0
 
 
 def save_unstepped(path: Path) -> None:
-    """One expert has a state of zeros, the other none."""
+    """Give one expert a state of zeros and the other no state."""
     model, optimizer = build(EXPERTS, "AdamW, fused")
     second = optimizer.registry.coordinate["expert"] == 1
     optimizer.backward(model.loss(0, busy=not second) * float("inf"))
@@ -186,7 +184,7 @@ def save_unstepped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("busy_until", [2, 0])
-def test_pieces_of_one_expert_have_its_count_and_nobody_is_warned(
+def test_zero_shards_of_one_expert_get_its_step_count_without_warning(
     world: World, tmp_path: Path, busy_until: int
 ) -> None:
     busy, idle = world.run(2, save, tmp_path, "AdamW", busy_until)
@@ -201,7 +199,7 @@ def load_sharded(path: Path) -> list[dict[str, Any]]:
     return load(path, DATA_EXPERTS, "AdamW", None, shard_states="data")
 
 
-def test_equal_counts_are_nothing_to_warn_of(world: World, tmp_path: Path) -> None:
+def test_merging_experts_with_equal_step_counts_does_not_warn(world: World, tmp_path: Path) -> None:
     busy, other = world.run(2, save, tmp_path, "AdamW", FIRST)
     assert busy["step"] == other["step"] == 6
     assert load(tmp_path, ONE, "AdamW", None)[0]["step"] == 6

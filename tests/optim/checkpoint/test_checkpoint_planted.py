@@ -1,4 +1,4 @@
-"""A file that was damaged or planted is an error, and nothing in it is executed: a payload in every file."""
+"""Damaged or malicious checkpoint files raise an error, and no code in any file is executed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from world import World
 
 
 class Payload:
-    """Makes a folder where it is unpickled."""
+    """An object that creates a directory when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
@@ -60,7 +60,7 @@ def started(path: Path) -> tuple[nn.Module, Any, Path]:
     return model, optimizer, save_checkpoint(path, model, optimizer, extra={"step": 1})
 
 
-def test_the_payload_would_do_its_work(tmp_path: Path) -> None:
+def test_payload_executes_when_unpickled_unsafely(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "one")))
     torch.load(io.BytesIO(zipped(Payload(tmp_path / "two"))), weights_only=False)
     assert (tmp_path / "one").exists()
@@ -69,7 +69,7 @@ def test_the_payload_would_do_its_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_alone", [False, True])
 @pytest.mark.parametrize("case", range(len(PLANTS)))
-def test_nothing_in_any_file_is_executed(tmp_path: Path, case: int, model_alone: bool) -> None:
+def test_payload_in_any_checkpoint_file_is_not_executed(tmp_path: Path, case: int, model_alone: bool) -> None:
     name, plant = PLANTS[case]
     model, optimizer, checkpoint = started(tmp_path / "run")
     mark = tmp_path / "executed"
@@ -77,7 +77,7 @@ def test_nothing_in_any_file_is_executed(tmp_path: Path, case: int, model_alone:
     sealed(checkpoint)
     before = content([model.state_dict(), optimizer.state_dict()])
     if model_alone and name == "rank-0.pt":
-        load_checkpoint(tmp_path / "run", model, None, registry=optimizer.registry)  # it is not even read
+        load_checkpoint(tmp_path / "run", model, None, registry=optimizer.registry)  # this file is not read
     else:
         with pytest.raises(ValueError, match=r"damaged|planted|failed on rank 0"):
             load_checkpoint(tmp_path / "run", model, None if model_alone else optimizer, registry=optimizer.registry)
@@ -85,7 +85,7 @@ def test_nothing_in_any_file_is_executed(tmp_path: Path, case: int, model_alone:
     assert not mark.exists()
 
 
-def test_a_sealed_checkpoint_in_which_nothing_was_planted_loads(tmp_path: Path) -> None:
+def test_unmodified_checkpoint_with_recomputed_checksums_loads(tmp_path: Path) -> None:
     model, optimizer, checkpoint = started(tmp_path)
     sealed(checkpoint)
     assert load_checkpoint(tmp_path, model, optimizer) == {"step": 1}
@@ -107,34 +107,40 @@ def planted_for_two(path: Path, mark: Path) -> str:
     return str(error.value)
 
 
-def test_what_one_rank_finds_all_are_told(world: World, tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_is_reported_on_all_ranks(world: World, tmp_path: Path) -> None:
     world.run(2, planted_for_two, tmp_path / "run", tmp_path / "executed")
     assert not (tmp_path / "executed").exists()
 
 
-Change = Callable[[dict[str, Any], list[Any]], Any]  # of the index and of what it says of one tensor
+Change = Callable[[dict[str, Any], list[Any]], Any]  # changes the index, or its entry of one tensor
 CHANGES: dict[str, tuple[Change, str]] = {
-    "leads out": (
+    "path outside the checkpoint": (
         lambda _, said: said[2][0].__setitem__(2, "../../tensors-0.bin"),
         "the index refers to .*, which is not in the checkpoint",
     ),
     "no dtype": (lambda _, said: said.__setitem__(1, "save"), "save is not a dtype"),
-    "no name": (lambda _, said: said.__setitem__(1, 7), "must be string"),
-    "negative": (lambda _, said: said[2][0].__setitem__(3, -4), "are not sizes"),
-    "no number": (lambda _, said: said[2][0].__setitem__(3, "0"), "are not sizes"),
-    "huge": (lambda _, said: said[0].__setitem__(0, 2.0**70), "are not sizes"),
+    "dtype not a string": (lambda _, said: said.__setitem__(1, 7), "must be string"),
+    "negative start": (lambda _, said: said[2][0].__setitem__(3, -4), "are not sizes"),
+    "start not a number": (lambda _, said: said[2][0].__setitem__(3, "0"), "are not sizes"),
+    "huge length": (lambda _, said: said[0].__setitem__(0, 2.0**70), "are not sizes"),
     "beyond the tensor": (lambda _, said: said[2][0][0].__setitem__(0, 1), "are not a part of a tensor"),
-    "other dims": (lambda _, said: said[2][0][1].append(1), "are not a part of a tensor"),
+    "wrong number of dims": (lambda _, said: said[2][0][1].append(1), "are not a part of a tensor"),
     "beyond the file": (lambda _, said: said[2][0].__setitem__(3, 10**9), "is too short for the tensor"),
-    "twice": (lambda _, said: said[2].append(said[2][0]), r"has \d+ bytes of tensors in .*, but the file has \d+"),
-    "other machine": (lambda index, _: index.__setitem__("byteorder", "big"), "big-endian, but this machine is little"),
-    "no list": (lambda index, _: index.__setitem__("tensors", 5), "damaged, or was tampered with"),
-    "no index": (lambda index, _: index.clear(), "damaged, or was tampered with"),
+    "same part twice": (
+        lambda _, said: said[2].append(said[2][0]),
+        r"has \d+ bytes of tensors in .*, but the file has \d+",
+    ),
+    "other byte order": (
+        lambda index, _: index.__setitem__("byteorder", "big"),
+        "big-endian, but this machine is little",
+    ),
+    "tensors not a mapping": (lambda index, _: index.__setitem__("tensors", 5), "damaged, or was tampered with"),
+    "empty index": (lambda index, _: index.clear(), "damaged, or was tampered with"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_index_that_says_what_can_not_be(tmp_path: Path, name: str) -> None:
+def test_inconsistent_index_is_rejected_and_changes_nothing(tmp_path: Path, name: str) -> None:
     model, optimizer, checkpoint = started(tmp_path / "run")
     (tmp_path / "tensors-0.bin").write_bytes((checkpoint / "tensors-0.bin").read_bytes())
     index = json.loads((checkpoint / "index.json").read_bytes())
@@ -152,7 +158,7 @@ def test_an_index_that_says_what_can_not_be(tmp_path: Path, name: str) -> None:
 
 
 @given(data=st.data())
-def test_checksums_are_those_of_the_blocks_however_a_file_is_written_and_read(
+def test_checksums_do_not_depend_on_sizes_of_writes_and_reads(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     size = data.draw(st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]))
@@ -172,7 +178,7 @@ def test_checksums_are_those_of_the_blocks_however_a_file_is_written_and_read(
             assert checked.read(max(0, stop - start)) == whole[start : max(start, stop)]
 
 
-def test_who_reads_a_part_finds_damage_there_and_only_there(tmp_path: Path) -> None:
+def test_checked_stream_finds_damage_only_in_blocks_it_reads(tmp_path: Path) -> None:
     file = tmp_path / "file"
     whole: Tensor = torch.arange(2 * BLOCK).to(torch.uint8)
     file.write_bytes(whole.numpy().tobytes())

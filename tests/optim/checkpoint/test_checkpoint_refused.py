@@ -1,4 +1,4 @@
-"""Checkpoints that are torn or foreign: an error on every rank, and nothing is changed."""
+"""Truncated or incompatible checkpoints raise an error on every rank and change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def everything(run: Run) -> Any:
 
 
 def refused(path: Path, run: Run) -> str:
-    """The error of loading; nothing has changed, and training goes on as if nothing had been tried."""
+    """Return the error of loading, after checking that nothing has changed."""
     before = everything(run)
     with pytest.raises(ValueError, match=r".+") as error:
         load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)
@@ -34,7 +34,8 @@ def refused(path: Path, run: Run) -> str:
     return str(error.value)
 
 
-# Torn -----------------------------------------------------------------------------------------------------------------
+# Damaged files
+# ---------------------------------------------------------------------------------------------------------
 
 
 def cut(file: Path) -> None:
@@ -42,7 +43,7 @@ def cut(file: Path) -> None:
 
 
 def flip(file: Path) -> None:
-    """One bit, in the middle."""
+    """Flip one bit in the middle of the file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
@@ -58,7 +59,7 @@ DAMAGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_torn_file_is_found(tmp_path: Path, damage: str) -> None:
+def test_damage_in_any_file_is_detected(tmp_path: Path, damage: str) -> None:
     run = Run((), "fp16_naive")
     for step in range(3):
         run.step(step)
@@ -91,21 +92,21 @@ def torn_on_two_ranks(path: Path, name: str) -> str:
 @pytest.mark.parametrize(
     "name", ["index.json", "tensors-0.bin", "tensors-1.bin", "rank-1.pt", "shared.pt", "meshstep.json"]
 )
-def test_all_ranks_say_so(world: World, tmp_path: Path, name: str) -> None:
+def test_damaged_file_is_reported_on_all_ranks(world: World, tmp_path: Path, name: str) -> None:
     for message in world.run(2, torn_on_two_ranks, tmp_path, name):
         assert name in message
         assert "damaged" in message
 
 
-def test_there_is_none(tmp_path: Path) -> None:
+def test_loading_from_directory_without_checkpoint_raises(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nowhere") is None
-    (tmp_path / "checkpoint-5").mkdir()  # somebody else's
+    (tmp_path / "checkpoint-5").mkdir()  # of another program
     (tmp_path / "meshstep-00000003.writing").mkdir()
     assert newest_checkpoint(tmp_path) is None
     assert "no complete checkpoint" in refused(tmp_path, Run((), "fp32"))
 
 
-# Foreign --------------------------------------------------------------------------------------------------------------
+# Checkpoints of another model or another configuration ----------------------------------------------------------------
 
 
 def split_groups(model: nn.Module) -> Any:
@@ -134,7 +135,9 @@ def reversed_groups(model: nn.Module) -> Any:
         ({}, {"schedule": True}, "saved without a schedule"),
     ],
 )
-def test_foreign(tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], message: str) -> None:
+def test_checkpoint_of_different_model_or_options_is_rejected(
+    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], message: str
+) -> None:
     for options, save in ((saved, True), (loaded, False)):
         options = dict(options)
         model = model_of(**{key: options.pop(key) for key in ("shape", "names", "buffer") if key in options})
@@ -154,7 +157,7 @@ def test_foreign(tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], 
 
 
 class Fussy(torch.optim.lr_scheduler.StepLR):
-    """Looks at what it is given only after it has taken half of it."""
+    """A schedule that raises after it has loaded half of its state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
@@ -162,7 +165,7 @@ class Fussy(torch.optim.lr_scheduler.StepLR):
             raise KeyError("gamma")
 
 
-def test_a_schedule_that_fails_half_way(tmp_path: Path) -> None:
+def test_failing_scheduler_load_leaves_everything_unchanged(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     save_checkpoint(tmp_path, model, optimizer, lr_scheduler=Fussy(optimizer, 1, gamma=0.5))

@@ -1,4 +1,5 @@
-"""What is in a checkpoint besides parameters and moments: buffers, odd optimizer state, hyper-parameters, random states."""
+"""Checkpoint contents besides parameters and moments: buffers, unusual optimizer state, hyper-parameters, random
+states."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def sgd_of(model: nn.Module, registry: ProcessGroupRegistry) -> ParallelOptimize
 
 
 class Buffers(nn.Module):
-    """``stats`` is this rank's own, ``table`` the same everywhere, ``scratch`` is not to be saved."""
+    """``stats`` differs per rank, ``table`` is replicated, ``scratch`` is not persistent."""
 
     def __init__(self, own: float) -> None:
         super().__init__()
@@ -62,11 +63,11 @@ def load_buffers(path: Path, axes: Axes) -> dict[str, list[float]]:
     return {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
 
-def test_every_rank_has_its_own_statistics_again(world: World, tmp_path: Path) -> None:
+def test_buffers_that_differ_over_data_axis_are_restored_per_rank(world: World, tmp_path: Path) -> None:
     world.run(2, save_buffers, tmp_path, DATA)
     for rank, found in enumerate(world.run(2, load_buffers, tmp_path, DATA)):
         assert found == {"stats": [10.0 + rank] * 3, "table": [0, 1, 2, 3], "scratch": [-1.0, -1.0]}
-    # elsewhere those of data rank 0
+    # On another mesh, all ranks get the buffer of data rank 0.
     for axes, size in ((ONE, 1), ((("data", 4),), 4), ((("data", 1), ("tensor", 2)), 2)):
         for found in world.run(size, load_buffers, tmp_path, axes):
             assert found["stats"] == [10.0] * 3
@@ -78,7 +79,7 @@ def error_of(function: Callable[..., object], *args: object) -> str:
     return str(error.value)
 
 
-def test_a_buffer_that_differs_over_a_model_axis_must_be_declared(world: World, tmp_path: Path) -> None:
+def test_buffer_that_differs_over_model_axis_must_be_declared_to_reshard(world: World, tmp_path: Path) -> None:
     world.run(2, save_buffers, tmp_path, TENSOR)
     found = world.run(2, load_buffers, tmp_path, TENSOR)
     assert [rank["stats"][0] for rank in found] == [10.0, 11.0]
@@ -101,17 +102,18 @@ def declared(path: Path, axes: Axes, save: bool) -> list[int]:
     return found
 
 
-def test_a_declared_buffer_is_laid_out_anew(world: World, tmp_path: Path) -> None:
+def test_declared_buffer_is_resharded(world: World, tmp_path: Path) -> None:
     world.run(2, declared, tmp_path, TENSOR, True)
     assert declared(tmp_path, ONE, False) == list(range(8))
     assert world.run(2, declared, tmp_path, TENSOR, False) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-# Odd optimizer state --------------------------------------------------------------------------------------------------
+# Unusual optimizer state
+# -------------------------------------------------------------------------------------------------
 
 
 class Odd(torch.optim.SGD):
-    """State that is no tensor, a tensor of one row's shape, a list."""
+    """An optimizer with state that is an int, a tensor of one value per row, and a list."""
 
     elementwise = True
 
@@ -160,7 +162,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_odd_state_belongs_to_its_piece(world: World, tmp_path: Path) -> None:
+def test_unusual_optimizer_state_is_restored_on_same_layout_only(world: World, tmp_path: Path) -> None:
     one = world.run(1, save_odd, tmp_path / "one", ONE)[0]
     assert set(one[0]) == {"momentum_buffer", "calls", "rows", "history"}
     assert same(load_odd(tmp_path / "one", ONE), one)
@@ -187,14 +189,14 @@ def adafactor(path: Path, resume: bool) -> list[float]:
     return [number for param in model.parameters() for number in param.detach().flatten().tolist()]
 
 
-def test_factored_moments(tmp_path: Path) -> None:
+def test_factored_adafactor_moments_are_restored(tmp_path: Path) -> None:
     assert adafactor(tmp_path, False) == adafactor(tmp_path, True)
 
 
 # Hyper-parameters -----------------------------------------------------------------------------------------------------
 
 
-def test_hyper_parameters_come_from_the_checkpoint(tmp_path: Path) -> None:
+def test_hyper_parameters_are_restored_from_checkpoint(tmp_path: Path) -> None:
     def build(rates: tuple[float, float], clip: float) -> tuple[nn.Module, ParallelOptimizer]:
         model = nn.Linear(2, 2)
         groups = [
@@ -214,7 +216,8 @@ def test_hyper_parameters_come_from_the_checkpoint(tmp_path: Path) -> None:
     assert first["param_names"] == ["weight"]
 
 
-# Random numbers -------------------------------------------------------------------------------------------------------
+# Random number generators
+# --------------------------------------------------------------------------------------------------
 
 
 def draw() -> list[float]:
@@ -241,20 +244,22 @@ def draws(path: Path, axes: Axes, save: bool) -> list[float]:
     return draw()
 
 
-def test_random_numbers_go_on_where_they_were(world: World, tmp_path: Path) -> None:
+def test_random_states_are_restored_on_same_mesh_only(world: World, tmp_path: Path) -> None:
     saved = world.run(2, draws, tmp_path, DATA, True)
     assert saved[0] != saved[1]
     assert world.run(2, draws, tmp_path, DATA, False) == saved
-    # On another mesh they are left alone.
+    # On another mesh the random states are left unchanged.
     loaded = world.run(2, draws, tmp_path, TENSOR, False)
     assert loaded[0][:2] == loaded[1][:2] != saved[0][:2]
 
 
-# Wrapped and sharded by torch ------------------------------------------------------------------------------------------
+# Models wrapped or sharded by torch
+# -------------------------------------------------------------------------------------
 
 
 def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:
-    """Two steps of a model in `DistributedDataParallel`, `fully_shard` or nothing; a checkpoint before the second."""
+    """Run two steps of a model in `DistributedDataParallel`, `fully_shard` or neither, with a checkpoint before the
+    second."""
     registry = registry_of(ONE if how == "alone" else DATA)
     torch.manual_seed(5 if save else 6)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
@@ -281,7 +286,9 @@ def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("fsdp", "alone"), ("alone", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_torchs_data_parallelism(world: World, tmp_path: Path, saved: str, loaded: str) -> None:
+def test_checkpoint_moves_between_ddp_fsdp2_and_single_process(
+    world: World, tmp_path: Path, saved: str, loaded: str
+) -> None:
     expected = world.run(1 if saved == "alone" else 2, wrapped, tmp_path, saved, True)[0]
     for found in world.run(1 if loaded == "alone" else 2, wrapped, tmp_path, loaded, False):
         for one, other in zip(found, expected, strict=True):
@@ -292,7 +299,7 @@ def test_torchs_data_parallelism(world: World, tmp_path: Path, saved: str, loade
 
 
 @pytest.mark.parametrize("split_masters", [False, True])
-def test_checkpoint_masters_load_where_a_parameter_is_frozen(tmp_path: Path, split_masters: bool) -> None:
+def test_master_weights_load_into_frozen_parameters(tmp_path: Path, split_masters: bool) -> None:
     def make(value: float, frozen: bool) -> tuple[nn.ParameterDict, ParallelOptimizer]:
         weights = {name: nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16)) for name in ("base", "head")}
         model = nn.ParameterDict(weights)

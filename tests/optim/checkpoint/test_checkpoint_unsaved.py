@@ -1,4 +1,4 @@
-"""What is not saved, and saves that fail: the previous checkpoint stays."""
+"""Unsupported and failed saves: the previous checkpoint stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 from world import World
 
 
-def test_not_in_the_middle_of_a_window(tmp_path: Path) -> None:
+def test_saving_inside_accumulation_window_is_rejected(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model, accumulation_steps=2)
     optimizer.backward(model(torch.ones(1, 2)).sum())
@@ -28,7 +28,7 @@ def test_not_in_the_middle_of_a_window(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, model, optimizer)
 
 
-def test_nothing_that_would_have_to_be_executed(tmp_path: Path) -> None:
+def test_extra_with_unsupported_type_is_rejected(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model)
     with pytest.raises(ValueError, match=r"extra= can't be stored .*give numbers, strings and tensors"):
@@ -39,7 +39,7 @@ def test_nothing_that_would_have_to_be_executed(tmp_path: Path) -> None:
     assert content(load_checkpoint(tmp_path, model, optimizer)) == content(extra)
 
 
-def test_a_model_that_is_not_the_optimizers(tmp_path: Path) -> None:
+def test_saving_model_that_optimizer_does_not_step_is_rejected(tmp_path: Path) -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"the optimizer steps .* of shape \(2, 3\), which is not in the model"):
         save_checkpoint(tmp_path, model.get_submodule("one"), optimizer_of(model))
@@ -50,14 +50,14 @@ class Extra(nn.Linear):
         return {"calls": 3}
 
 
-def test_state_of_a_kind_of_its_own(tmp_path: Path) -> None:
+def test_module_with_extra_state_is_rejected(tmp_path: Path) -> None:
     model = Extra(2, 2)
     with pytest.raises(ValueError, match=r"_extra_state is extra state of a module .*pass it as extra="):
         save_checkpoint(tmp_path, model, optimizer_of(model))
 
 
 def fails(path: Path, how: str) -> tuple[str, list[str]]:
-    """A second save fails on rank 1: the error, and what is left."""
+    """Make a second save fail on rank 1. Return the error and the remaining files."""
     axes: Axes = (("tensor", 2),)
     run = Run(axes, "fp32")
     save_checkpoint(path, run.model, run.optimizer, extra="first")
@@ -95,20 +95,20 @@ FULL: dict[str, tuple[Any, str]] = {
         ("uneven", "model/uneven: rank 1 has a part of .*equal"),
     ],
 )
-def test_a_failed_save_leaves_the_previous_one(world: World, tmp_path: Path, how: str, message: str) -> None:
+def test_failed_save_keeps_previous_checkpoint(world: World, tmp_path: Path, how: str, message: str) -> None:
     for found, left in world.run(2, fails, tmp_path, how):
         assert re.search(message, found), found
         assert left == ["meshstep-00000001"]
 
 
-def test_the_path_is_a_file(tmp_path: Path) -> None:
+def test_saving_to_path_of_a_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="FileExistsError"):
         save_checkpoint(tmp_path / "file", model, optimizer_of(model))
 
 
-def test_what_crashes_left_is_removed_and_others_things_stay(tmp_path: Path) -> None:
+def test_save_removes_leftovers_of_crashes_and_keeps_other_directories(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model)
     first = save_checkpoint(tmp_path, model, optimizer)
@@ -120,7 +120,9 @@ def test_what_crashes_left_is_removed_and_others_things_stay(tmp_path: Path) -> 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-9", "meshstep-00000002"]
 
 
-def test_a_previous_one_that_can_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_succeeds_when_previous_checkpoint_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model)
     save_checkpoint(tmp_path, model, optimizer, extra=1)

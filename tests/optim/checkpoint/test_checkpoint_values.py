@@ -1,4 +1,5 @@
-"""Wrong values in the files of a checkpoint, whose checksums are right: an error that changes nothing, or loaded right."""
+"""Wrong values in checkpoint files with valid checksums: loading raises and changes nothing, or loads a usable
+state."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Path_ = tuple[Any, ...]
 
 
 def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """The paths of all values in containers, and of the containers themselves."""
+    """Yield the paths of all nested values, including the containers themselves."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -34,7 +35,7 @@ def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def with_other(value: Any, path: Path_, other: Any) -> Any:
-    """A copy of ``value`` with another value at ``path``."""
+    """Return a copy of ``value`` with another value at ``path``."""
     if not path:
         return other
     key, *rest = path
@@ -60,7 +61,7 @@ def saved_run(path: Path, precision: str) -> tuple[Run, Path]:
 
 
 def mutations(value: Any, count: int, draw: random.Random) -> Iterator[tuple[Path_, Any]]:
-    """Each path once, and more of them at random."""
+    """Yield each path once, then ``count`` random paths."""
     paths = [path for path in leaves(value) if "extra" not in path[:1]]
     for path in paths:
         yield path, draw.choice([*WRONG, DELETED])
@@ -106,11 +107,13 @@ READ: dict[str, Callable[[Path], Any]] = {
 }
 
 
-# A clip rule whose state does not fit begins anew, with a warning.
+# A clip rule whose state does not fit starts anew, with a warning.
 @pytest.mark.filterwarnings("ignore:ZClip keeps", "ignore:the loaded state of ZClip has no values")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", READ)
-def test_wrong_value_in_a_file_changes_nothing_or_loads_right(tmp_path: Path, name: str, precision: str) -> None:
+def test_wrong_value_in_checkpoint_file_is_rejected_or_leaves_usable_state(
+    tmp_path: Path, name: str, precision: str
+) -> None:
     run, directory = saved_run(tmp_path, precision)
     file, draw = directory / name, random.Random(7)
     original = READ[name](file)
@@ -146,7 +149,7 @@ def test_wrong_value_in_a_file_changes_nothing_or_loads_right(tmp_path: Path, na
             assert everything(run) == before, (path, other)
             assert error.__cause__ is None or str(error.__cause__).isprintable()
             continue
-        # It is a run that can be saved, stepped and loaded.
+        # The loaded run can be saved, stepped and loaded.
         run.step(4)
         assert math.isfinite(float(run.optimizer.last_stats.total_norm)), (path, other)  # type: ignore[union-attr]
         assert all(param.isfinite().all() for param in run.model.parameters()), (path, other)
@@ -163,7 +166,7 @@ COUNTS: list[Any] = ["x", math.nan, -1, True, 2**60, 10**400, None, [1], 1.5]
 
 @pytest.mark.parametrize("value", COUNTS, ids=lambda value: repr(value)[:9])
 @pytest.mark.parametrize("name", ["skipped_steps", "vetoed_steps"])
-def test_wrong_count_is_named_with_its_file_and_changes_nothing(tmp_path: Path, name: str, value: Any) -> None:
+def test_invalid_step_count_is_reported_with_file_name(tmp_path: Path, name: str, value: Any) -> None:
     run, directory = saved_run(tmp_path, "fp16")
     shared = read_torch(directory / "shared.pt")
     shared["rest"][name] = value
@@ -201,13 +204,13 @@ def planted_on_two_ranks(path: Path) -> str:
     return str(error.value)
 
 
-def test_wrong_value_is_an_error_on_every_rank(world: World, tmp_path: Path) -> None:
+def test_wrong_value_in_file_raises_on_every_rank(world: World, tmp_path: Path) -> None:
     assert len(world.run(2, planted_on_two_ranks, tmp_path)) == 2
 
 
 @pytest.mark.filterwarnings("ignore:ZClip keeps")
 @pytest.mark.parametrize("key", ["state", "param_groups", "meshstep"])
-def test_wrong_value_in_a_state_dict_changes_nothing(tmp_path: Path, key: str) -> None:
+def test_wrong_value_in_state_dict_changes_nothing(tmp_path: Path, key: str) -> None:
     run, _ = saved_run(tmp_path, "fp16")
     draw, before = random.Random(3), everything(run)
     state = run.optimizer.state_dict()
@@ -227,7 +230,7 @@ def test_wrong_value_in_a_state_dict_changes_nothing(tmp_path: Path, key: str) -
     assert refused > len(cases) // 4
 
 
-def test_manifest_that_is_too_large_or_no_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_or_non_regular_manifest_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, directory = saved_run(tmp_path, "fp32")
     manifest = directory / "meshstep.json"
     monkeypatch.setattr(directory_module, "MAX_MANIFEST", 100)
@@ -241,7 +244,7 @@ def test_manifest_that_is_too_large_or_no_file_is_not_read(tmp_path: Path, monke
         load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
 
 
-def test_parts_that_overlap_and_leave_a_gap_are_found(tmp_path: Path) -> None:
+def test_overlapping_tensor_parts_in_index_are_rejected(tmp_path: Path) -> None:
     run, directory = saved_run(tmp_path, "fp32")
     index = read_json(directory / "index.json")
     shape, _, places = index["tensors"]["model/up"]
@@ -255,7 +258,7 @@ def test_parts_that_overlap_and_leave_a_gap_are_found(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
 
 
-def test_torch_text_of_a_planted_file_has_no_escape_codes(tmp_path: Path) -> None:
+def test_error_for_malicious_pickle_contains_no_escape_codes(tmp_path: Path) -> None:
     run, directory = saved_run(tmp_path, "fp32")
 
     class Planted:
@@ -273,7 +276,7 @@ def test_torch_text_of_a_planted_file_has_no_escape_codes(tmp_path: Path) -> Non
     assert error.value.__cause__ is None
 
 
-def test_parameter_names_of_a_planted_index_are_shown_without_escape_codes(tmp_path: Path) -> None:
+def test_error_for_malicious_parameter_name_contains_no_escape_codes(tmp_path: Path) -> None:
     run, directory = saved_run(tmp_path, "fp32")
     index = read_json(directory / "index.json")
     index["tensors"]["model/\x1b]0;planted\x07"] = index["tensors"].pop("model/up")

@@ -1,7 +1,7 @@
-"""Fused weights, gate and up in one matrix, q, k and v in another: one model on any number of tensor ranks.
+"""Fused weights (gate and up in one matrix; q, k and v in another) on any number of tensor-parallel ranks.
 
-The dense model is torch's, in one process: linear layers, AdamW, `clip_grad_norm_`. It trains through; the parallel one is
-saved and loaded into another layout every few steps.
+The reference is the dense model in one process: torch's linear layers, AdamW and `clip_grad_norm_`. The parallel model
+is saved and loaded into another layout every few steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FEATURES = tuple(HEAD * heads for heads in QKV)
 
 
 class Block(nn.Module):
-    """Attention with four query heads for each key head, and a gated MLP; with dense layers or split ones."""
+    """Attention with four query heads per key head, and a gated MLP, with dense or sharded layers."""
 
     def __init__(self, registry: ProcessGroupRegistry | None, seed: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def batch(step: int) -> Tensor:
 
 @dataclass
 class Truth:
-    """After each step of the dense model: its output before, its norm, and its weights and averages after."""
+    """Output and gradient norm of each step of the dense model, and weights and moments after the step."""
 
     outputs: list[Tensor]
     norms: list[float]
@@ -101,7 +101,7 @@ def dense_run(steps: int) -> Truth:
 
 @dataclass(frozen=True)
 class Stage:
-    """A layout in which the model trains for a while."""
+    """A layout in which the model trains for a few steps."""
 
     axes: Axes
     how: str = "whole"  # or "zero", or "fsdp"
@@ -112,7 +112,7 @@ def near(found: Tensor, expected: Tensor) -> bool:
 
 
 def train(path: Path, stage: Stage, first: int, last: int, truth: Truth) -> None:
-    """Steps ``first`` to ``last``, from the checkpoint but at the start, and a checkpoint; compared with the dense run."""
+    """Run steps ``first`` to ``last`` from the checkpoint (if any), compare with the dense run, and save."""
     registry = ProcessGroupRegistry(Topology(roles=None, **dict(stage.axes)))
     topology, rank = registry.topology, registry.global_rank
     model = Block(registry, 3 if first == 0 else 99)
@@ -169,18 +169,18 @@ RESHARDED = {
 
 
 @pytest.mark.parametrize("name", RESHARDED)
-def test_fused_weights_train_as_the_dense_model_through_other_layouts(world: World, tmp_path: Path, name: str) -> None:
+def test_fused_weights_match_dense_training_across_resharding(world: World, tmp_path: Path, name: str) -> None:
     truth = dense_run(8)
     for index, stage in enumerate(RESHARDED[name]):
         ranks = prod(size for _, size in stage.axes)
         world.run(ranks, train, tmp_path, stage, 2 * index, 2 * index + 2, truth)
 
 
-# What else knows blocks -------------------------------------------------------------------------------------------------
+# Other features that use blocks ---------------------------------------------------------------------------------------
 
 
 def clipped_by_unit(axes: Axes, spec: P) -> list[Tensor]:
-    """The gradient of a fused weight that units clip, whole."""
+    """Return the fused weight after a step with unit-wise clipping, and the rank."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         full = torch.arange(1.0, 37.0).view(12, 3) ** 2
         weight = nn.Parameter(slice_of(torch.ones(12, 3), spec, registry.topology, registry.global_rank))
@@ -192,7 +192,7 @@ def clipped_by_unit(axes: Axes, spec: P) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("spec", [P(blocks("tensor", 2)), P(blocks("tensor", (4, 1, 1))), P(None, blocks("tensor", 1))])
-def test_units_of_fused_weights_are_the_rows_of_the_full_one(world: World, spec: P) -> None:
+def test_clip_units_of_fused_weight_are_rows_of_full_weight(world: World, spec: P) -> None:
     (alone, _), *_ = world.run(1, clipped_by_unit, (("tensor", 1),), spec)
     spec = spec if spec.dim_axes(0) else P()
     for weight, rank in world.run(2, clipped_by_unit, TWO, spec):
@@ -207,7 +207,7 @@ def told() -> tuple[list[str], str]:
         return [str(piece.region) for piece in optimizer.pieces()], str(optimizer.plan)
 
 
-def test_the_plan_and_the_pieces_say_what_is_in_blocks(world: World) -> None:
+def test_plan_and_shard_regions_report_blocks(world: World) -> None:
     results = world.run(4, told)
     assert [regions for regions, _ in results[:2]] == [
         ["0|8|10,0+4|1|1,4", "0|8|10+4|1|1"],
@@ -228,14 +228,14 @@ def refused(mixed: bool) -> str:
         return str(error.value)
 
 
-def test_blocks_that_the_piece_can_not_have_are_refused_on_every_rank(world: World) -> None:
+def test_blocks_that_do_not_fit_the_shard_are_rejected_on_every_rank(world: World) -> None:
     first, second = world.run(2, refused, False)
     assert first == second
     assert "P(blocks('tensor', (2, 1))) can't shard dim 0, of length 8" in first
     assert "multiple of 3" in first
 
 
-def test_ranks_that_say_different_blocks_are_told_so(world: World) -> None:
+def test_blocks_that_differ_between_ranks_are_rejected(world: World) -> None:
     first, second = world.run(2, refused, True)
     assert first == second
     assert "rank 0 has [fused: P(blocks('tensor', 2))" in first
@@ -243,7 +243,7 @@ def test_ranks_that_say_different_blocks_are_told_so(world: World) -> None:
 
 
 def on_a_dtensor() -> None:
-    """A packed weight whose DTensor says Shard(0), as wrappers make it: the declaration adds the blocks."""
+    """Declare blocks for a packed weight that is a DTensor with ``Shard(0)``, as wrappers create it."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         full = torch.arange(24.0).view(12, 2)
         spec = P(blocks("tensor", 2))
@@ -259,12 +259,12 @@ def on_a_dtensor() -> None:
         assert torch.equal(piece.region.of(full), local)
 
 
-def test_a_dtensor_may_be_declared_in_blocks(world: World) -> None:
+def test_dtensor_can_be_declared_in_blocks(world: World) -> None:
     world.run(2, on_a_dtensor)
 
 
 def saved_on_two(path: Path, spec: P) -> None:
-    """Each rank has its half of gate and of up, and says so or doesn't."""
+    """Save on two ranks that each hold half of gate and half of up, declared by ``spec``."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         local = slice_of(torch.arange(8.0), P(blocks("tensor", 2)), registry.topology, registry.global_rank)
         model = nn.ParameterDict({"fused": nn.Parameter(local)})
@@ -275,7 +275,7 @@ def saved_on_two(path: Path, spec: P) -> None:
 @pytest.mark.parametrize(
     ("spec", "order"), [(P(blocks("tensor", 2)), range(8)), (P("tensor"), (0, 1, 4, 5, 2, 3, 6, 7))], ids=str
 )
-def test_on_one_rank_the_blocks_are_whole_only_where_they_were_declared(
+def test_blocks_are_restored_in_dense_order_only_if_declared(
     world: World, tmp_path: Path, spec: P, order: Sequence[int]
 ) -> None:
     world.run(2, saved_on_two, tmp_path, spec)

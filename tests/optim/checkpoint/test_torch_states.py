@@ -1,4 +1,5 @@
-"""Torch's state-dict functions and DCP save and load the states of pieces and masters, on the same and on other layouts."""
+"""torch's state-dict functions and DCP save and load optimizer state and master weights, on the same and other
+layouts."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def ranks(kind: str) -> int:
 
 
 class Wide(nn.Module):
-    """Two matrices, a vector and a number; on a ``tensor`` axis pieces of the first two."""
+    """Two matrices, a vector and a scalar. The matrices are sharded over the ``tensor`` axis if there is one."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -107,12 +108,12 @@ def saved_of(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Any]:
 
 
 def continued(kind: str, path: str) -> None:
-    """Through DCP into a fresh process' state, bit for bit."""
+    """Save and load through DCP into a fresh model; training must continue bitwise identically."""
     with registry_of(KINDS[kind][0]) as registry:
         model, optimizer = built(registry, kind)
         train(model, optimizer, 0, 3)
         optimizer.zero_grad()
-        # Plain parameters that are split are the model's own matter: each rank keeps its own beside.
+        # DCP cannot reshard plain sharded parameters, so each rank keeps its own copy.
         weights = copy.deepcopy(model.state_dict())
         dcp_save({"optim": saved_of(model, optimizer)["optim"]}, checkpoint_id=path)
         expected = train(model, optimizer, 3, 6)
@@ -128,7 +129,9 @@ def continued(kind: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dcp_continues_bit_for_bit_through_torchs_own_functions(world: World, tmp_path: Path, kind: str) -> None:
+def test_dcp_resumes_bitwise_identically_with_torch_state_dict_functions(
+    world: World, tmp_path: Path, kind: str
+) -> None:
     world.run(ranks(kind), continued, kind, str(tmp_path))
 
 
@@ -137,7 +140,7 @@ def flat(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def whole_states(axes: Axes, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The full states, as rank 0 of torch's functions gives them, after three steps on the same data everywhere."""
+    """Return the full optimizer state from torch's functions after three steps on the same data on every rank."""
     with registry_of(axes) as registry:
         torch.manual_seed(0)
         model = Wide(registry)
@@ -153,7 +156,7 @@ def whole_states(axes: Axes, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["split", "ZeRO-1", "split, ZeRO-1"])
-def test_the_full_states_are_those_of_one_process(world: World, kind: str) -> None:
+def test_full_optimizer_state_equals_single_process_state(world: World, kind: str) -> None:
     axes, options = KINDS[kind]
     (dense,) = world.run(1, whole_states, (), {})
     for found in world.run(ranks(kind), whole_states, axes, options):
@@ -163,7 +166,7 @@ def test_the_full_states_are_those_of_one_process(world: World, kind: str) -> No
 
 
 def onto_another(saved: str, loaded: str, path: str, load: bool) -> dict[str, Tensor]:
-    """Three steps in one layout, through DCP into another: the full states there."""
+    """Train three steps in one layout and load through DCP into another. Return the full state."""
     axes, options = KINDS[loaded if load else saved]
     with registry_of(axes) as registry:
         model = Wide(registry)
@@ -190,7 +193,7 @@ LAYOUTS = ["replicas", "split", "ZeRO-1", "split, ZeRO-1"]
 
 @pytest.mark.parametrize("loaded", LAYOUTS)
 @pytest.mark.parametrize("saved", LAYOUTS)
-def test_what_one_layout_saved_another_loads(world: World, tmp_path: Path, saved: str, loaded: str) -> None:
+def test_dcp_state_of_one_layout_loads_into_another(world: World, tmp_path: Path, saved: str, loaded: str) -> None:
     expected = world.run(ranks(saved), onto_another, saved, loaded, str(tmp_path), False)[0]
     for found in world.run(ranks(loaded), onto_another, saved, loaded, str(tmp_path), True):
         assert found.keys() == expected.keys()
@@ -199,7 +202,7 @@ def test_what_one_layout_saved_another_loads(world: World, tmp_path: Path, saved
 
 
 def counted_apart() -> str:
-    """Pieces that were stepped another number of times."""
+    """Make the step counts of a parameter's shards differ, and return the error."""
     with registry_of((("tensor", 2),)) as registry:
         model, optimizer = built(registry, "split")
         train(model, optimizer, 0, 2)
@@ -209,13 +212,13 @@ def counted_apart() -> str:
         return str(caught.value)
 
 
-def test_numbers_that_differ_between_pieces_are_refused_on_all_ranks(world: World) -> None:
+def test_step_counts_that_differ_between_shards_are_rejected_on_all_ranks(world: World) -> None:
     for text in world.run(2, counted_apart):
         assert "use meshstep.optim.save_checkpoint" in text
 
 
 def fused() -> str:
-    """A weight of which each of two blocks is cut."""
+    """Return the error for a weight with two blocks that are each sharded."""
     with registry_of((("tensor", 2),)) as registry:
         model = nn.Linear(3, 4)
         annotate(model.weight, P(blocks("tensor", 2)), "weight")
@@ -228,13 +231,13 @@ def fused() -> str:
         return str(caught.value)
 
 
-def test_blocks_are_refused_on_all_ranks(world: World) -> None:
+def test_blocks_are_rejected_by_torch_state_dict_on_all_ranks(world: World) -> None:
     for text in world.run(2, fused):
         assert "use save_checkpoint" in text
 
 
 def reshaped() -> None:
-    """A whole model's state, given to set_optimizer_state_dict with full_state_dict, is cut as this layout is."""
+    """Load a full state dict with ``full_state_dict``; it must be sharded like the parameters."""
     with registry_of((("tensor", 2),)) as registry:
         model, optimizer = built(registry, "split")
         train(model, optimizer, 0, 2)
@@ -250,12 +253,12 @@ def reshaped() -> None:
         set_model_state_dict(other, get_model_state_dict(model))
 
 
-def test_a_full_state_is_cut_for_a_split_model(world: World) -> None:
+def test_full_state_is_sharded_when_loaded_into_sharded_model(world: World) -> None:
     world.run(2, reshaped)
 
 
 def laid_out_the_other_way() -> None:
-    """A state whose pieces are of the same shape, but elsewhere."""
+    """Load a DTensor whose shards have the expected shape but another layout."""
     with registry_of((("row", 2), ("col", 2))) as registry:
         weight = nn.Parameter(torch.zeros(2, 2))
         annotate(weight, P("row", "col"), "weight")
@@ -271,5 +274,5 @@ def laid_out_the_other_way() -> None:
         assert torch.equal(optimizer.state[weight]["momentum_buffer"], shard(full, P("row", "col"), registry))
 
 
-def test_a_layout_is_told_by_more_than_the_shape_of_its_pieces(world: World) -> None:
+def test_state_with_same_shard_shape_but_other_layout_is_resharded(world: World) -> None:
     world.run(4, laid_out_the_other_way)

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` alone, where torch's function is replaced by it: its options."""
+"""`clip_grad_norm_` without a `ParallelOptimizer`: the options of torch's function that it replaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from world import World
 
 
 def split_weight(bad: float | None, rank: int) -> Tensor:
-    """Half of [3, 4, 12, 84] on either rank; rank 1's may have an element that isn't finite."""
+    """Return this rank's half of the gradient [3, 4, 12, 84]; on rank 1 with ``bad`` as an element."""
     weight = nn.Parameter(torch.zeros(2))
     annotate(weight, P("tensor"), "weight")
     weight.grad = torch.tensor([[3.0, 4.0], [12.0, 84.0]][rank])
@@ -36,7 +36,7 @@ def nonfinite(bad: float, error: bool) -> tuple[str, list[float], float]:
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_if_asked_for(world: World, bad: float) -> None:
+def test_error_if_nonfinite_raises_on_every_rank(world: World, bad: float) -> None:
     (first, gradient, _), (second, _, _) = world.run(2, nonfinite, bad, True)
     assert first == second
     assert f"norm of order 2.0 is {bad}" in first
@@ -53,13 +53,13 @@ def finite() -> list[float]:
         return weight.grad.tolist()
 
 
-def test_a_finite_norm_is_clipped_with_the_check(world: World) -> None:
+def test_error_if_nonfinite_still_clips_finite_norm(world: World) -> None:
     first, second = world.run(2, finite)
     assert [*first, *second] == pytest.approx([0.3, 0.4, 1.2, 8.4], rel=1e-6)
 
 
 @pytest.mark.parametrize("norm_type", [0.5, 0.99])
-def test_an_order_below_one_says_why_not(norm_type: float) -> None:
+def test_norm_type_below_one_is_rejected_with_reason(norm_type: float) -> None:
     registry = ProcessGroupRegistry(Topology())
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
@@ -72,11 +72,12 @@ def test_an_order_below_one_says_why_not(norm_type: float) -> None:
     assert weight.grad.tolist() == [1.0, 1.0]
 
 
-# Lists that change from call to call ------------------------------------------------------------------------------------
+# Parameter lists that change between calls
+# ------------------------------------------------------------------------------
 
 
 def lists_that_change_on_one_rank(reduction: Reduction, norm_type: float) -> list[float]:
-    """Rank 0 has the same list in every call, rank 1 a new one; in the third call neither has any."""
+    """Pass the same list in every call on rank 0 and a new list on rank 1; both are empty in the third call."""
     found = []
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         kept = nn.Parameter(torch.zeros(2))
@@ -98,7 +99,7 @@ def lists_that_change_on_one_rank(reduction: Reduction, norm_type: float) -> lis
     ("norm_type", "expected"), [(2.0, [13.0, math.hypot(5, 24), 0.0]), (math.inf, [12.0, 24.0, 0.0])]
 )
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
-def test_a_list_may_change_on_one_rank_alone(
+def test_global_norm_allows_parameter_list_to_change_on_one_rank(
     world: World, reduction: Reduction, norm_type: float, expected: list[float]
 ) -> None:
     for found in world.run(2, lists_that_change_on_one_rank, reduction, norm_type):
@@ -106,7 +107,7 @@ def test_a_list_may_change_on_one_rank_alone(
 
 
 def wrong_on_one_rank(norm_type: float) -> str:
-    """In the second call rank 1's gradient is complex; in the third one all is well again."""
+    """Pass a complex gradient on rank 1 in the second call; the third call is valid again."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         weight = split_weight(None, registry.global_rank)
         good = clip_grad_norm_([weight], 1e6, registry, norm_type)
@@ -124,7 +125,7 @@ def wrong_on_one_rank(norm_type: float) -> str:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 14.0, math.inf])
-def test_a_list_that_is_wrong_on_one_rank_leaves_nobody_waiting(world: World, norm_type: float) -> None:
+def test_invalid_gradient_on_one_rank_does_not_hang_other_ranks(world: World, norm_type: float) -> None:
     first, second = world.run(2, wrong_on_one_rank, norm_type)
     assert first == "skip"
     assert "complex" in second

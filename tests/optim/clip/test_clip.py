@@ -1,4 +1,4 @@
-"""Explicit clipping, by value, and with the groups' own thresholds; norms of groups and parameters."""
+"""Explicit clipping, clipping by value, per-group thresholds, and norms per group and parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def small() -> tuple[nn.Linear, ProcessGroupRegistry]:
     return nn.Linear(4, 3), ProcessGroupRegistry(Topology())
 
 
-def test_explicit_clipping_measures_once_and_clips_once() -> None:
+def test_explicit_clip_before_step_is_not_repeated_in_step() -> None:
     model, registry = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=100.0)
     optimizer.backward(model(torch.ones(2, 4)).square().sum() * 30)
@@ -32,7 +32,7 @@ def test_explicit_clipping_measures_once_and_clips_once() -> None:
         torch.testing.assert_close(new, old - grad)
 
 
-def test_clip_by_value_reports_the_norm_before() -> None:
+def test_clip_by_value_reports_norm_before_clipping() -> None:
     model, registry = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry)
     optimizer.backward(model(torch.ones(2, 4)).square().sum() * 30)
@@ -69,10 +69,12 @@ def group_norms() -> tuple[list[float], dict[str, float], float, list[float]]:
         return stats.group_norms.tolist(), norms, float(stats.total_norm), steps
 
 
-def test_groups_with_their_own_threshold_and_norms_of_groups_and_parameters(world: World) -> None:
+def test_groups_are_clipped_by_own_thresholds_and_norms_are_reported(world: World) -> None:
     for rank, (groups, parameters, total, (first, second)) in enumerate(world.run(2, group_norms)):
         assert groups == pytest.approx([5.0, 10.0, 0.0])
         assert parameters == pytest.approx({"first": 5.0, "second": 10.0, "third": 0.0})
         assert total == pytest.approx(125**0.5)
-        assert first == pytest.approx((3.0, 4.0)[rank] * 0.5, rel=1e-5)  # the others' norm is 5: 2.5 / 5
-        assert second == pytest.approx(8.0 * 0.2, rel=1e-5)  # its own is 10: 2 / 10
+        assert first == pytest.approx(
+            (3.0, 4.0)[rank] * 0.5, rel=1e-5
+        )  # norm of the groups without a threshold is 5: 2.5 / 5
+        assert second == pytest.approx(8.0 * 0.2, rel=1e-5)  # norm of this group is 10: 2 / 10

@@ -1,4 +1,4 @@
-"""Clipping on every layout: the coefficient is torch's, the norm behind it the wanted one, and twice is as once."""
+"""Clipping on random layouts: torch's clip coefficient, the norm after clipping, and idempotence."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ def clipped_twice(case: Case, max_norm: float, factor: float, p: float) -> list[
     ),
     100,
 )
-def test_clipping(world: World, drawn: list[tuple[Case, float, float, float]]) -> None:
+def test_clipping_on_random_layouts_matches_torch_formula_and_is_idempotent(
+    world: World, drawn: list[tuple[Case, float, float, float]]
+) -> None:
     results = world.run_each(clipped_twice, [(args[0].topology.world_size, args) for args in drawn])
     for (_, max_norm, factor, _), by_rank in zip(drawn, results, strict=True):
         for plain, before, coef, after, moved in by_rank:
             assert before == pytest.approx(factor * plain, rel=1e-6)
             assert coef == pytest.approx(min(1.0, max_norm / (before + 1e-6)), rel=1e-12)
             assert after == pytest.approx(before * coef, rel=1e-6, abs=1e-12)
-            # max_norm / (max_norm + 1e-6) is what the second pass can multiply by: at most 1e-6 off, and rounding.
+            # A second clip can scale by max_norm / (max_norm + 1e-6): at most 1e-6 difference, plus rounding.
             assert moved <= 1e-6 + 2e-7 * max_norm

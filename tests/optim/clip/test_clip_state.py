@@ -1,4 +1,4 @@
-"""What rules remember: who may move it, where it goes and comes from; and which rules are refused, on every rank."""
+"""State of clipping rules: when it changes, how it is saved and loaded, and which rules are rejected on every rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sgd(model: Planted) -> torch.optim.Optimizer:
 
 
 def give_gradients(model: Planted, size: float = 1.0) -> None:
-    """That every rank has whole and equal, so that none is to be summed."""
+    """Set gradients that are complete and equal on every rank, so that no reduction is needed."""
     for param in model.parameters():
         param.grad = torch.full_like(param, size)
 
@@ -78,12 +78,12 @@ def values(optimizer: ParallelOptimizer) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in optimizer.clip_state.items()}
 
 
-# Who moves it -----------------------------------------------------------------------------------------------------------
+# Updates of the state -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", STATEFUL)
-def test_steps_that_are_skipped_by_others_leave_it(label: str) -> None:
-    """A norm that is not finite; a veto."""
+def test_step_skipped_for_other_reasons_leaves_rule_state_unchanged(label: str) -> None:
+    """The reasons here are a non-finite norm and a step rejected by ``commit=``."""
     answers = iter([True, True, True, True, False, True])
     model, optimizer = alone(STATEFUL[label], commit=lambda: next(answers))
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_steps_that_are_skipped_by_others_leave_it(label: str) -> None:
     assert values(optimizer) != before
 
 
-def test_an_explicit_clip_leaves_it() -> None:
+def test_explicit_clip_leaves_rule_state_unchanged() -> None:
     model, optimizer = alone(ZClip(warm_up=2))
     step(model, optimizer)
     before = values(optimizer)
@@ -108,7 +108,7 @@ def test_an_explicit_clip_leaves_it() -> None:
 
 
 @pytest.mark.parametrize("label", STATEFUL)
-def test_it_is_kept_in_place_without_a_host_read(label: str) -> None:
+def test_rule_state_is_updated_in_place_without_host_read(label: str) -> None:
     model, optimizer = alone(STATEFUL[label])
     step(model, optimizer)
     places = {name: tensor.data_ptr() for name, tensor in optimizer.clip_state.items()}
@@ -121,7 +121,7 @@ def test_it_is_kept_in_place_without_a_host_read(label: str) -> None:
     assert {name: tensor.data_ptr() for name, tensor in optimizer.clip_state.items()} == places
 
 
-def test_one_rule_may_be_given_to_several_optimizers() -> None:
+def test_one_rule_object_can_be_shared_by_several_optimizers() -> None:
     rule = ZClip(warm_up=2)
     (first, one), (second, other) = alone(rule), alone(rule)
     for size in (1.0, 3.0):
@@ -132,7 +132,7 @@ def test_one_rule_may_be_given_to_several_optimizers() -> None:
     assert values(other)["mean"] > values(one)["mean"]
 
 
-def test_a_rule_that_is_set_anew_goes_on_and_another_one_begins() -> None:
+def test_setting_equal_rule_keeps_state_and_other_rule_resets_it() -> None:
     model, optimizer = alone(ZClip(warm_up=2))
     step(model, optimizer)
     optimizer.max_norm = ZClip(warm_up=2)
@@ -145,7 +145,7 @@ def test_a_rule_that_is_set_anew_goes_on_and_another_one_begins() -> None:
     assert optimizer.clip_state == {}
 
 
-def test_parameters_that_are_added_begin_and_others_go_on() -> None:
+def test_added_parameters_start_with_initial_rule_state() -> None:
     model, optimizer = alone(AdaGC(30.0, warm_up=1))
     step(model, optimizer)
     before = dict(zip(optimizer.plan.parameter_names, values(optimizer)["mean"], strict=True))
@@ -159,7 +159,7 @@ def test_parameters_that_are_added_begin_and_others_go_on() -> None:
     assert [after[name] for name in after.keys() - before.keys()] == [inf]
 
 
-def test_thresholds_of_param_groups_go_with_one_that_moves() -> None:
+def test_group_thresholds_work_with_warm_up_rule() -> None:
     model, optimizer = alone(WarmUp(8.0, 2.0, steps=2))
     optimizer.param_groups[1]["max_norm"] = 1.0
     for threshold in (8.0, 5.0, 2.0, 2.0):
@@ -170,8 +170,8 @@ def test_thresholds_of_param_groups_go_with_one_that_moves() -> None:
 # Spikes -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_spike_is_no_overflow() -> None:
-    """The loss scale does not back off, and grows as if the step had been made; Skip does not count it."""
+def test_step_skipped_as_spike_does_not_count_as_overflow() -> None:
+    """The loss scale does not back off, and grows as if the step had been applied."""
     precision = NaiveFp16(init_scale=4.0, growth_interval=6)
     model, optimizer = alone(SkipSpikes(3.0, window=4, warm_up=2), precision=precision)
     sizes = (1.0, 1.0, 20.0, 20.0, 1.0)
@@ -187,18 +187,18 @@ def test_a_spike_is_no_overflow() -> None:
 
 
 @pytest.mark.parametrize("of", ["median", "mean"])
-def test_a_new_level_of_norms_is_taken_up(of: Any) -> None:
+def test_skip_spikes_accepts_lasting_change_of_norms(of: Any) -> None:
     model, optimizer = alone(SkipSpikes(2.0, of=of, window=6, warm_up=3))
     found = [bool(step(model, optimizer, size).spiked) for size in [1.0] * 6 + [5.0] * 12]
     assert found[6]
     assert not any(found[-4:])
 
 
-# Saved, and loaded ------------------------------------------------------------------------------------------------------
+# Saving and loading ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", STATEFUL)
-def test_copies_and_pickles_have_it(label: str) -> None:
+def test_copied_and_pickled_optimizer_keeps_rule_state(label: str) -> None:
     model, optimizer = alone(STATEFUL[label])
     for size in (1.0, 2.0, 3.0):
         step(model, optimizer, size)
@@ -216,7 +216,7 @@ def test_copies_and_pickles_have_it(label: str) -> None:
         (SkipSpikes(3.0, window=8, warm_up=2), "is for SkipSpikes and does not fit"),
     ],
 )
-def test_without_its_state_it_begins_anew_with_a_warning(saved: Clip | None, said: str) -> None:
+def test_loading_without_matching_rule_state_warns_and_restarts(saved: Clip | None, said: str) -> None:
     model, optimizer = alone(saved)
     step(model, optimizer)
     state = optimizer.state_dict()
@@ -229,11 +229,11 @@ def test_without_its_state_it_begins_anew_with_a_warning(saved: Clip | None, sai
     _, without = alone(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        without.load_state_dict(state)  # what nobody remembers is not asked for
+        without.load_state_dict(state)  # an optimizer without a stateful rule ignores saved rule state
 
 
 @pytest.mark.parametrize("label", STATEFUL)
-def test_torchs_state_dict_functions_carry_it(label: str) -> None:
+def test_torch_state_dict_functions_save_and_load_rule_state(label: str) -> None:
     model, optimizer = alone(STATEFUL[label])
     for size in (1.0, 2.0, 3.0):
         step(model, optimizer, size)
@@ -259,7 +259,7 @@ def unmatched(groups: Any) -> str:
         return str(raised.value)
 
 
-def test_a_pattern_without_parameters_is_an_error_on_every_rank(world: World) -> None:
+def test_pattern_without_matching_parameter_raises_on_every_rank(world: World) -> None:
     first, second = world.run(2, unmatched, {"gain": 1.0, "experts.*": 0.5})
     assert first == second
     assert "'experts.*' matches no parameter; there are bias" in first
@@ -268,7 +268,7 @@ def test_a_pattern_without_parameters_is_an_error_on_every_rank(world: World) ->
     assert "'bias' matches only bias@pipe=0, bias@pipe=1, which earlier patterns match first" in first
 
 
-def test_patterns_that_leave_parameters_unclipped_must_say_so(world: World) -> None:
+def test_patterns_that_leave_parameters_unmatched_raise(world: World) -> None:
     first, second = world.run(2, unmatched, {"gain": 1.0, "t*": 0.5})
     assert first == second
     assert "no pattern of max_norm={'gain': ..., 't*': ...} matches" in first
@@ -290,7 +290,7 @@ def test_patterns_that_leave_parameters_unclipped_must_say_so(world: World) -> N
         (0.5, ()),
     ],
 )
-def test_stats_name_the_groups_that_are_not_clipped(rule: Any, unclipped: tuple[str, ...]) -> None:
+def test_stats_list_unclipped_groups(rule: Any, unclipped: tuple[str, ...]) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = torch.nn.Linear(3, 2)
         model.register_parameter("gain", torch.nn.Parameter(torch.ones(2)))
@@ -305,7 +305,7 @@ def test_stats_name_the_groups_that_are_not_clipped(rule: Any, unclipped: tuple[
 
 
 def norms_by_name() -> dict[str, float]:
-    """Of a parameter that only the last stage has, of one that is tied, of those that each stage has."""
+    """Return the norms of a parameter of the last stage, a tied parameter and parameters that each stage has."""
     layout = LAYOUTS["pipe, tied"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
@@ -316,7 +316,7 @@ def norms_by_name() -> dict[str, float]:
         return {pattern: float(norm) for pattern, norm in stats.named_norms.items()}
 
 
-def test_norms_of_named_groups_are_of_all_stages(world: World) -> None:
+def test_named_norms_cover_all_pipeline_stages(world: World) -> None:
     layout = LAYOUTS["pipe, tied"]
     norms = {key: float(layout.gradient(key, 0).norm()) for key in layout.keys}
     first, second = world.run(2, norms_by_name)
@@ -326,7 +326,8 @@ def test_norms_of_named_groups_are_of_all_stages(world: World) -> None:
     assert [*first.values()] == pytest.approx(want, rel=1e-12)
 
 
-# Alone ------------------------------------------------------------------------------------------------------------------
+# `clip_grad_norm_` without a `ParallelOptimizer`
+# ------------------------------------------------------------------------
 
 ON_LISTS: dict[str, Clip] = {
     **STATEFUL,
@@ -337,7 +338,8 @@ ON_LISTS: dict[str, Clip] = {
 
 
 def clipped_alone(name: str) -> dict[str, list[Any]]:
-    """By `clip_grad_norm_` and by an optimizer: bits of norms, factors, states and gradients in each step."""
+    """Clip with `clip_grad_norm_` and with an optimizer; norms, coefficients, states and gradients must be bitwise
+    equal."""
     layout = LAYOUTS[name]
     found = {}
     with ProcessGroupRegistry(layout.topology) as registry:
@@ -375,13 +377,13 @@ def clipped_alone(name: str) -> dict[str, list[Any]]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied"])
-def test_clip_grad_norm_takes_every_rule(world: World, name: str) -> None:
+def test_clip_grad_norm_accepts_every_rule_and_matches_optimizer(world: World, name: str) -> None:
     by_rank = world.run(LAYOUTS[name].topology.world_size, clipped_alone, name)
     assert all(told == by_rank[0] for told in by_rank)
 
 
 def another_list() -> str:
-    """In the third call rank 1 comes with another list; in the fourth all is well again."""
+    """Pass another list on rank 1 in the third call; the fourth call is valid again."""
     layout = LAYOUTS["tensor"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model, clip, said = Planted(layout, registry.global_rank), ClipState(AdaGC(warm_up=1)), ""
@@ -401,13 +403,13 @@ def another_list() -> str:
         return said or str(clip.state_dict())
 
 
-def test_another_list_is_an_error_there_and_no_step_elsewhere(world: World) -> None:
+def test_changed_parameter_list_raises_on_that_rank_and_skips_on_others(world: World) -> None:
     first, second = world.run(2, another_list)
     assert "AdaGC distinguishes parameters, but the list of parameters differs" in second
     assert "mean" in first
 
 
-def test_a_state_of_a_list_goes_on_elsewhere() -> None:
+def test_clip_state_can_be_saved_and_loaded() -> None:
     registry = ProcessGroupRegistry(Topology())
     model = Planted(LAYOUTS["alone"], 0)
     clip, other = ClipState(AdaGC(3.0, decay=0.5, warm_up=1)), ClipState(AdaGC(3.0, decay=0.5, warm_up=1))
@@ -429,7 +431,7 @@ def test_a_state_of_a_list_goes_on_elsewhere() -> None:
         ({"up": 1.0}, "ByName distinguishes parameters"),
     ],
 )
-def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
+def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: str) -> None:
     model = Planted(LAYOUTS["alone"], 0)
     give_gradients(model)
     with pytest.raises(TypeError, match=rf"{why}: make clip = ClipState\(.*\) once"):
@@ -438,7 +440,8 @@ def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
         clip_grad_norm_(model.parameters(), None, ProcessGroupRegistry(Topology()))
 
 
-# What is refused --------------------------------------------------------------------------------------------------------
+# Rejected arguments
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -461,7 +464,7 @@ def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
         (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of the others is ByValue"),
     ],
 )
-def test_arguments_out_of_range_are_refused_before_anything_changes(rule: Any, error: Any, message: str) -> None:
+def test_stateful_rule_with_invalid_argument_is_rejected(rule: Any, error: Any, message: str) -> None:
     _, optimizer = alone(None)
     with pytest.raises(error, match=message):
         alone(rule)
@@ -480,7 +483,7 @@ class Silent(Clip):
 
 
 class LongestOfEach(Clip):
-    """A rule of the level "total" may remember something of each parameter."""
+    """A rule of level "total" that keeps state per parameter."""
 
     def initial(self) -> Mapping[str, Any]:
         return {"longest": OfEachParameter(0.0), "last": [0.0, 0.0]}
@@ -489,7 +492,7 @@ class LongestOfEach(Clip):
         return Decision(None, {"longest": state["longest"] + 1, "last": torch.stack([norms.total, state["last"][0]])})
 
 
-def test_what_a_rule_of_ones_own_forgets_is_said() -> None:
+def test_incomplete_custom_rule_raises_descriptive_error() -> None:
     with pytest.raises(TypeError, match=r"Forgetful returns a state 'sum', but its initial\(\) has only \[\]"):
         step(*alone(Forgetful()))
     with pytest.raises(NotImplementedError, match=r"Silent has neither factors\(norms\) nor decide"):

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` under FSDP2, alone and over tensor parallelism: what torch's own tests ask of torch's."""
+"""`clip_grad_norm_` with FSDP2, alone and combined with tensor parallelism, compared with torch's function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_NORM = 0.4
 
 
 class Mlp(nn.Module):
-    """Rows that don't divide over 3, 4 or 5 ranks, unless layers are split over ``tensor`` as well."""
+    """Layers whose rows do not divide by 3, 4 or 5 ranks, unless ``even``."""
 
     def __init__(self, even: bool) -> None:
         super().__init__()
@@ -37,7 +37,8 @@ class Mlp(nn.Module):
 
 
 class Seen(NamedTuple):
-    """In each step: the norm before clipping, torch's own of the same gradients, and the one after; and the loss."""
+    """Per step: the norm before clipping, torch's norm of the same gradients, the norm after clipping, and the
+    loss."""
 
     norm: float
     torchs: float
@@ -56,7 +57,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def sharded(axes: Axes, rules: list[tuple[float, float]]) -> list[tuple[list[Seen], dict[str, Tensor]]]:
-    """Under each rule."""
+    """Return the results of this rank for each rule."""
     with registry_of(axes) as registry:
         return [_sharded(axes, registry, *rule) for rule in rules]
 
@@ -90,7 +91,7 @@ def _sharded(
 
 
 def torchs_norm(model: nn.Module, norm_type: float) -> float:
-    """Of gradients that are put together first: torch's own function takes no mixture of meshes."""
+    """Return torch's norm of the full gradients; torch's function does not support DTensors on several meshes."""
     return float(torch.nn.utils.get_total_norm([whole(param.grad) for param in model.parameters()], norm_type))
 
 
@@ -128,13 +129,13 @@ RULES = [(1.0, MAX_NORM), (2.0, MAX_NORM), (3.0, MAX_NORM), (inf, MAX_NORM), (2.
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_norms_losses_and_weights_are_those_of_the_dense_model(world: World, axes: Axes) -> None:
+def test_clipping_with_fsdp2_matches_dense_model(world: World, axes: Axes) -> None:
     sizes = dict(axes)
     world_size = sizes["data"] * sizes.get("tensor", 1)
     runs_of_rules = zip(*world.run(world_size, sharded, axes, RULES), strict=True)
     for runs, (norm_type, max_norm) in zip(runs_of_rules, RULES, strict=True):
         expected, params = dense(sizes["data"], "tensor" in sizes, norm_type, max_norm)
-        assert len({tuple(step.norm for step in seen) for seen, _ in runs}) == 1, "the same bits on all ranks"
+        assert len({tuple(step.norm for step in seen) for seen, _ in runs}) == 1, "norms differ between ranks"
         for step, wanted in enumerate(expected):
             assert wanted.norm > MAX_NORM
             assert runs[0][0][step].loss == pytest.approx(wanted.loss, rel=1e-10)

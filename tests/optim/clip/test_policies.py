@@ -1,4 +1,4 @@
-"""Every clipping rule on every layout and placement does what it does to the dense model in one process, in float64."""
+"""Every clipping rule on every layout and state placement gives the results of the dense model in one process."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
 
-STEPS = 3  # a large gradient, a small one, a large one
+STEPS = 3  # a large gradient, a small gradient, a large gradient
 
 
 class ByLastNorm(Clip):
-    """No longer than ``times`` the gradient of the step before."""
+    """Limit the gradient norm to ``times`` the norm of the previous step."""
 
     def __init__(self, times: float = 2.0) -> None:
         self.times, self.last = times, torch.tensor(torch.inf)
@@ -71,7 +71,7 @@ RULES: dict[str, Clip] = {
     "adaptive": Adaptive(0.5),
     "adaptive, columns": Adaptive(0.5, unit_dim=1),
     "adaptive, by glob": Adaptive(0.5, eps=2.0, unit_dim={"down": 1, "k*": -1, "t*": 1}),
-    "one of the user's own": ByLastNorm(),
+    "user-defined": ByLastNorm(),
 }
 _NAMES = {"up": 3.0, "*n*": 2.0, "b*": None}
 NAMED: dict[str, Clip] = {
@@ -120,14 +120,14 @@ CONFIGS = {
         {"states": (ZERO2, Offloaded(0.5)), "precision": NaiveFp16(init_scale=64.0), "accumulation_steps": 2},
         micros=2,
         weighted=True,
-        tolerance=5e-4,  # the weights that are measured are those on the device, in half precision
+        tolerance=5e-4,  # the compared weights are the half-precision weights on the device
     ),
 }
 
 
 @dataclass
 class Told:
-    """What a rank says after some steps under a rule."""
+    """Results of one rank after some steps with a rule."""
 
     parts: list[Part]
     bits: list[bytes]
@@ -178,7 +178,7 @@ def coefficient(norm: Tensor, most: float) -> Tensor:
 
 
 class DenseRule:
-    """The same rule, written down once more, for whole gradients in one process."""
+    """The same rule, written independently for full gradients in one process."""
 
     def __init__(self, rule: Clip, dense: Dense) -> None:
         self.rule, self.dense, self.last = rule, dense, torch.tensor(inf)
@@ -247,7 +247,7 @@ class DenseRule:
 
 
 def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, dense_rule: Clip | None = None) -> None:
-    """All that any rank has, after the steps, is what the dense model has there."""
+    """Assert that the state of every rank equals the corresponding part of the dense model."""
     dense = Dense(LAYOUTS[config.layout])
     clip = DenseRule(dense_rule or rule, dense)
     norms, clipped = [], []
@@ -257,9 +257,9 @@ def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, de
         smaller = clip(gradients, dense.weights)
         clipped.append(any(not torch.allclose(smaller[key], gradients[key]) for key in gradients))
         dense.step(smaller)
-    assert {True, False} <= set(clipped), f"{label}: it should clip in some steps and not in others, not {clipped}"
+    assert {True, False} <= set(clipped), f"{label}: it must clip in some steps but not in all: {clipped}"
     for rank, one in enumerate(told):
-        assert one.bits == told[0].bits, f"{label}: ranks 0 and {rank} report other bits"
+        assert one.bits == told[0].bits, f"{label}: ranks 0 and {rank} report different bits"
         assert one.norms == pytest.approx(norms, rel=1e-6), f"{label}: norms of rank {rank}"
         for part in one.parts:
             for kind, found, full in (
@@ -272,7 +272,7 @@ def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, de
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_rule_clips_as_the_dense_model_in_one_process(world: World, name: str) -> None:
+def test_every_rule_matches_dense_model_on_every_layout(world: World, name: str) -> None:
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, trained, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):
@@ -281,8 +281,8 @@ def test_every_rule_clips_as_the_dense_model_in_one_process(world: World, name: 
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all together"])
-def test_named_groups_and_rules_that_remember_clip_as_the_dense_model(world: World, name: str) -> None:
-    """With other precisions and placements than on their long traces."""
+def test_named_and_stateful_rules_match_dense_model(world: World, name: str) -> None:
+    """Uses other precisions and state placements than test_rules_on_traces.py."""
     config, rules = CONFIGS[name], {**NAMED, **REMEMBERING}
     by_rank = world.run(config.ranks, trained, config, list(rules.values()))
     for index, (label, rule) in enumerate(rules.items()):
@@ -290,7 +290,7 @@ def test_named_groups_and_rules_that_remember_clip_as_the_dense_model(world: Wor
 
 
 class ByLocalNorms(Clip):
-    """What is wrong: every rank clips what it has of a parameter, by the norm of that."""
+    """A deliberately wrong rule: every rank clips its shard by the norm of that shard."""
 
     in_place = True
 
@@ -304,7 +304,7 @@ class ByLocalNorms(Clip):
 
 
 @pytest.mark.parametrize("name", ["tensor", "grid", "ZeRO-1"])
-def test_a_rule_from_local_norms_fails_the_same_assertion(world: World, name: str) -> None:
+def test_rule_using_local_norms_fails_comparison_with_dense_model(world: World, name: str) -> None:
     config = CONFIGS[name]
     right, wrong = zip(*world.run(config.ranks, trained, config, [PerParameter(3.0), ByLocalNorms()]), strict=True)
     assert_as_dense(list(right), PerParameter(3.0), config, "right")
@@ -312,13 +312,13 @@ def test_a_rule_from_local_norms_fails_the_same_assertion(world: World, name: st
         assert_as_dense(list(wrong), ByLocalNorms(), config, "wrong", dense_rule=PerParameter(3.0))
 
 
-def test_local_norms_are_right_where_nothing_is_split(world: World) -> None:
-    """So it is the layout that the test before finds, not the way in which the wrong rule is written."""
+def test_rule_using_local_norms_is_correct_without_sharding(world: World) -> None:
+    """So the previous test detects the layout error, not a mistake in the wrong rule."""
     wrong = [told[0] for told in world.run(1, trained, CONFIGS["alone"], [ByLocalNorms()])]
     assert_as_dense(wrong, ByLocalNorms(), CONFIGS["alone"], "alone", dense_rule=PerParameter(3.0))
 
 
-# Collectives, host reads, skipped steps ---------------------------------------------------------------------------------
+# Collectives, host synchronizations, skipped steps ------------------------------------------------------------------
 
 
 def counted(config: Config, rules: list[Clip]) -> list[list[Counter[str]]]:
@@ -336,7 +336,7 @@ def counted(config: Config, rules: list[Clip]) -> list[list[Counter[str]]]:
     return found
 
 
-def test_every_rule_costs_one_collective_a_step(world: World) -> None:
+def test_every_rule_needs_one_collective_per_step(world: World) -> None:
     rules = {**RULES, **NAMED, **REMEMBERING}
     for by_rule in world.run(2, counted, CONFIGS["tensor"], list(rules.values())):
         for (label, rule), counts in zip(rules.items(), by_rule, strict=True):
@@ -344,7 +344,7 @@ def test_every_rule_costs_one_collective_a_step(world: World) -> None:
             assert counts == [expected, expected], label
 
 
-def test_every_rule_costs_one_collective_more_than_the_reduction_of_gradients(world: World) -> None:
+def test_every_rule_adds_one_collective_to_gradient_reduction(world: World) -> None:
     config = CONFIGS["data x tensor"]
     rules = [rule for rule in RULES.values() if rule.norm_type != inf]
     for by_rule in world.run(4, counted, config, [Unclipped(), *rules]):
@@ -358,7 +358,7 @@ class Unclipped(Clip):
 
 
 def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
-    """Of the rules whose step read the host, the error."""
+    """Return an error for each rule whose step synchronized with the host."""
     found = []
     with ProcessGroupRegistry(LAYOUTS[config.layout].topology) as registry:
         for rule in rules:
@@ -380,18 +380,19 @@ def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
-def test_no_rule_reads_the_host(world: World, name: str) -> None:
+def test_step_with_any_rule_needs_no_host_synchronization(world: World, name: str) -> None:
     rules = {**RULES, **NAMED, **REMEMBERING}
     assert world.run(2, reads, CONFIGS[name], list(rules.values()), True) == [[], []]
 
 
-def test_an_optimizer_that_is_not_fused_reads_the_host_with_any_rule(world: World) -> None:
+def test_step_with_unfused_optimizer_synchronizes_with_host(world: World) -> None:
     rules = list(RULES.values())
     assert all(len(found) == len(rules) for found in world.run(2, reads, CONFIGS["tensor"], rules, False))
 
 
 def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], bool, int]]:
-    """A NaN on the last rank in the second step: who skips, whether that changed anything, and how many were skipped."""
+    """Put a NaN on the last rank in the second step. Return which steps were skipped, whether state was unchanged,
+    and the count."""
     found = []
     layout = LAYOUTS[config.layout]
     with ProcessGroupRegistry(layout.topology) as registry:
@@ -419,14 +420,15 @@ def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], boo
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied", "ZeRO-1"])
-def test_a_nan_on_one_rank_skips_the_step_everywhere_under_every_rule(world: World, name: str) -> None:
+def test_nan_on_one_rank_skips_step_on_all_ranks_with_every_rule(world: World, name: str) -> None:
     config, rules = CONFIGS[name], {**RULES, **NAMED, **REMEMBERING}
     for by_rule in world.run(config.ranks, with_a_nan, config, list(rules.values())):
         for label, told in zip(rules, by_rule, strict=True):
             assert told == ([0.0, 1.0, 0.0], True, 1), label
 
 
-# What is refused --------------------------------------------------------------------------------------------------------
+# Rejected rules
+# ---------------------------------------------------------------------------------------------------------
 
 
 def uneven(rule: Clip, dim: int) -> str:
@@ -451,18 +453,20 @@ def uneven(rule: Clip, dim: int) -> str:
         return f"stepped {float(params[0].detach().sum()):g}"
 
 
-def test_adaptive_refuses_uneven_pieces_in_words_on_all_ranks_when_it_is_made(world: World) -> None:
+def test_adaptive_clipping_rejects_uneven_shards_on_all_ranks(world: World) -> None:
     messages = world.run(2, uneven, Adaptive(), 0)
     assert messages[0] == messages[1]
     assert messages[0].startswith("odd has shards of unequal sizes")
 
 
-def test_other_rules_and_even_pieces_are_not_refused(world: World) -> None:
-    assert world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2  # four ones, clipped to norm 1: a half each
+def test_uneven_shards_are_accepted_by_other_rules(world: World) -> None:
+    assert (
+        world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2
+    )  # gradient of four ones, clipped to norm 1: 0.5 each
     assert world.run(2, uneven, Adaptive(1.0), 1) == ["stepped 0"] * 2
 
 
-def test_a_unit_dim_that_is_none_is_refused_in_words_on_all_ranks(world: World) -> None:
+def test_invalid_unit_dim_is_rejected_on_all_ranks(world: World) -> None:
     messages = world.run(2, uneven, Adaptive(unit_dim={"odd": 2}), 1)
     assert messages[0] == messages[1]
     assert "unit_dim=2 is not a dim of odd, whose shape is (5, 4)" in messages[0]
@@ -482,7 +486,7 @@ def test_a_unit_dim_that_is_none_is_refused_in_words_on_all_ranks(world: World) 
         Adaptive(eps=0.0),
     ],
 )
-def test_numbers_out_of_range_are_refused_before_anything_changes(rule: Clip) -> None:
+def test_rule_with_out_of_range_number_is_rejected(rule: Clip) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = Planted(LAYOUTS["alone"], 0)
         optimizer = ParallelOptimizer(sgd(model), registry)
@@ -494,7 +498,7 @@ def test_numbers_out_of_range_are_refused_before_anything_changes(rule: Clip) ->
 
 
 @pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(), ByGroup((1.0, None)), ByLastNorm()])
-def test_thresholds_of_param_groups_do_not_go_with_a_rule_for_all_groups(rule: Clip) -> None:
+def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = Planted(LAYOUTS["alone"], 0)
         with pytest.raises(ValueError, match="param group 1 has its own max_norm"):
@@ -505,7 +509,7 @@ def test_thresholds_of_param_groups_do_not_go_with_a_rule_for_all_groups(rule: C
         assert optimizer.max_norm == 1.0
 
 
-def test_rules_that_need_more_than_norms_of_gradients_need_the_packed_collective() -> None:
+def test_adaptive_rule_requires_packed_reduction() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = Planted(LAYOUTS["alone"], 0)
         with pytest.raises(ValueError, match="reduction='packed'"):
@@ -516,7 +520,8 @@ def test_rules_that_need_more_than_norms_of_gradients_need_the_packed_collective
         assert optimizer.max_norm is None
 
 
-# Rules that change, and that meet -----------------------------------------------------------------------------------------
+# Changing rules, and rules combined with group thresholds
+# --------------------------------------------------------------
 
 
 def one_rule_a_step(config: Config, rules: list[Clip]) -> Told:
@@ -542,7 +547,7 @@ def check_one_rule_a_step(world: World, name: str, rules: list[Clip]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
-def test_the_rule_may_be_set_between_steps_from_any_to_any(world: World, name: str) -> None:
+def test_rule_can_be_changed_between_steps(world: World, name: str) -> None:
     chosen = ("by norm, p=2.0", "adaptive", "adaptive, columns", "by parameter, p=2.0", "by value", "by group, both")
     rules = [RULES[label] for label in chosen]
     check_one_rule_a_step(world, name, rules)
@@ -550,7 +555,7 @@ def test_the_rule_may_be_set_between_steps_from_any_to_any(world: World, name: s
 
 
 def groups_with_thresholds(config: Config, first: Clip | float, norm_type: float) -> tuple[list[Told], str]:
-    """Group 1 has its own, group 0 none; then group 1's is changed."""
+    """Give group 1 its own threshold and group 0 none; then change the threshold of group 1."""
     layout = LAYOUTS[config.layout]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
@@ -567,7 +572,7 @@ def groups_with_thresholds(config: Config, first: Clip | float, norm_type: float
 
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, inf])
 @pytest.mark.parametrize("first", [3.0, ByNorm(3.0), ByValue(0.75)])
-def test_thresholds_of_param_groups_go_with_a_norm_and_with_a_value(
+def test_group_thresholds_combine_with_norm_and_value_rules(
     world: World, first: Clip | float, norm_type: float
 ) -> None:
     config = CONFIGS["tensor"]
@@ -586,7 +591,7 @@ def test_thresholds_of_param_groups_go_with_a_norm_and_with_a_value(
                 assert float((part.value - part.of(full)).abs().max() / full.abs().max()) < 2e-6, part.key
 
 
-def test_a_rule_by_group_without_norm_type_takes_the_measured_one(world: World) -> None:
+def test_group_rule_without_norm_type_uses_optimizer_norm_type(world: World) -> None:
     config = Config("tensor", {"norm_type": 3.0})
     rule, same = ByGroup((None, None), 2.5), ByGroup((None, None), 2.5, 3.0)
     by_rank = world.run(2, trained, config, [rule, same])
@@ -609,7 +614,7 @@ def explicitly(config: Config, rule: Clip | None, then: tuple[str, float]) -> tu
 
 @pytest.mark.parametrize("then", [("norm", 0.5), ("value", 0.25)])
 @pytest.mark.parametrize("label", ["by norm, p=2.0", "by parameter, p=2.0", "adaptive", "by group, both", "by value"])
-def test_an_explicit_call_replaces_the_rule_for_its_step(world: World, label: str, then: tuple[str, float]) -> None:
+def test_explicit_clip_replaces_rule_for_one_step(world: World, label: str, then: tuple[str, float]) -> None:
     config = CONFIGS["tensor"]
     dense = Dense(LAYOUTS[config.layout])
     rule: Clip = ByNorm(then[1]) if then[0] == "norm" else ByValue(then[1])
@@ -626,14 +631,15 @@ def test_an_explicit_call_replaces_the_rule_for_its_step(world: World, label: st
 
 @dataclass(frozen=True)
 class Random:
-    """Parameters on a mesh with gradients that are complete already, and a rule."""
+    """A clipping rule, and parameters on a mesh with complete gradients."""
 
     case: Case
     rule: Clip
 
 
 def stepped_gradients(drawn: list[Random]) -> list[tuple[list[Tensor | None], bytes]]:
-    """For each the gradients that this rank steps with, and the bits of the report."""
+    """Return for each case the gradients after the step on this rank, and the bits of the reported norm and
+    coefficient."""
     found = []
     with ProcessGroupRegistry(drawn[0].case.topology) as registry:
         for one in drawn:
@@ -645,7 +651,7 @@ def stepped_gradients(drawn: list[Random]) -> list[tuple[list[Tensor | None], by
                     weights_of(case, index, case.stage_of(rank)), case.params[index].spec, case.topology, rank
                 )
                 param.data.copy_(weight)
-                if param.grad is not None:  # complete, and the step sums it
+                if param.grad is not None:  # complete; the step will sum it over ranks
                     param.grad /= case.topology.size(*case.params[index].spec.partial) * tied_holders(case, index)
             groups: Any = [{"params": [q for name, q in named if int(name[1:]) % 2 == group]} for group in range(2)]
             optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.0), registry, max_norm=one.rule)
@@ -667,7 +673,7 @@ def weights_of(case: Case, index: int, stage: tuple[int, ...]) -> Tensor:
 
 
 def dense_gradients(one: Random) -> dict[tuple[int, tuple[int, ...]], Tensor]:
-    """Of each logical parameter, clipped; by index and stage."""
+    """Return the clipped gradient of each logical parameter, by index and stage."""
     case = one.case
     grads: Full = {}
     weights: Full = {}
@@ -686,7 +692,7 @@ def dense_gradients(one: Random) -> dict[tuple[int, tuple[int, ...]], Tensor]:
 
 
 class OneOfTwoGroups(DenseRule):
-    """`DenseRule` for parameters whose key says in which of two groups they are."""
+    """`DenseRule` for parameters whose key contains the index of their param group."""
 
     def __init__(self, rule: Clip) -> None:
         super().__init__(rule, self)  # type: ignore[arg-type]
@@ -700,20 +706,20 @@ class OneOfTwoGroups(DenseRule):
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Random]:
-    """Some cases on one mesh, so that a mesh is built once."""
+    """Draw several cases on one mesh, so that the mesh is built only once."""
     topology = draw(topologies(4))
     found = []
     for _ in range(6):
-        rule = draw(st.sampled_from(list(RULES.values())[:-1]))  # the last one remembers steps
+        rule = draw(st.sampled_from(list(RULES.values())[:-1]))  # the last rule has state
         params = []
         for index in range(draw(st.integers(1, 4))):
             shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
             spec = draw(specs(topology, shape, uneven=True))
-            if isinstance(rule, Adaptive):  # which refuses uneven pieces
+            if isinstance(rule, Adaptive):  # rejects uneven shards
                 shape = tuple(n * topology.size(*spec.dim_axes(dim)) for dim, n in enumerate(shape))
             if isinstance(rule, Adaptive) and rule.unit_dim == 1:
                 shape, spec = (shape, spec) if len(shape) != 1 else ((), P())
-            missing = draw(st.integers(0, 5)) == 0 and index > 0  # a first step without any gradient is an error
+            missing = draw(st.integers(0, 5)) == 0 and index > 0  # a first step without any gradient raises
             params.append(Param(shape, spec, torch.float64, missing))
         found.append(
             Random(
@@ -726,14 +732,14 @@ def batches(draw: st.DrawFn) -> list[Random]:
 
 @settings(max_examples=number_of_cases(30))
 @given(drawn=batches())
-def test_every_rule_clips_as_the_dense_model_on_random_layouts(world: World, drawn: list[Random]) -> None:
+def test_every_rule_matches_dense_model_on_random_layouts(world: World, drawn: list[Random]) -> None:
     topology = drawn[0].case.topology
     by_rank = world.run(topology.world_size, stepped_gradients, drawn)
     for which, one in enumerate(drawn):
         dense = dense_gradients(one)
         for rank, told in enumerate(by_rank):
             grads, bits = told[which]
-            assert bits == by_rank[0][which][1], f"ranks 0 and {rank} report other bits: {one}"
+            assert bits == by_rank[0][which][1], f"ranks 0 and {rank} report different bits: {one}"
             for index, grad in enumerate(grads):
                 if grad is not None:
                     full = dense[index, one.case.stage_of(rank)]

@@ -1,7 +1,7 @@
-"""Rules that remember, and named groups, on random traces of norms: on every layout what their papers' formulas say.
+"""Stateful rules and named groups on random sequences of norms: every layout must follow the formulas of the papers.
 
-Every layout's gradients are given (`planted`), times a random number for each step, with spikes among them. The reference
-is one process with plain numbers (`dense_rules`), which sees the norms of the dense model in float64.
+The gradients of every layout are given (`planted`), times a random number per step, with spikes among them. The
+reference (`dense_rules`) is one process with Python numbers, which gets the norms of the dense model in float64.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from planted import LAYOUTS, Dense, Full, Key, Layout, Part, Planted, parts
 from world import World
 
 STEPS = 16
-HALF = 10  # where a run is stopped, after the warm-ups
+HALF = 10  # step at which a run is saved, after the warm-ups
 SPIKES = {8: 30.0, 12: 12.0, 13: 9.0}
 CLOSE = 1e-12
 
 
 @dataclass(frozen=True)
 class Experts(Layout):
-    """With experts that see different samples."""
+    """A layout with experts that see different samples."""
 
     @property
     def topology(self) -> Topology:
@@ -79,25 +79,25 @@ RULES: dict[str, Clip] = {
     "warm-up": ByNorm(WarmUp(40.0, 5.0, steps=9)),
     "warm-up, by parameter": PerParameter(WarmUp(2.0, 9.0, steps=5)),
     "z": ZClip(z=1.5, decay=0.8, warm_up=6),
-    "z, and no more than": ZClip(z=2.0, decay=0.9, warm_up=5, max_norm=WarmUp(60.0, 15.0, steps=20)),
+    "z with max_norm": ZClip(z=2.0, decay=0.9, warm_up=5, max_norm=WarmUp(60.0, 15.0, steps=20)),
     "adaptive means": AdaGC(max_norm=12.0, times=1.05, decay=0.7, warm_up=4),
     "previous": ByPreviousNorm(11.0),
     "spikes, median": SkipSpikes(3.0, window=7, warm_up=5),
     "spikes, mean": SkipSpikes(3.0, 9.0, of="mean", window=9, warm_up=5),
-    "spikes, then more": SkipSpikes(4.0, {"down": 1.0, "*": ZClip(z=1.0, warm_up=3)}, window=6, warm_up=3),
+    "spikes, then named groups": SkipSpikes(4.0, {"down": 1.0, "*": ZClip(z=1.0, warm_up=3)}, window=6, warm_up=3),
     "spikes, then means": SkipSpikes(3.0, AdaGC(12.0, 1.0, 0.6, warm_up=3), window=8, warm_up=4),
     "named": ByName({"up": 3.0, "*n*": ZClip(z=1.0, decay=0.6, warm_up=4), "b*": None}, others=ByPreviousNorm(2.0)),
 }
 
 
 def trace(step: int) -> float:
-    """What the losses of a step are multiplied by."""
+    """Return the factor of the losses of a step."""
     return random.Random(step).uniform(0.3, 1.2) * SPIKES.get(step, 1.0)
 
 
 @dataclass
 class Told:
-    """What a rank says of a run."""
+    """Results of one rank over a run."""
 
     parts: list[Part]
     names: tuple[str, ...]
@@ -109,7 +109,7 @@ class Told:
     moved_by_skips: bool = False
 
     def bits(self) -> list[Any]:
-        """All numbers, each step; NaN nowhere."""
+        """Return all numbers of each step; none may be NaN."""
         return [self.norms, self.coefs, self.skipped, self.states]
 
 
@@ -147,7 +147,7 @@ def run(config: Config, model: Planted, optimizer: ParallelOptimizer, steps: ran
 
 
 def bits_of(config: Config, optimizer: ParallelOptimizer) -> list[bytes]:
-    """Of everything that a step may change."""
+    """Return the bytes of all state that a step may change."""
     held = parts(config.layout, optimizer)
     return [value.numpy().tobytes() for part in held for value in (part.value, *part.state.values())]
 
@@ -162,7 +162,7 @@ def on_traces(config: Config, rules: list[Clip]) -> list[Told]:
 
 @dataclass
 class Expected:
-    """What the dense model does."""
+    """Results of the dense model."""
 
     rule: Clip
     dense: Dense
@@ -175,7 +175,7 @@ class Expected:
         self.reference = DenseRule(self.rule)
 
     def go_on(self, config: Config, steps: range) -> Expected:
-        """With the gradients that the layout makes."""
+        """Continue with the full gradients of the layout."""
         of_layout = Dense(config.layout)
         for step in steps:
             gradients: Full = {k: g * trace(step) for k, g in of_layout.gradients(2 * step, config.micros).items()}
@@ -195,7 +195,7 @@ def expected(rule: Clip, config: Config) -> Expected:
 
 
 def key_of(name: str) -> Key:
-    """Of a logical parameter's name, with its stage where stages have others of that name."""
+    """Return the key of a logical parameter name, with the stage if stages have different parameters of that name."""
     plain, _, stage = name.partition("@")
     return plain, int(stage.rpartition("=")[2] or 0)
 
@@ -219,20 +219,20 @@ def assert_as_expected(told: Told, want: Expected, label: str) -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rules_are_their_papers_formulas_on_every_layout(world: World, name: str) -> None:
+def test_stateful_rules_match_published_formulas_on_every_layout(world: World, name: str) -> None:
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, on_traces, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):
         want = expected(rule, config)
         for rank, told in enumerate(by_rank):
-            assert told[index].bits() == by_rank[0][index].bits(), f"{label}: ranks 0 and {rank} say other bits"
-            assert not told[index].moved_by_skips, f"{label}: a skip on rank {rank} changed something"
+            assert told[index].bits() == by_rank[0][index].bits(), f"{label}: ranks 0 and {rank} report different bits"
+            assert not told[index].moved_by_skips, f"{label}: a skipped step on rank {rank} changed state"
             assert told[index].spiked == [bool(skip) for skip in told[index].skipped], label
             assert_as_expected(told[index], want, f"{label} on rank {rank}")
 
 
-def test_the_traces_meet_every_case() -> None:
-    """Every rule clips in some steps and not in others, or skips in those with a spike alone."""
+def test_norm_sequences_make_every_rule_clip_or_skip_in_some_steps() -> None:
+    """Every rule clips in some steps but not in all, or skips only steps with a spike."""
     for label, rule in RULES.items():
         want = expected(rule, CONFIGS["alone"])
         found = {step for step, skipped in enumerate(want.skipped) if skipped}
@@ -245,7 +245,7 @@ def test_the_traces_meet_every_case() -> None:
 
 
 class ByLocalMean(SkipSpikes):
-    """What is wrong: spikes by the norm of what this rank holds."""
+    """A deliberately wrong rule: detects spikes from a norm that differs between ranks."""
 
     def decide(self, norms: Norms, state: Any) -> Decision:
         import torch.distributed as dist
@@ -253,7 +253,7 @@ class ByLocalMean(SkipSpikes):
         return super().decide(norms._replace(total=norms.total * (1 + dist.get_rank())), state)
 
 
-def test_a_rule_that_differs_between_ranks_fails_the_same_assertion(world: World) -> None:
+def test_rule_that_differs_between_ranks_fails_comparison(world: World) -> None:
     config, wrong = CONFIGS["1-D"], ByLocalMean(3.0, 9.0, window=7, warm_up=5)
     by_rank = world.run(2, on_traces, config, [wrong])
     assert by_rank[0][0].bits() != by_rank[1][0].bits()
@@ -269,7 +269,7 @@ def test_a_rule_that_differs_between_ranks_fails_the_same_assertion(world: World
         (SkipSpikes(3.0, 9.0, "mean", 9, 5), SkipSpikes(3.0, 9.0, "median", 9, 5)),
     ],
 )
-def test_the_assertion_tells_a_rule_from_a_similar_one(right: Clip, wrong: Clip) -> None:
+def test_comparison_distinguishes_rules_with_slightly_different_parameters(right: Clip, wrong: Clip) -> None:
     config = CONFIGS["alone"]
     told = on_traces(config, [right])[0]
     assert_as_expected(told, expected(right, config), "right")
@@ -277,7 +277,8 @@ def test_the_assertion_tells_a_rule_from_a_similar_one(right: Clip, wrong: Clip)
         assert_as_expected(told, expected(wrong, config), "wrong")
 
 
-# Going on ---------------------------------------------------------------------------------------------------------------
+# Resuming
+# ---------------------------------------------------------------------------------------------------------------
 
 RESUMED = ["warm-up", "z", "adaptive means", "previous", "spikes, then means", "named"]
 """By name what belongs to parameters comes back on other layouts."""
@@ -308,7 +309,7 @@ def resumed(config: Config, path: Path) -> dict[str, Told]:
     return found
 
 
-def test_runs_go_on_to_the_bit_and_on_other_layouts_as_the_dense_model(world: World, tmp_path: Path) -> None:
+def test_rule_state_resumes_bitwise_on_same_layout_and_close_on_others(world: World, tmp_path: Path) -> None:
     first = CONFIGS["ZeRO-2, 1-D, windows"]
     by_rank = world.run(4, saved_and_continued, first, tmp_path)
     again = world.run(4, resumed, first, tmp_path)
@@ -329,7 +330,7 @@ def test_runs_go_on_to_the_bit_and_on_other_layouts_as_the_dense_model(world: Wo
 
 
 def cut(want: Expected) -> Expected:
-    """Forget what was said so far, not what is remembered."""
+    """Drop the recorded results, but keep the state of the rule."""
     for said in (want.norms, want.coefs, want.skipped, want.states):
         said.clear()
     return want

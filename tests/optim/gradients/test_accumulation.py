@@ -1,4 +1,4 @@
-"""Windows of micro-batches: explicit ones, who averages them, weights, tails, and who may clear gradients."""
+"""Accumulation windows: explicit and managed windows, averaging, weights, last windows, and clearing of gradients."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from zero_models import difference, rows
 STEPS = 20
 ONE = (("data", 1), ("tensor", 1))
 TWO = (("data", 2), ("tensor", 1))
-# Relative to the largest parameter. Micro-batches of a half-precision model round otherwise than one batch does.
+# Relative to the largest parameter. Micro-batches of a half-precision model round differently than one batch.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: str, options: dict[str, Any]) -> Any:
-    """20 windows of ``micro`` equal micro-batches of 12 rows in all; the full parameters, and the all-reduces a window."""
+    """Run 20 windows of ``micro`` equal micro-batches. Return the full parameters and the all-reduces per window."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)
@@ -66,10 +66,10 @@ def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: st
 
 @pytest.mark.parametrize("how", ["explicit", "ddp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_explicit_windows_and_ddp_equal_managed_ones(world: World, how: str, precision: str) -> None:
+def test_explicit_windows_and_ddp_match_managed_windows(world: World, how: str, precision: str) -> None:
     expected, _ = world.run(1, train, ONE, 1, precision, "managed", {})[0]
     for found, reduced in world.run(2, train, TWO, 3, precision, how, {}):
-        # DDP averages in the parameters' dtype, so half-precision micro-batches are added in it.
+        # DDP averages in the parameters' dtype, so it adds half-precision micro-batches in half precision.
         assert difference(found, expected) <= TOLERANCE[precision] * (2 if how == "ddp" else 1)
         assert reduced == (1 if how == "ddp" else 2)
 
@@ -78,7 +78,7 @@ def test_explicit_windows_and_ddp_equal_managed_ones(world: World, how: str, pre
 
 
 class Bag(nn.Module):
-    """Mean of embeddings, classified; sums the loss over the samples."""
+    """A classifier of the mean of embeddings; the loss is summed over the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Bag(nn.Module):
 
 
 def window(counts: list[list[int]], weighted: bool, axes: tuple[tuple[str, int], ...]) -> tuple[float, Tensor]:
-    """One window of micro-batches of ``counts[data rank][micro-batch]`` rows: the norm and a gradient."""
+    """Run one window with ``counts[data rank][micro-batch]`` rows. Return the norm and a gradient."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         model = Bag()
         optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=1e6)
@@ -102,7 +102,7 @@ def window(counts: list[list[int]], weighted: bool, axes: tuple[tuple[str, int],
             part = ids[start : start + count]
             start += count
             if weighted:
-                # as a device tensor now and then: it must not be read
+                # A weight may be a device tensor, which must not be read.
                 optimizer.backward(model(part), weight=torch.tensor(float(count)) if index % 2 else count)
             else:
                 optimizer.backward(model(part) / max(count, 1) / len(counts[mine]))
@@ -123,9 +123,9 @@ def dense_window(total: int) -> tuple[float, Tensor]:
 UNEQUAL = [[5, 1, 2], [1, 1, 9]]
 
 
-@pytest.mark.default_cases(3)  # only the case with a tensor axis divides a weight among ranks
+@pytest.mark.default_cases(3)  # only the mesh with a tensor axis shares a weight among ranks
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 1), ("data", 2))])
-def test_weighted_windows_are_the_mean_over_all_tokens(world: World, axes: tuple[tuple[str, int], ...]) -> None:
+def test_weighted_window_gives_mean_over_all_tokens(world: World, axes: tuple[tuple[str, int], ...]) -> None:
     norm, gradient = dense_window(19)
     size = Topology(roles=None, **dict(axes)).world_size
     for found, grad in world.run(size, window, UNEQUAL, True, axes):
@@ -133,7 +133,7 @@ def test_weighted_windows_are_the_mean_over_all_tokens(world: World, axes: tuple
         torch.testing.assert_close(grad, gradient, rtol=1e-6, atol=1e-9)  # SGD is not fused: a float64 factor
 
 
-def test_a_mean_of_means_is_something_else(world: World) -> None:
+def test_window_without_weights_differs_from_mean_over_tokens(world: World) -> None:
     norm, gradient = dense_window(19)
     for found, grad in world.run(2, window, UNEQUAL, False, (("data", 2),)):
         assert abs(found / norm - 1) > 0.05
@@ -141,7 +141,7 @@ def test_a_mean_of_means_is_something_else(world: World) -> None:
 
 
 @random_cases(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=2, max_size=2), 60)
-def test_any_weights(world: World, drawn: list[list[list[int]]]) -> None:
+def test_random_micro_batch_weights_give_dense_norm(world: World, drawn: list[list[list[int]]]) -> None:
     drawn = [counts for counts in drawn if any(map(any, counts))]
     results = world.run_each(window, [(2, (counts, True, (("data", 2),))) for counts in drawn])
     for counts, by_rank in zip(drawn, results, strict=True):
@@ -171,8 +171,8 @@ def samples(count: int) -> Tensor:
     size=st.integers(1, 3),
     order=st.sampled_from(["zero, backward, step", "backward, step, zero"]),
 )
-def test_windows_with_a_tail(micro: int, batches: int, size: int, order: str) -> None:
-    """Managed windows, the last one shorter, equal plain torch on the windows' whole batches."""
+def test_managed_windows_with_shorter_last_window_match_torch(micro: int, batches: int, size: int, order: str) -> None:
+    """Managed windows equal plain torch on one batch per window."""
     data = samples(batches * size)
     model, optimizer = linear(accumulation_steps=micro, max_norm=0.8)
     dense, _ = linear()
@@ -193,7 +193,7 @@ def test_windows_with_a_tail(micro: int, batches: int, size: int, order: str) ->
     torch.testing.assert_close(model.weight, dense.weight, rtol=1e-6, atol=1e-9)
 
 
-def test_a_window_over_which_a_parameter_is_used_once() -> None:
+def test_parameter_used_in_one_micro_batch_only_gets_correct_gradient() -> None:
     model, optimizer = linear(accumulation_steps=2)
     data = samples(4)
     model.bias.requires_grad_(False)
@@ -209,7 +209,7 @@ def test_a_window_over_which_a_parameter_is_used_once() -> None:
 
 
 class Forgetful(nn.Linear):
-    """Clears gradients in its forward, as a system did that therefore could not accumulate."""
+    """Clears gradients in its forward, which breaks accumulation."""
 
     def forward(self, input: Tensor) -> Tensor:
         for param in self.parameters():
@@ -217,7 +217,7 @@ class Forgetful(nn.Linear):
         return super().forward(input)
 
 
-def test_a_forward_that_clears_gradients_is_caught() -> None:
+def test_gradients_cleared_in_forward_are_detected() -> None:
     torch.manual_seed(7)
     model = Forgetful(4, 3)
     optimizer = ParallelOptimizer(
@@ -230,7 +230,7 @@ def test_a_forward_that_clears_gradients_is_caught() -> None:
         optimizer.backward(loss)
 
 
-def test_who_may_clear_gradients_in_a_window() -> None:
+def test_zero_grad_of_optimizer_waits_for_window_end_and_model_zero_grad_raises() -> None:
     model, optimizer = linear(accumulation_steps=2)
     optimizer.backward(model(samples(1)).sum())
     optimizer.zero_grad()  # waits for the end of the window
@@ -241,7 +241,7 @@ def test_who_may_clear_gradients_in_a_window() -> None:
 
 
 def cleared_under_zero_2() -> str:
-    """What is said where somebody clears what ZeRO-2 leaves whole, between two micro-batches."""
+    """Clear a gradient that ZeRO-2 does not shard between two micro-batches, and return the error."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.ParameterDict({"same": nn.Parameter(torch.ones(4)), "split": nn.Parameter(torch.ones(4))})
         declare(model, {"same": P(), "split": P("data")})
@@ -258,7 +258,7 @@ def cleared_under_zero_2() -> str:
         return ""
 
 
-def test_what_zero_2_leaves_whole_is_looked_after_too(world: World) -> None:
+def test_clearing_unsharded_gradient_under_zero2_is_detected(world: World) -> None:
     for said in world.run(2, cleared_under_zero_2):
         assert "after 1 micro-batches of this window gradients were cleared" in said
 
@@ -271,12 +271,12 @@ def test_what_zero_2_leaves_whole_is_looked_after_too(world: World) -> None:
         (lambda: linear()[1].backward(torch.ones((), requires_grad=True), weight=-1), "weight=-1"),
     ],
 )
-def test_wrong_windows(call: Any, message: str) -> None:
+def test_invalid_accumulation_arguments_are_rejected(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_sums_and_means_do_not_mix() -> None:
+def test_mixing_weighted_and_unweighted_micro_batches_is_rejected() -> None:
     model, optimizer = linear()
     optimizer.backward(model(samples(2)).sum(), weight=2)
     with pytest.raises(ValueError, match="every micro-batch of a window a weight, or none"):
@@ -296,6 +296,6 @@ def wrong_module() -> str:
         return "no error"
 
 
-def test_data_parallel_must_be_torchs(world: World) -> None:
+def test_data_parallel_argument_must_be_ddp_module(world: World) -> None:
     for message in world.run(2, wrong_module):
         assert "data_parallel=Linear: give the DistributedDataParallel module" in message

@@ -1,4 +1,4 @@
-"""K micro-batches equal one large batch: every mode, wherever the optimizer states are, on every layout."""
+"""K micro-batches equal one large batch, for every precision mode, state placement and layout."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from world import World
 from zero_models import BOTH, DATA2, ZERO1, ZERO2, Axes, difference, size_of
 
 ROWS = 60
-# Windows of a run: each length at least twice, the second time with momentum. What a lost or miscounted micro-batch does is
-# largest at first; but in bfloat16 so is rounding, because biases start at 0.
+# Number of windows. Each length occurs at least twice, the second time with momentum. The effect of a lost or
+# miscounted micro-batch is largest in the first steps, but so is bfloat16 rounding, because biases start at 0.
 STEPS = {"fp32": 4, "fp16": 4, "bf16": 12, "fp16_naive": 4}
 ONE: Axes = (("data", 1), ("tensor", 1))
 LAYOUTS = {"one process": ONE, "data=2": DATA2, "data=2,tensor=2": BOTH}
@@ -33,18 +33,19 @@ STATES: dict[str, dict[str, Any]] = {
     "zero2": ZERO2,
     "offloaded": {"offload": 0.5},
 }
-# Micro-batches in windows that take turns; the longest is what accumulation_steps promises, the others are tails.
+# Micro-batches per window, in turn. The longest equals accumulation_steps, the others are shorter last windows.
 WINDOWS = [(1,), (2, 1), (3,), (5, 3)]
-# Of the window's last micro-batch: gradients (2 buckets where they are sharded), the norm, and the new parameters.
-# Sharded gradients are scattered in every micro-batch, for there is no room for whole ones; else there is nothing before.
+# Collectives of the last micro-batch of a window: gradients (2 buckets if sharded), norm, new parameters. Sharded
+# gradients are reduce-scattered in every micro-batch; otherwise earlier micro-batches need no collective.
 SHARDED = {"reduce_scatter_single": 2, "all_reduce": 1, "all_gather_single": 2}
 COLLECTIVES = {"replicated": {"all_reduce": 2}, "offloaded": {"all_reduce": 2}, "zero1": SHARDED, "zero2": SHARDED}
-# Relative to the largest parameter. Micro-batches of a half-precision model round otherwise than one batch does.
+# Relative to the largest parameter. Micro-batches of a half-precision model round differently than one batch.
 TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 2e-2, "fp16_naive": 3e-3}
 
 
 def train(axes: Axes, mode: str, options: dict[str, Any], windows: tuple[int, ...]) -> tuple[dict[str, Tensor], Any]:
-    """The full parameters after `STEPS` windows of 60 rows each; the collectives of another and of the last micro-batch."""
+    """Return the full parameters after `STEPS` windows, and the collectives of an earlier and of the last
+    micro-batch."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)
@@ -80,13 +81,13 @@ def one_large_batch(world: World, mode: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("layout", "states", "mode"), list(product(LAYOUTS, STATES, TOLERANCE)))
-def test_micro_batches_equal_one_batch(world: World, layout: str, states: str, mode: str) -> None:
+def test_micro_batches_match_one_large_batch(world: World, layout: str, states: str, mode: str) -> None:
     expected = one_large_batch(world, mode)
     axes = LAYOUTS[layout]
     for windows in repetitions(WINDOWS, layout, states, mode):
         for found, (early, last) in world.run(size_of(axes), train, axes, mode, STATES[states], windows):
             assert difference(found, expected) <= TOLERANCE[mode], f"{windows} micro-batches"
-            if layout == "data=2":  # where the model itself does not communicate
+            if layout == "data=2":  # the model itself has no collectives here
                 assert last == COLLECTIVES[states]
                 scattered = {"reduce_scatter_single": 2} if states == "zero2" and max(windows) > 1 else {}
                 assert early == scattered

@@ -1,4 +1,4 @@
-"""Gradients that travel as bfloat16: bytes, what error feedback brings back, dtypes, overlap, skipped steps."""
+"""Gradient compression to bfloat16: bytes sent, error feedback, dtypes, overlap, skipped steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from world import World
 from zero_models import wide_model
 
-# How gradients are summed: in the step, while backward runs, into slices, into slices while backward runs.
+# How gradients are reduced: all-reduce in the step or during backward, reduce-scatter in the step or during backward.
 WAYS: dict[str, dict[str, Any]] = {
     "replicas": {},
     "overlap": {"overlap": True},
@@ -51,7 +51,7 @@ def given(rank: int, count: int) -> list[Tensor]:
 
 
 def summed(scatter: bool, feedback: bool) -> list[Tensor]:
-    """The sums of eight rounds, whole on every rank."""
+    """Return the full sums of eight rounds."""
     wire, memory = Bf16Wire(feedback), {}  # type: ignore[var-annotated]
     ranks, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
@@ -61,7 +61,7 @@ def summed(scatter: bool, feedback: bool) -> list[Tensor]:
         if scatter:
             own, whole = torch.empty(48 // ranks), torch.empty(48)
             wire.reduce_scatter(own, flat, group, memory)()
-            assert torch.equal(flat, before)  # it may be a parameter's gradient
+            assert torch.equal(flat, before)  # flat may alias a parameter's gradient
             all_gather_flat(whole, own, group)
             sums.append(whole)
         else:
@@ -73,7 +73,7 @@ def summed(scatter: bool, feedback: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sums_are_those_of_rounded_gradients(world: World, ranks: int, scatter: bool) -> None:
+def test_compressed_sums_match_reference_with_rounded_gradients(world: World, ranks: int, scatter: bool) -> None:
     for feedback in (True, False):
         rounds = [list(flats) for flats in zip(*(given(rank, 8) for rank in range(ranks)), strict=True)]
         expected = reference_bf16_wire(rounds, feedback)
@@ -81,7 +81,7 @@ def test_sums_are_those_of_rounded_gradients(world: World, ranks: int, scatter: 
         for sums in found:
             assert all(torch.equal(one, other) for one, other in zip(sums, found[0], strict=True))
             for one, other in zip(sums, expected, strict=True):
-                # Only the sum's own rounding is left: half a unit of the last of 8 bits, once for every rank added.
+                # Only the rounding of the sum differs: half a unit in the last of 8 bits for every added rank.
                 assert ((one - other).abs().max() / other.abs().max()) <= (ranks - 1) * 2**-8
 
 
@@ -90,7 +90,7 @@ def test_sums_are_those_of_rounded_gradients(world: World, ranks: int, scatter: 
 
 @contextmanager
 def sent() -> Iterator[dict[str, int]]:
-    """The bytes of what is given to collectives that sum, by dtype."""
+    """Count the bytes passed to reducing collectives, by dtype."""
     seen: dict[str, int] = {}
 
     def counted(original: Any, index: int, *args: Any, **options: Any) -> Any:
@@ -119,8 +119,8 @@ def sent_bytes(way: str, mode: str, compressed: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_half_the_bytes_travel(world: World, way: str) -> None:
-    for mode in ("fp32", "bf16"):  # bfloat16 parameters have float32 gradients beside their masters
+def test_compression_halves_gradient_bytes(world: World, way: str) -> None:
+    for mode in ("fp32", "bf16"):  # with master weights, bfloat16 parameters have float32 gradients
         plain, half = world.run(2, sent_bytes, way, mode, False)[0], world.run(2, sent_bytes, way, mode, True)[0]
         norm = plain.pop("torch.float64")
         assert half == {"torch.bfloat16": plain["torch.float32"] // 2, "torch.float64": norm}
@@ -128,7 +128,7 @@ def test_half_the_bytes_travel(world: World, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["fp64", "bf16 stochastic"])
-def test_other_dtypes_travel_as_they_are(world: World, way: str, mode: str) -> None:
+def test_gradients_of_other_dtypes_are_not_compressed(world: World, way: str, mode: str) -> None:
     assert world.run(2, sent_bytes, way, mode, True) == world.run(2, sent_bytes, way, mode, False)
 
 
@@ -137,7 +137,7 @@ def test_other_dtypes_travel_as_they_are(world: World, way: str, mode: str) -> N
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
 @pytest.mark.parametrize("how", ["plain", "unused", "explicit", "added", "offloaded"])
-def test_overlap_changes_no_bit(world: World, mode: str, how: str) -> None:
+def test_compression_with_overlap_is_bitwise_identical(world: World, mode: str, how: str) -> None:
     expected = world.run(2, train_replicas, 2, mode, how, False, Bf16Wire())
     for one, other in zip(world.run(2, train_replicas, 2, mode, how, True, Bf16Wire()), expected, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
@@ -145,7 +145,7 @@ def test_overlap_changes_no_bit(world: World, mode: str, how: str) -> None:
 
 
 def losses(way: str, compression: Any, steps: int = 120) -> tuple[float, Tensor]:
-    """The loss of a small classifier after so many steps on two ranks, and its weights."""
+    """Train a small classifier on two ranks. Return its loss and its weights."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(7)
         teacher, model = nn.Linear(16, 8), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
@@ -166,7 +166,7 @@ def losses(way: str, compression: Any, steps: int = 120) -> tuple[float, Tensor]
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_training_ends_where_it_does_without(world: World, way: str) -> None:
+def test_compressed_training_reaches_loss_of_uncompressed_training(world: World, way: str) -> None:
     (exact, target), (with_feedback, weights) = (world.run(2, losses, way, e)[0] for e in (None, Bf16Wire()))
     assert exact < 0.2
     assert with_feedback == pytest.approx(exact, rel=0.005)  # measured: 2e-4
@@ -174,7 +174,7 @@ def test_training_ends_where_it_does_without(world: World, way: str) -> None:
 
 
 def drift(way: str, feedback: bool) -> float:
-    """How far a weight comes in 64 steps of gradients +256.5 and -255.5 on one rank: 8 bits don't hold the half."""
+    """Return how far a weight moves in 64 steps with gradients that alternate between 256.5 and -255.5 on one rank."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(8, 8, bias=False)
         nn.init.zeros_(model.weight)
@@ -190,13 +190,13 @@ def drift(way: str, feedback: bool) -> float:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_rounding_loses_arrives_later(world: World, way: str) -> None:
+def test_error_feedback_recovers_rounding_errors(world: World, way: str) -> None:
     assert world.run(2, drift, way, True) == [pytest.approx(32.0, abs=2.0)] * 2
     assert world.run(2, drift, way, False) == [pytest.approx(0.0, abs=2.0)] * 2  # the negative control
 
 
 def overflown(way: str) -> list[bool]:
-    """Whether weights are finite, and move, after a step with a gradient that is not."""
+    """Return per step whether the weights moved; the second step has a non-finite gradient."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model, mode = wide_model().half(), NaiveFp16(init_scale=4.0)
         declare(model, {"*": P()})
@@ -215,7 +215,7 @@ def overflown(way: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_skipped_step_leaves_nothing_behind(world: World, way: str) -> None:
+def test_skipped_step_leaves_no_nonfinite_error_feedback(world: World, way: str) -> None:
     assert world.run(2, overflown, way) == [[True, False, True]] * 2
 
 
@@ -232,7 +232,7 @@ def step_beside_ddp(compression: Bf16Wire | None) -> float:
         return -float(model.weight)
 
 
-def test_partial_gradients_beside_ddp_are_compressed(world: World) -> None:
+def test_partial_gradients_with_ddp_are_compressed(world: World) -> None:
     assert world.run(4, step_beside_ddp, None) == [2 + 2.0**-9] * 4
     assert world.run(4, step_beside_ddp, Bf16Wire()) == [2.0] * 4
 
@@ -247,6 +247,6 @@ def placements_of_booster(mode: Any) -> list[Any]:
         return placements
 
 
-def test_booster_compresses_sharded_gradients_too(world: World) -> None:
+def test_booster_compresses_zero_gradients(world: World) -> None:
     assert world.run(2, placements_of_booster, "zero1") == [[Sharded("data", compression=Bf16Wire())]] * 2
     assert world.run(2, placements_of_booster, None) == [[]] * 2

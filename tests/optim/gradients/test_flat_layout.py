@@ -1,4 +1,4 @@
-"""Flat buckets and their slices: pure arithmetic."""
+"""Flat gradient buckets and their slices per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshstep.optim.gradients.buckets import ALIGNMENT, flat_buckets
     slices=st.integers(1, 7),
     bucket_numel=st.integers(1, 500),
 )
-def test_slices_hold_every_element_once(numels: list[int], slices: int, bucket_numel: int) -> None:
+def test_slices_of_flat_buckets_cover_every_element_once(numels: list[int], slices: int, bucket_numel: int) -> None:
     indices = [3 * i for i in range(len(numels))]
     buckets = flat_buckets(indices, numels, slices, bucket_numel)
     assert sorted(index for bucket in buckets for index in bucket.indices) == indices

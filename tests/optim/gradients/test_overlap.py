@@ -1,4 +1,4 @@
-"""Replicas reduced while backward runs: the same bits as in the step, the order of collectives, misuse."""
+"""Gradient reduction overlapped with backward: results, order of collectives, misuse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOW = [
     "frozen later",
     "offloaded",
 ]
-# In the step: "past the optimizer" means that backward is not the optimizer's, and "short" is not announced.
+# Not reduced in backward: here backward is not called through the optimizer, or the last micro-batch is not announced.
 NOT_IN_BACKWARD = ("all under no_sync", "past the optimizer", "short")
 
 
@@ -50,12 +50,12 @@ def same_bits(one: Trained, other: Trained) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
 
 
-# The same bits --------------------------------------------------------------------------------------------------------
+# Bitwise identical results --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive", "bf16 stochastic"])
 @pytest.mark.parametrize("how", HOW)
-def test_two_ranks_get_the_same_bits_as_without_overlap(world: World, how: str, mode: str) -> None:
+def test_overlap_is_bitwise_identical_on_two_ranks(world: World, how: str, mode: str) -> None:
     expected = world.run(2, train_replicas, 2, mode, how, False)
     found = world.run(2, train_replicas, 2, mode, how, True)
     for one, other in zip(found, expected, strict=True):
@@ -72,13 +72,13 @@ def without_backward(overlap: bool) -> str:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_rank_without_backward_is_an_error_in_the_first_step(world: World, overlap: bool) -> None:
+def test_rank_without_backward_raises_in_first_step(world: World, overlap: bool) -> None:
     for text in world.run(2, without_backward, overlap):
         assert "the number of micro-batches is 1 on rank 0 and 0 on rank 1" in text
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_agree_and_are_near_the_dense_model(world: World, ranks: int) -> None:
+def test_overlap_on_more_ranks_matches_dense_model(world: World, ranks: int) -> None:
     expected = train_dense(ranks)
     found = world.run(ranks, train_replicas, ranks, "fp32", "plain", True)
     for one in found:
@@ -91,7 +91,7 @@ LAYOUTS = ["data x tensor", "data x sequence parallel", "data x pipe, tied", "a 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_get_the_same_bits_as_without_overlap(world: World, name: str) -> None:
+def test_overlap_is_bitwise_identical_on_every_layout(world: World, name: str) -> None:
     runs: list[list[Run]] = []
     for overlap in (False, True):
         options = {"max_norm": 0.4, "overlap": overlap, "bucket_bytes": SMALL}
@@ -103,7 +103,7 @@ def test_layouts_get_the_same_bits_as_without_overlap(world: World, name: str) -
 
 
 class Experts(nn.Module):
-    """Two experts, one on each coordinate of an axis that counts as data, and what all ranks share."""
+    """Two experts, one per rank of a data-parallel expert axis, and shared parameters."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def train_experts(overlap: bool) -> tuple[dict[str, Tensor], int]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}, watch.in_backward
 
 
-def test_where_experts_meet_in_the_model_gradients_wait_for_the_end_of_backward(world: World) -> None:
+def test_gradients_of_model_with_expert_axis_are_not_reduced_in_backward(world: World) -> None:
     for (one, early), (other, none) in zip(
         world.run(4, train_experts, True), world.run(4, train_experts, False), strict=True
     ):
@@ -140,7 +140,8 @@ def test_where_experts_meet_in_the_model_gradients_wait_for_the_end_of_backward(
 
 
 class Rows(nn.Module):
-    """Row 0 has a bias that row 1 hasn't, and most of a vector, so that the ranks of a column have different parameters."""
+    """A model in which ranks of a data group hold different parameters: row 0 has an extra bias and a larger
+    vector."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -153,16 +154,16 @@ class Rows(nn.Module):
 
 
 def train_rows(overlap: bool, mixed: bool) -> Tensor:
-    """The shared parameters after 5 steps of losses that are the same function of them on both rows.
+    """Return the shared parameters after 5 steps of losses that are equal functions of them on both rows.
 
-    With ``mixed``, parameters of all kinds of layout share buckets.
+    With ``mixed``, parameters of all layouts share buckets.
     """
     with ProcessGroupRegistry(Topology(data=3, row=2)) as registry, ExitStack() as stack:
         for room in (sync, early_kinds) if mixed else ():
             stack.enter_context(mock.patch.object(room, "layout_kind", return_value=Bucket()))
         model = Rows(registry)
         inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
-        # A comparison of replicas would end it in the first step.
+        # The replica check would raise in the first step.
         optimizer = ParallelOptimizer(inner, registry, overlap=overlap, check_replicas=False)
         for step in range(5):
             optimizer.zero_grad()
@@ -179,18 +180,18 @@ def train_rows(overlap: bool, mixed: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_copies_stay_equal_where_ranks_have_different_parameters(world: World, overlap: bool) -> None:
+def test_replicas_stay_equal_when_ranks_hold_different_parameters(world: World, overlap: bool) -> None:
     found = world.run(6, train_rows, overlap, False)
     assert sum(int((one != found[0]).sum()) for one in found) == 0
     found = world.run(6, train_rows, overlap, True)
     assert sum(int((one != found[0]).sum()) for one in found) > 0  # the negative control
 
 
-# Order and cost --------------------------------------------------------------------------------------------------------
+# Order and cost of collectives ----------------------------------------------------------------------------------------
 
 
 def backward_order(uses_all: bool) -> tuple[list[int], int, dict[str, int], dict[str, int]]:
-    """The order of buckets; how many before backward came to its end; collectives of backward and step."""
+    """Return the order of buckets, how many are reduced during backward, and the collectives of backward and step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, watched() as watch:
         model = wide_model()
         optimizer = ParallelOptimizer(
@@ -205,7 +206,7 @@ def backward_order(uses_all: bool) -> tuple[list[int], int, dict[str, int], dict
             hidden = nn.Sequential(*layers[:4])(x)
             if uses_all or registry.coordinate["data"] == 0:
                 hidden = nn.Sequential(*layers[4:])(hidden)
-            last = step == 1  # the first step checks what gradients are
+            last = step == 1  # the first step runs additional checks
             with collectives() as seen, no_host_reads() if last else nullcontext():
                 optimizer.backward(hidden.square().mean())
             with collectives() as in_step, no_host_reads() if last else nullcontext():
@@ -214,18 +215,18 @@ def backward_order(uses_all: bool) -> tuple[list[int], int, dict[str, int], dict
         return watch.order, in_backward[-1], dict(seen), dict(in_step)
 
 
-def test_buckets_are_reduced_while_backward_runs_in_one_order(world: World) -> None:
+def test_buckets_are_reduced_in_backward_in_same_order_on_all_ranks(world: World) -> None:
     for uses_all in (True, False):
         (first, running, seen, in_step), (second, meanwhile, *others) = world.run(2, backward_order, uses_all)
-        assert first == second == [3, 2, 1, 0]  # by the first parameter of each
+        assert first == second == [3, 2, 1, 0]  # index of the first parameter of each bucket
         assert running >= 2
-        # Without the last layers' gradients a rank can't begin; it does its part when backward ends.
+        # A rank without gradients of the last layers cannot start early; it joins when its backward ends.
         assert meanwhile == (running if uses_all else 0)
         assert [seen, in_step] == others == [{"all_reduce": 4}, {"all_reduce": 1}]
 
 
 def order_of_kinds() -> list[tuple[int, ...]]:
-    """The parameters of each bucket, where layers of two kinds alternate."""
+    """Return the parameters of each bucket for layers that alternate between two layouts."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         params = [nn.Parameter(torch.randn(64)) for _ in range(8)]
         model = nn.ParameterList(params)
@@ -235,15 +236,16 @@ def order_of_kinds() -> list[tuple[int, ...]]:
         return [bucket.layout.indices for bucket in early or () if isinstance(bucket, GradientBucket)]
 
 
-def test_buckets_of_different_kinds_come_in_the_order_of_backward(world: World) -> None:
+def test_buckets_of_different_layouts_follow_backward_order(world: World) -> None:
     assert world.run(4, order_of_kinds) == [[(5, 7), (4, 6), (1, 3), (0, 2)]] * 4
 
 
-# Misuse, and what goes wrong -------------------------------------------------------------------------------------------
+# Misuse and errors ----------------------------------------------------------------------------------------------------
 
 
 def errors_of(kind: str) -> tuple[str, bool]:
-    """What is said, and whether training goes on with the same bits as if it had not been, after zero_grad."""
+    """Return the error, and whether training after ``zero_grad`` is bitwise identical to training without the
+    error."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         results, said = [], ""
         for goes_wrong in (True, False):
@@ -275,7 +277,7 @@ def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: Proc
             backward(model(x))
             model(x).square().mean().backward()
             optimizer.step()
-        elif registry.global_rank == 0:  # before any bucket is full; the other rank has reduced some then
+        elif registry.global_rank == 0:  # fails before any bucket is full; the other rank has reduced some by then
             backward(Raises.apply(model(x)))
         else:
             backward(model[1:](Raises.apply(model[0](x))))
@@ -286,7 +288,7 @@ def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: Proc
 
 
 class Raises(torch.autograd.Function):
-    """The identity, whose backward fails."""
+    """The identity, with a backward that raises."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -306,7 +308,7 @@ class Raises(torch.autograd.Function):
         ("backward raises", "out of memory, say"),
     ],
 )
-def test_what_goes_wrong_is_said_on_all_ranks_and_zero_grad_gives_the_window_up(
+def test_error_in_overlapped_backward_is_raised_on_all_ranks_and_zero_grad_recovers(
     world: World, kind: str, says: str
 ) -> None:
     for said, as_before in world.run(2, errors_of, kind):
@@ -343,6 +345,6 @@ def refused(kind: str) -> str:
         ("bytes", ">= 1"),
     ],
 )
-def test_what_cannot_work_is_refused(world: World, kind: str, says: str) -> None:
+def test_overlap_with_unsupported_options_is_rejected(world: World, kind: str, says: str) -> None:
     for said in world.run(2, refused, kind):
         assert says in said

@@ -1,4 +1,4 @@
-"""Powers by the compiled loops: those of the reference to 1e-14, and the same bits on every machine."""
+"""Norm powers by the compiled loops: within 1e-14 of the reference, and bitwise identical on every machine."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def _best_instructions() -> Iterator[None]:
     seed=st.integers(0, 2**31),
 )
 @example((70001,), torch.float16, 2.0, "plain", 1, 1.0, 3)
-def test_powers_are_the_references_to_1e14(
+def test_compiled_powers_match_reference_within_1e14(
     shape: tuple[int, ...], dtype: torch.dtype, p: float, instructions: str, offset: int, scale: float, seed: int
 ) -> None:
-    """Whatever the shape, the dtype, the address and the range: nothing overflows or vanishes that does not in float64."""
+    """Must hold for every shape, dtype, alignment and range; values must not overflow or underflow if they fit
+    float64."""
     values = some_values(shape, dtype, scale, seed)
     shifted = torch.zeros(values.numel() + offset, dtype=dtype)[offset:].view(shape).copy_(values)
     strided = values.new_zeros((*shape, 2))[..., 0].copy_(values)
@@ -61,7 +62,7 @@ def test_powers_are_the_references_to_1e14(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
-def test_one_value_that_is_not_finite_makes_its_power_so_and_no_other(dtype: torch.dtype, p: float) -> None:
+def test_nonfinite_element_affects_only_power_of_its_tensor(dtype: torch.dtype, p: float) -> None:
     for instructions in INSTRUCTIONS:
         for bad in (torch.nan, torch.inf, -torch.inf):
             for numel, at in ((1, 0), (37, 36), (40000, 12345), (40000, 39999)):
@@ -78,7 +79,7 @@ def test_one_value_that_is_not_finite_makes_its_power_so_and_no_other(dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
-def test_all_instruction_sets_and_numbers_of_threads_give_the_same_bits(dtype: torch.dtype, p: float) -> None:
+def test_powers_are_bitwise_identical_for_all_instruction_sets_and_thread_counts(dtype: torch.dtype, p: float) -> None:
     tensors = [some_values((numel,), dtype, 1.0, numel) for numel in (3, 1_000_003, 17, 300_001)]
     found = set[tuple[float, ...]]()
     for instructions, threads, torchs in product(INSTRUCTIONS, (1, 2, 5), (True, False)):
@@ -87,11 +88,11 @@ def test_all_instruction_sets_and_numbers_of_threads_give_the_same_bits(dtype: t
         assert powers is not None
         found.add(tuple(powers.tolist()))
     assert len(found) == 1
-    assert torchs_threads() is not None  # or there would be nothing to compare
+    assert torchs_threads() is not None  # otherwise there is nothing to compare
 
 
-def test_a_forked_process_has_threads() -> None:
-    """Those of torch's stay in the parent, and who called for them would wait for ever."""
+def test_compiled_powers_work_in_forked_process() -> None:
+    """torch's threads do not exist in the child; waiting for them would hang."""
     values = torch.ones(1_000_003)
     with with_threads(2, True):
         powers_by_loops(loops(), [values], 2.0)
@@ -108,8 +109,8 @@ def test_a_forked_process_has_threads() -> None:
         assert ended == (child, 0)
 
 
-def test_a_hundred_million_elements_are_summed_to_1e14() -> None:
-    values = torch.arange(1.0, 129.0, dtype=torch.bfloat16).repeat(10**8 // 128)  # exact in bfloat16, and so are sums
+def test_sum_over_hundred_million_elements_is_accurate_to_1e14() -> None:
+    values = torch.arange(1.0, 129.0, dtype=torch.bfloat16).repeat(10**8 // 128)  # exact in bfloat16; exact sum known
     found = powers_by_loops(loops(), [values], 2.0)
     assert found is not None
     exact = sum(k * k for k in range(1, 129)) * (10**8 // 128)
@@ -117,7 +118,7 @@ def test_a_hundred_million_elements_are_summed_to_1e14() -> None:
     assert torch.linalg.vector_norm(values.float()).double().square().item() != pytest.approx(exact, rel=1e-7)
 
 
-def test_what_is_no_plain_tensor_is_left_to_torch() -> None:
+def test_tensor_subclasses_and_other_orders_fall_back_to_torch() -> None:
     class Other(Tensor):
         pass
 
@@ -127,8 +128,8 @@ def test_what_is_no_plain_tensor_is_left_to_torch() -> None:
     assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
 
 
-def test_torchs_kernels_can_be_asked_for() -> None:
-    """They sum float32 rows in float32: their error is what tells them from the loops."""
+def test_torch_kernels_can_be_selected_for_powers() -> None:
+    """torch sums float32 in float32, so its larger error identifies it."""
     values = [torch.randn(100_000, generator=torch.Generator().manual_seed(1))]
     exact, off = reference_powers(values, 2.0), list[float]()
     for kernels in KERNELS:
@@ -137,6 +138,6 @@ def test_torchs_kernels_can_be_asked_for() -> None:
     assert off[0] < 1e-14 < off[1] < 2e-7
 
 
-def test_other_names_of_kernels_are_an_error() -> None:
+def test_unknown_kernels_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="kernels='cuda': give 'auto', 'torch' or 'triton'"):
         use_kernels("cuda")  # type: ignore[arg-type]

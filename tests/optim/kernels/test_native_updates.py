@@ -1,4 +1,4 @@
-"""Updates by the compiled loops: those of the reference in float64 to two units in the last place, and torch's."""
+"""Updates by the compiled loops: within two units in the last place of a float64 reference."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _best_instructions() -> Iterator[None]:
 
 
 class ByLoops(Case):
-    """A case that the compiled loops step."""
+    """A case whose update runs in the compiled loops."""
 
     def step(self, factor: float, found_inf: float = 0.0) -> None:
-        """By the loops."""
+        """Run the update in the compiled loops."""
         flag, half = torch.tensor(found_inf), self.half_dtype or torch.bfloat16
         update_by_loops(
             loops(), KINDS[type(self.rule)], self.columns(), self.hyper, factor, flag, self.grad_dtype, half
@@ -49,7 +49,7 @@ class ByLoops(Case):
     instructions=st.sampled_from(INSTRUCTIONS),
     seed=st.integers(0, 2**31),
 )
-def test_an_update_is_the_references_to_two_units_in_the_last_place(
+def test_compiled_update_matches_float64_reference(
     rule: Rule,
     numels: list[int],
     grad_dtype: torch.dtype,
@@ -63,7 +63,7 @@ def test_an_update_is_the_references_to_two_units_in_the_last_place(
 
 
 @pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
-def test_all_instruction_sets_and_numbers_of_threads_step_to_the_same_bits(rule: Rule) -> None:
+def test_updates_are_bitwise_identical_for_all_instruction_sets_and_thread_counts(rule: Rule) -> None:
     results = list[list[Tensor]]()
     for instructions, (threads, torchs) in product(INSTRUCTIONS, ((1, True), (3, True), (3, False))):
         case = ByLoops(rule, [5, 700_001, 16384, 300_000], torch.bfloat16, torch.float16, seed=4)
@@ -76,7 +76,7 @@ def test_all_instruction_sets_and_numbers_of_threads_step_to_the_same_bits(rule:
 
 @pytest.mark.parametrize("rule", [Adam(1e-3), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_a_skipped_update_changes_no_bit(rule: Rule, instructions: str) -> None:
+def test_skipped_compiled_update_changes_nothing(rule: Rule, instructions: str) -> None:
     case = ByLoops(rule, [5, 20_000], torch.float32, torch.bfloat16, seed=5)
     case.grads[0][2] = torch.nan
     before = deepcopy(case.everything())
@@ -89,8 +89,8 @@ def test_a_skipped_update_changes_no_bit(rule: Rule, instructions: str) -> None:
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("half", HALVES)
-def test_copies_in_half_precision_are_rounded_as_torch_rounds(instructions: str, half: torch.dtype) -> None:
-    """Ties to even, denormals, what overflows, NaN: every one of 2^16 halves, and what lies next to it and between."""
+def test_low_precision_weights_are_rounded_as_by_torch(instructions: str, half: torch.dtype) -> None:
+    """Checks all 2^16 values of the dtype, their neighbours and the midpoints: ties, denormals, overflow, NaN."""
     bits = torch.arange(2**16, dtype=torch.int32)
     exact = bits.to(torch.int16).view(half).float()
     between = (exact + exact.roll(-1)) / 2
@@ -107,8 +107,8 @@ def test_copies_in_half_precision_are_rounded_as_torch_rounds(instructions: str,
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("half", HALVES)
-def test_gradients_in_half_precision_are_read_as_torch_reads_them(instructions: str, half: torch.dtype) -> None:
-    """Every one of 2^16: SGD from zeros with a rate of -1 is the gradient."""
+def test_low_precision_gradients_are_read_as_by_torch(instructions: str, half: torch.dtype) -> None:
+    """Checks all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     grads = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half)
     case = ByLoops(SGD(-1.0), [2**16], half, None, seed=7)
     case.params, case.grads = [torch.zeros(2**16)], [grads]
@@ -134,10 +134,10 @@ MAKE: list[tuple[type[torch.optim.Optimizer], dict[str, Any], Rule]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "rule"), MAKE)
-def test_the_reference_is_torchs_formula(
+def test_reference_update_matches_torch_optimizer(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], rule: Rule
 ) -> None:
-    """In float64, over ten steps."""
+    """Compared in float64 over ten steps."""
     generator = torch.Generator().manual_seed(8)
     param = torch.nn.Parameter(torch.randn(50, generator=generator, dtype=torch.float64))
     ours, states = param.detach().clone(), [torch.zeros(50, dtype=torch.float64) for _ in range(states_of(rule))]
@@ -149,10 +149,10 @@ def test_the_reference_is_torchs_formula(
     torch.testing.assert_close(param.detach(), ours, rtol=1e-13, atol=1e-15)
 
 
-def test_a_library_of_other_sources_is_not_used(
+def test_library_with_other_interface_version_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its functions are called with other arguments."""
+    """Its functions take other arguments."""
     if native_module.built() is None:
         pytest.skip("the installation has no compiled loops")
     monkeypatch.setattr(native_module, "INTERFACE", native_module.INTERFACE + 1)

@@ -1,4 +1,4 @@
-"""Triton's kernels, compiled for GPUs that are not here: what the interpreter forgives shows, and what they consist of."""
+"""Triton kernels compiled to PTX without a GPU: checks that the interpreter cannot make."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int = 90, fusion: bool = False) -> str:
-    """The kernel's PTX."""
+    """Return the PTX of the kernel."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -47,12 +47,12 @@ def count(pattern: str, ptx: str) -> int:
 
 
 def is_reproducible(ptx: str) -> bool:
-    """No atomics, nothing approximate, and nothing contracted in float32."""
+    """Return True if the PTX has no atomics, no approximate instructions and no fused float32 multiply-add."""
     return not count(r"\batom\.|\bred\.|\.approx|\bfma\.rn(\.ftz)?\.f32", ptx)
 
 
 @pytest.mark.parametrize(("power", "capability"), [(0, 90), (2, 80), (2, 90)])
-def test_powers_compile_without_atomics(power: int, capability: int) -> None:
+def test_triton_power_kernels_compile_without_atomics(power: int, capability: int) -> None:
     from meshstep.optim.kernels import triton_kernels
 
     ptx = compiled(triton_kernels.powers_of_chunks, {"DTYPE": 2, "POWER": power, **SIZES}, capability)
@@ -62,9 +62,9 @@ def test_powers_compile_without_atomics(power: int, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("rule", [ADAM, SGD], ids=["Adam", "SGD"])
-def test_updates_compile_to_divisions_and_roots_of_ieee_754(rule: dict[str, Any], capability: int) -> None:
-    """By vectors of four where all addresses are aligned, and by no vectors where they aren't: an address that is not a
-    multiple of its vector's size would be an error of the GPU."""
+def test_triton_update_kernels_compile_to_ieee_division_and_square_root(rule: dict[str, Any], capability: int) -> None:
+    """Aligned addresses use vectors of four and unaligned addresses no vectors, because an unaligned vector access
+    is an error on the GPU."""
     from meshstep.optim.kernels import triton_kernels
 
     aligned, shifted = (
@@ -83,7 +83,7 @@ def test_updates_compile_to_divisions_and_roots_of_ieee_754(rule: dict[str, Any]
         assert is_reproducible(compiled(triton_kernels.count_steps, rows, capability))
 
 
-def test_what_is_contracted_would_be_noticed() -> None:
+def test_fused_multiply_add_in_ptx_is_detected() -> None:
     from meshstep.optim.kernels import triton_kernels
 
     assert not is_reproducible(compiled(triton_kernels.update_chunks, {**ADAM, "ALIGNED": False, **SIZES}, fusion=True))

@@ -1,4 +1,4 @@
-"""Powers by Triton's kernels, in its interpreter: those of the reference to 1e-14, the same bits wherever tensors lie."""
+"""Norm powers by the Triton kernels in the interpreter: within 1e-14 of the reference, independent of addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def powers(tensors: list[Tensor], p: float) -> Tensor:
 
 
 def powers_of_views(values: Tensor, offset: int, p: float) -> Tensor:
-    """Of the same values at an address that is not aligned, with dims exchanged, and with others between them."""
+    """Return powers of the same values in an unaligned, a transposed and a strided tensor."""
     shifted = torch.zeros(values.numel() + offset, dtype=values.dtype)[offset:].view(values.shape).copy_(values)
     strided = values.new_zeros((*values.shape, 2))[..., 0].copy_(values)
     turned = shifted.t() if values.dim() == 2 else shifted
@@ -43,7 +43,7 @@ def powers_of_views(values: Tensor, offset: int, p: float) -> Tensor:
     scale=st.sampled_from([1e-30, 1.0, 1e30]),
     seed=st.integers(0, 2**31),
 )
-def test_powers_are_the_references_to_1e14(
+def test_triton_powers_match_reference_within_1e14(
     interpreted: Interpreted, shape: tuple[int, ...], dtype: torch.dtype, p: float, offset: int, scale: float, seed: int
 ) -> None:
     values = some_values(shape, dtype, scale, seed)
@@ -52,7 +52,8 @@ def test_powers_are_the_references_to_1e14(
 
 
 def are_finite(dtype: torch.dtype, p: float) -> list[tuple[list[bool], bool]]:
-    """Of three tensors whose second has one value that is not finite; and whether that power is NaN, if the value is."""
+    """Return which of three powers are finite if the second tensor has a non-finite value, and whether NaN is kept
+    as NaN."""
     found = []
     for bad in (torch.nan, torch.inf, -torch.inf):
         for numel, at in ((1, 0), (37, 36), (20000, 12345), (20000, 19999)):
@@ -65,14 +66,14 @@ def are_finite(dtype: torch.dtype, p: float) -> list[tuple[list[bool], bool]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", P)
-def test_one_value_that_is_not_finite_makes_its_power_so_and_no_other(
+def test_nonfinite_element_affects_only_triton_power_of_its_tensor(
     interpreted: Interpreted, dtype: torch.dtype, p: float
 ) -> None:
     assert set(map(repr, interpreted(are_finite, dtype, p))) == {"([True, False, True], True)"}
 
 
 def same_bits() -> list[list[float]]:
-    """The same values alone, among others, and at other addresses."""
+    """Return powers of the same values alone, among other tensors, and at other addresses."""
     values = some_values((40_000,), torch.float32, 1.0, 3)
     found = []
     for offset in range(4):
@@ -83,7 +84,7 @@ def same_bits() -> list[list[float]]:
     return found
 
 
-def test_a_power_is_the_same_bits_wherever_its_tensor_lies(interpreted: Interpreted) -> None:
+def test_triton_power_does_not_depend_on_address_or_other_tensors(interpreted: Interpreted) -> None:
     found = interpreted(same_bits)
     assert found == found[:1] * len(found)
 
@@ -101,7 +102,7 @@ def left_to_others() -> None:
     assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
 
 
-def test_what_is_nothing_for_them_torch_computes(interpreted: Interpreted) -> None:
+def test_unsupported_tensors_and_orders_fall_back_from_triton_to_torch(interpreted: Interpreted) -> None:
     interpreted(left_to_others)
 
 
@@ -121,6 +122,6 @@ def by_the_norm(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_norms_powers_are_theirs_if_they_were_chosen(interpreted: Interpreted, dtype: torch.dtype) -> None:
+def test_local_powers_use_triton_kernels_if_selected(interpreted: Interpreted, dtype: torch.dtype) -> None:
     found, expected = interpreted(by_the_norm, dtype)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)

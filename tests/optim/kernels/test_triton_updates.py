@@ -1,4 +1,4 @@
-"""Updates by Triton's kernels, in its interpreter: those of the reference in float64 to two units in the last place."""
+"""Updates by the Triton kernels in the interpreter: within two units in the last place of a float64 reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOME_RULES = [
 
 
 class ByTriton(Case):
-    """A case that Triton's kernels step. Args: offset: Elements before each tensor in its memory."""
+    """A case whose update runs in the Triton kernels. Args: offset: Elements before each tensor in its memory."""
 
     def __init__(self, *args: Any, offset: int = 0) -> None:
         super().__init__(*args)
@@ -53,7 +53,7 @@ class ByTriton(Case):
 
 
 def stepped(cases: Sequence[ByTriton], factor: float, found_inf: float = 0.0, negative: bool = False) -> None:
-    """All in one call; a factor of 1 is left out, a negative one is the gradient to be maximized."""
+    """Update all cases in one call. Omits a factor of 1; a negative factor means maximize."""
     times = None if factor in (1.0, -1.0) else torch.tensor(abs(factor))
     parts = [case.part(maximize=negative) for case in cases]
     kernels().update(KINDS[type(cases[0].rule)], parts, torch.tensor(found_inf), times)
@@ -79,7 +79,7 @@ def one_step(
     offset=st.integers(0, 3),
     seed=st.integers(0, 2**31),
 )
-def test_an_update_is_the_references_to_two_units_in_the_last_place(
+def test_triton_update_matches_float64_reference(
     interpreted: Interpreted,
     rule: Rule,
     numels: list[int],
@@ -93,7 +93,7 @@ def test_an_update_is_the_references_to_two_units_in_the_last_place(
 
 
 def groups_together(rules: list[Rule], factor: float) -> None:
-    """Groups that differ in all that a group may, in one call and each in a call of its own."""
+    """Update groups with different options in one call, and each group in a call of its own."""
 
     def cases() -> list[ByTriton]:
         dtypes = torch.float32, torch.float16, torch.float32, torch.bfloat16
@@ -115,7 +115,7 @@ def groups_together(rules: list[Rule], factor: float) -> None:
     [SGD(0.1), SGD(0.2, momentum=0.9), SGD(0.3, momentum=0.5, nesterov=True), SGD(0.4, weight_decay=0.1)],
     [Adagrad(0.1), Adagrad(0.2, lr_decay=0.3), Adagrad(0.3, eps=1e-3), Adagrad(0.4)],
 ], ids=["Adam", "SGD", "Adagrad"])  # fmt: skip
-def test_groups_in_one_call_are_stepped_by_their_own_numbers(interpreted: Interpreted, rules: list[Rule]) -> None:
+def test_param_groups_in_one_launch_use_their_own_hyper_parameters(interpreted: Interpreted, rules: list[Rule]) -> None:
     interpreted(groups_together, rules, 0.37)
 
 
@@ -126,7 +126,7 @@ def more_than_a_program_counts() -> None:
         steps_as_the_reference(ByTriton(Adam(1e-3), [3] * 9, torch.float32, None, 9), 0.5)
 
 
-def test_more_tensors_than_one_program_counts(interpreted: Interpreted) -> None:
+def test_triton_update_supports_more_tensors_than_one_program_counts(interpreted: Interpreted) -> None:
     interpreted(more_than_a_program_counts)
 
 
@@ -141,12 +141,12 @@ def by_a_rate_that_is_a_tensor(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", [Adam(1e-3), SGD(0.1), Adagrad(0.1)], ids=repr)
-def test_a_rate_may_be_a_tensor_of_the_device(interpreted: Interpreted, rule: Rule) -> None:
+def test_triton_update_accepts_learning_rate_tensor(interpreted: Interpreted, rule: Rule) -> None:
     interpreted(by_a_rate_that_is_a_tensor, rule)
 
 
 def at_all_offsets(rule: Rule) -> list[Tensor]:
-    """Bits of results at offsets of 0 to 3 elements, stacked."""
+    """Return the concatenated results at offsets of 0 to 3 elements."""
     found = []
     for offset in range(4):
         case = ByTriton(rule, [5, 2050], torch.bfloat16, torch.float16, 4, offset=offset)
@@ -156,7 +156,7 @@ def at_all_offsets(rule: Rule) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rule", SOME_RULES, ids=repr)
-def test_an_update_is_the_same_bits_wherever_its_tensors_lie(interpreted: Interpreted, rule: Rule) -> None:
+def test_triton_update_does_not_depend_on_addresses(interpreted: Interpreted, rule: Rule) -> None:
     first, *others = interpreted(at_all_offsets, rule)
     assert all(torch.equal(first, other) for other in others)
 
@@ -177,34 +177,34 @@ def skipped(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", SOME_RULES, ids=repr)
-def test_a_skipped_update_changes_no_bit(interpreted: Interpreted, rule: Rule) -> None:
+def test_skipped_triton_update_changes_nothing(interpreted: Interpreted, rule: Rule) -> None:
     interpreted(skipped, rule)
 
 
 def halves_written(half: torch.dtype, names: tuple[str, ...] = ()) -> tuple[Tensor, Tensor]:
-    """Every one of 2^16 halves, and what lies next to it and between: found, and as torch rounds."""
+    """Return all 2^16 values of the dtype, their neighbours and midpoints: as written, and as rounded by torch."""
     exact = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half).float()
     between = (exact + exact.roll(-1)) / 2
     values = torch.cat([exact, between, *(torch.nextafter(x, s) for x in (exact, between) for s in (-INF, INF))])
     case = ByTriton(SGD(1.0), [values.numel()], torch.float32, half, 6)
     case.params, case.grads = [values.clone()], [torch.zeros_like(values)]
     with warnings.catch_warnings(), wide_blocks():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what is too large for float16
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns about values too large for float16
         case.step(1.0)
     assert case.halves is not None
     return case.halves[0], case.params[0].to(half)
 
 
 def wide_blocks() -> Any:
-    """The interpreter's time is that of the blocks."""
+    """Use large blocks, because the interpreter's time depends on their number."""
     from meshstep.optim.kernels import triton_kernels
 
     return mock.patch.multiple(triton_kernels, CHUNK=2**17, BLOCK=2**17)
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_copies_in_half_precision_are_rounded_as_torch_rounds(interpreted: Interpreted, half: torch.dtype) -> None:
-    """Ties to even, denormals, what overflows, NaN."""
+def test_triton_low_precision_weights_are_rounded_as_by_torch(interpreted: Interpreted, half: torch.dtype) -> None:
+    """Includes ties to even, denormals, overflow and NaN."""
     found, wanted = interpreted(halves_written, half)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(7.0).view(torch.int16), wanted.nan_to_num(7.0).view(torch.int16))
@@ -221,14 +221,14 @@ def grads_read(half: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_gradients_in_half_precision_are_read_as_torch_reads_them(interpreted: Interpreted, half: torch.dtype) -> None:
-    """Every one of 2^16: SGD from zeros with a rate of -1 is the gradient."""
+def test_triton_low_precision_gradients_are_read_as_by_torch(interpreted: Interpreted, half: torch.dtype) -> None:
+    """Checks all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     found, wanted = interpreted(grads_read, half)
     assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
 
 
 def with_a_wrong_table() -> None:
-    """The second row's gradient is the first's."""
+    """Let the second row point to the gradient of the first row."""
     case = ByTriton(Adam(1e-3), [300, 300], torch.float32, None, 8)
     with mock.patch.object(case, "columns", return_value=shifted(case.columns())):
         steps_as_the_reference(case, 0.5)
@@ -238,6 +238,6 @@ def shifted(columns: PointerColumns) -> PointerColumns:
     return PointerColumns(columns.fixed, array("Q", [columns.grads[0]] * 2), columns.numels)
 
 
-def test_a_gradient_of_another_tensor_would_be_noticed(interpreted: Interpreted) -> None:
+def test_update_with_gradient_of_another_tensor_is_detected(interpreted: Interpreted) -> None:
     with pytest.raises(Exception, match="in near"):
         interpreted(with_a_wrong_table)

@@ -1,4 +1,4 @@
-"""Tensors of numbers of the host: made once, and not kept for ever."""
+"""`Constants`: a bounded cache of small device tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshstep.optim.kernels.device_constants import KEPT, Constants
 CPU = torch.device("cpu")
 
 
-def test_one_is_made_once_for_each_key_dtype_and_device() -> None:
+def test_constant_is_created_once_per_key_dtype_and_device() -> None:
     constants = Constants()
     first = constants("weights", lambda: [0.5, 1.0], torch.float64, CPU)
     assert torch.equal(first, torch.tensor([0.5, 1.0], dtype=torch.float64))
@@ -20,8 +20,8 @@ def test_one_is_made_once_for_each_key_dtype_and_device() -> None:
     assert (other.dtype, other.tolist()) == (torch.int64, [2, 3])
 
 
-def test_those_that_were_asked_for_last_are_kept() -> None:
-    """Gradients that come and go have others in every step."""
+def test_constants_cache_keeps_most_recently_used_entries() -> None:
+    """The cache is bounded because keys can change in every step."""
     constants = Constants()
     made = []
 
@@ -31,7 +31,7 @@ def test_those_that_were_asked_for_last_are_kept() -> None:
 
     for key in range(KEPT):
         constants(key, partial(values, key), torch.float32, CPU)
-    constants(0, pytest.fail, torch.float32, CPU)  # still there, and now the last
+    constants(0, pytest.fail, torch.float32, CPU)  # still cached, and now the most recently used
     constants(KEPT, partial(values, KEPT), torch.float32, CPU)
     constants(0, pytest.fail, torch.float32, CPU)
     made.clear()

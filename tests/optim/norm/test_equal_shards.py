@@ -1,4 +1,4 @@
-"""A replica that is declared sharded is named in the first step; shards that are equal by right are not."""
+"""The first step reports replicas that are declared as sharded, but accepts shards that may be equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def first_step(weights: Any, gradients: Any, spec: P, options: dict[str, Any]) -
         try:
             optimizer.step()
         except ValueError as error:
-            assert torch.equal(param, torch.tensor(weights[at])), "stepped"
+            assert torch.equal(param, torch.tensor(weights[at])), "the failed step changed the parameter"
             return str(error)
         return ""
 
@@ -63,7 +63,7 @@ RIGHT: dict[str, tuple[Any, Any, P, dict[str, Any]]] = {
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("case", COPIES)
-def test_replica_declared_sharded_is_named_on_every_rank(world: World, case: str) -> None:
+def test_replica_declared_as_sharded_raises_on_every_rank(world: World, case: str) -> None:
     for error in world.run(4, first_step, *COPIES[case]):
         assert error.startswith("w is declared sharded along axis 'tensor', but all 2 shards are bitwise equal")
         assert "without 'tensor': P()" in error
@@ -71,12 +71,12 @@ def test_replica_declared_sharded_is_named_on_every_rank(world: World, case: str
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_shards_that_may_be_equal_by_right_raise_nothing(world: World, case: str) -> None:
+def test_legitimately_equal_shards_are_accepted(world: World, case: str) -> None:
     assert world.run(4, first_step, *RIGHT[case]) == [""] * 4
 
 
 def owned_experts() -> str:
-    """Each tensor rank owns an expert; both are equal, and sharded over data by their spec."""
+    """Give each tensor rank an expert with equal values, sharded over data by its spec."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         param = nn.Parameter(torch.tensor(VARYING))
         rank = registry.coordinate["tensor"]
@@ -87,11 +87,11 @@ def owned_experts() -> str:
     return "stepped"
 
 
-def test_owned_parameters_are_not_compared(world: World) -> None:
+def test_owner_only_parameters_are_not_compared_as_shards(world: World) -> None:
     assert world.run(4, owned_experts) == ["stepped"] * 4
 
 
-def test_slots_tell_unheld_parameters_from_equal_ones() -> None:
+def test_equal_shards_check_ignores_parameters_without_local_data() -> None:
     topology = Topology(tensor=2)
     plan = ReductionPlan(topology, 0, (), (), parameter_names=("equal", "unheld", "different"))
     totals = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 3.0, 2.0]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Numbers that stand for bits: another bit is another number, wherever it is."""
+"""Tensor hashes: a changed bit changes the hash."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def words(tensors: list[Tensor | None], exact: bool = True) -> Tensor:
 
 
 def flipped(tensor: Tensor, bit: int) -> Tensor:
-    """A copy with one bit turned, counted from the first element's lowest."""
+    """Return a copy with one bit flipped, counted from the lowest bit of the first element."""
     copy = tensor.clone()
     copy.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
     return copy
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES), st.data())
-def test_one_flipped_bit_is_another_number(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
-    """Of any element; also the sign of zero, the last bit of a mantissa and what tells a NaN from another."""
+def test_flipped_bit_changes_tensor_hash(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
+    """Includes the sign of zero, the last mantissa bit and NaN payloads."""
     tensor = torch.zeros(size).to(dtype) if data.draw(st.booleans()) else torch.randn(size).to(dtype)
     if dtype.is_floating_point and data.draw(st.booleans()):
         tensor[-1] = torch.nan
@@ -36,7 +36,7 @@ def test_one_flipped_bit_is_another_number(dtype: torch.dtype, size: int, data: 
     assert not torch.equal(words([tensor]), words([flipped(tensor, bit)]))
 
 
-def test_what_is_read_beside_a_tensor_does_not_change_its_number() -> None:
+def test_tensor_hash_does_not_depend_on_other_tensors_in_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(size, generator=generator).to(dtype) for dtype in DTYPES for size in (0, *SIZES, 7)]
     together = words([*tensors, None])
@@ -44,32 +44,32 @@ def test_what_is_read_beside_a_tensor_does_not_change_its_number() -> None:
     assert len({tuple(row.tolist()) for row in together}) > len(tensors) // 2
 
 
-def test_elements_that_change_places_are_another_number() -> None:
+def test_reordered_elements_change_tensor_hash() -> None:
     tensor = torch.arange(10.0)
     assert not torch.equal(words([tensor]), words([tensor.flip(0)]))
 
 
-def test_opposite_changes_in_two_copies_do_not_cancel() -> None:
-    """In the sum over three copies, of which one is one step higher and one is one step lower in the same word."""
+def test_opposite_changes_in_two_replicas_do_not_cancel_in_hash_sum() -> None:
+    """Sums the hashes of three replicas; one value is one higher and one is one lower."""
     same, more, less = (torch.tensor([5 + step], dtype=torch.int32) for step in (0, 1, -1))
     low, high = words([more, less]).sum(0) - 2 * words([same])[0]
     assert low != 0
     assert high != 0
 
 
-def test_a_tensor_that_is_not_contiguous_has_the_number_of_one_that_is() -> None:
+def test_tensor_hash_does_not_depend_on_strides() -> None:
     tensor = torch.randn(6, 5)
     assert torch.equal(words([tensor.t()]), words([tensor.t().contiguous()]))
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_the_sign_of_zero_and_which_nan_count_only_where_all_bits_do(exact: bool) -> None:
+def test_sign_of_zero_and_nan_payload_affect_exact_hash_only(exact: bool) -> None:
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     for one, other in ((torch.zeros(2), -torch.zeros(2)), (nans[:1], nans[1:])):
         assert torch.equal(words([one], exact), words([other], exact)) is not exact
 
 
-def test_words_are_integers_whose_sums_over_a_million_ranks_are_exact() -> None:
+def test_hash_words_are_integers_with_exact_sums_over_a_million_ranks() -> None:
     numbers = words([torch.randn(3) for _ in range(1000)])
     assert torch.equal(numbers, numbers.round())
     assert numbers.min() >= 0

@@ -1,4 +1,4 @@
-"""The global norm equals the dense float64 norm on every layout, with the same bits on every rank."""
+"""The global norm equals the dense float64 norm on every layout, and is bitwise identical on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def per_group(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor
 
 
 def measured(case: Case, measure: Measure, norm_types: tuple[float, ...] = NORM_TYPES) -> list[bytes]:
-    """On one rank: the norms as bytes, so that ranks are compared bit by bit."""
+    """Return the norms of this rank as bytes, so that ranks can be compared bitwise."""
     with ProcessGroupRegistry(case.topology) as registry:
         params = parameters_on(case, registry)
         return [measure(params, registry, p).double().view(1).numpy().tobytes() for p in norm_types]
@@ -47,31 +47,31 @@ def assert_exact(
 
 
 @random_cases(cases(), 1000)
-def test_packed_equals_dense(world: World, drawn: list[Case]) -> None:
+def test_global_norm_with_packed_reduction_equals_dense_norm(world: World, drawn: list[Case]) -> None:
     assert_exact(world, drawn, packed)
 
 
 @random_cases(cases(), 200)
-def test_per_group_equals_dense(world: World, drawn: list[Case]) -> None:
+def test_global_norm_with_per_group_reduction_equals_dense_norm(world: World, drawn: list[Case]) -> None:
     assert_exact(world, drawn, per_group)
 
 
 @st.composite
 def relabelled_cases(draw: st.DrawFn) -> tuple[Case, Case]:
-    """A case, and the same with its axes in another order."""
+    """Draw a case, and the same case with its mesh axes in another order."""
     case = draw(cases())
     return case, Case(tuple(draw(st.permutations(case.axes))), case.params, case.seed, case.scale)
 
 
 @random_cases(relabelled_cases(), 50)
-def test_relabelling_ranks_changes_nothing(world: World, drawn: list[tuple[Case, Case]]) -> None:
+def test_global_norm_does_not_depend_on_order_of_mesh_axes(world: World, drawn: list[tuple[Case, Case]]) -> None:
     for case, relabelled in drawn:
         assert relabelled.dense_norm(2.0) == pytest.approx(case.dense_norm(2.0), rel=1e-12)
     assert_exact(world, [relabelled for _, relabelled in drawn], packed, (2.0,))
 
 
 def with_a_value_on_one_replica(value: float, measure: Measure) -> float:
-    """The norm of a parameter with two copies, of which the second one has ``value`` in its gradient."""
+    """Return the norm of a replicated parameter with ``value`` in the gradient of the second replica."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         param = nn.Parameter(torch.zeros(3))
         annotate(param, P())
@@ -81,22 +81,23 @@ def with_a_value_on_one_replica(value: float, measure: Measure) -> float:
 
 @pytest.mark.parametrize("measure", [packed, per_group])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_on_one_replica_reaches_the_norm_of_every_rank(
+def test_nonfinite_gradient_on_one_replica_gives_nonfinite_norm_on_all_ranks(
     world: World, value: float, measure: Measure
 ) -> None:
     assert not any(map(isfinite, world.run(2, with_a_value_on_one_replica, value, measure)))
 
 
-# Negative controls: the usual shortcuts, under the same assertion. ----------------------------------------------------
+# Negative controls: common wrong norms must fail the same assertion. --------------------------------------------------
 
 
 def naive(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
-    """No groups at all: what torch.nn.utils.clip_grad_norm_ does with plain tensors."""
+    """Use no process groups, as torch.nn.utils.clip_grad_norm_ with plain tensors."""
     return torch.nn.utils.get_total_norm([q.grad for _, q in params if q.grad is not None], p)
 
 
 def one_boolean(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
-    """Sharded or not: what isn't counts on the first rank of the model axes only; one sum over all model axes."""
+    """Use one flag per parameter, "sharded": count other parameters on the first rank of the model axes only; sum
+    over all model axes."""
     axes = [axis for axis in registry.topology.axes if axis not in registry.topology.data_axes]
     first = registry.rank(*axes) == 0
     total = torch.zeros((), dtype=torch.float64)
@@ -109,7 +110,7 @@ def one_boolean(params: Named, registry: ProcessGroupRegistry, p: float) -> Tens
 
 
 def every_replica(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
-    """Every rank adds what it has."""
+    """Let every rank count everything that it holds."""
     total = torch.zeros((), dtype=torch.float64)
     for _, q in params:
         if q.grad is not None:
@@ -127,13 +128,13 @@ GRID_LAYER = Case((("row", 2), ("col", 2)), (Param((8, 6), P("row", "col")), Par
 
 @pytest.mark.parametrize("case", [TENSOR_LAYER, GRID_LAYER])
 @pytest.mark.parametrize("wrong", [naive, every_replica])
-def test_shortcuts_are_wrong(world: World, case: Case, wrong: Measure) -> None:
+def test_norms_that_ignore_layouts_are_wrong(world: World, case: Case, wrong: Measure) -> None:
     assert_exact(world, [case], packed, (1.0, 2.0, 3.0))
     with pytest.raises(AssertionError):
         assert_exact(world, [case], wrong, (2.0,))
 
 
-def test_one_boolean_is_right_in_one_dimension_and_wrong_in_two(world: World) -> None:
+def test_sharded_flag_per_parameter_is_right_on_1d_mesh_and_wrong_on_2d_mesh(world: World) -> None:
     one_dimension = Case((("tensor", 4),), TENSOR_LAYER.params)
     assert_exact(world, [one_dimension], one_boolean, (2.0,))
     with pytest.raises(AssertionError):

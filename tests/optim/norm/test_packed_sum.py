@@ -18,22 +18,22 @@ def packed() -> PackedSum:
     )
 
 
-def test_fields_come_back_by_name() -> None:
+def test_packed_sum_splits_into_named_fields() -> None:
     fields = packed().split(torch.tensor([5.0, 6.0, 7.0]))
     assert {name: values.tolist() for name, values in fields.items()} == {"one": [5.0, 6.0], "two": [7.0], "three": []}
 
 
-def test_single_field_is_the_whole_vector() -> None:
+def test_packed_sum_with_single_field_needs_no_copy() -> None:
     sums = torch.tensor([1.0, 2.0])
     assert PackedSum.of({"one": sums}).split(sums)["one"] is sums
 
 
-def test_no_more_fields_change_nothing() -> None:
+def test_adding_no_fields_returns_same_packed_sum() -> None:
     pack = packed()
     assert pack.with_fields({}) is pack
 
 
-def test_field_packed_twice_is_an_error() -> None:
+def test_packing_same_field_twice_raises() -> None:
     with pytest.raises(ValueError, match="the field two is packed twice: give each field a unique name"):
         packed().with_fields({"two": torch.zeros(1)})
 
@@ -52,5 +52,5 @@ def measured() -> tuple[float, dict[str, list[float]]]:
         return float(norms.total), {name: values.tolist() for name, values in fields.items()}
 
 
-def test_fields_are_summed_over_ranks_beside_the_norm(world: World) -> None:
+def test_packed_fields_are_summed_over_ranks_with_the_norm(world: World) -> None:
     assert world.run(2, measured) == [(5.0, {"first": [3.0, 3.0], "second": [10.0]})] * 2

@@ -1,4 +1,4 @@
-"""The sums of powers that a rank takes of its own gradients."""
+"""Local norm contributions: the sums of powers of a rank's gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from world import World
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 12.0, 60.0, inf])
 @pytest.mark.parametrize("shape", [(3_000_001,), (1025, 1030), (5, 7)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_local_powers_equal_the_reference(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_local_powers_equal_float64_reference(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     grads = [(torch.randn(shape, generator=torch.Generator().manual_seed(3)) + 0.3).to(dtype)]
     grads += [grads[0].reshape(shape).t() if len(shape) == 2 else grads[0], torch.zeros(0, 4, dtype=dtype)]
     rtol = 2e-7 if p == 2 and dtype == torch.float32 else 1e-12
@@ -30,8 +30,8 @@ def test_local_powers_equal_the_reference(p: float, shape: tuple[int, ...], dtyp
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_a_gpu_does_at_once_equals_the_reference(p: float, dtype: torch.dtype) -> None:
-    """The same operators, on a CPU; with gradients that have no elements among them, and values far off the middle."""
+def test_batched_gpu_powers_equal_float64_reference(p: float, dtype: torch.dtype) -> None:
+    """Runs the GPU operators on the CPU, with empty gradients and values near the limits of the dtype."""
     grads = [
         torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((7,), (0, 3), (5, 4))
     ]
@@ -44,11 +44,11 @@ def test_what_a_gpu_does_at_once_equals_the_reference(p: float, dtype: torch.dty
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either")
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU")
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 20.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpu_sums_powers_in_float64(p: float, dtype: torch.dtype) -> None:
-    """Told to each operator that sums: its range is then that of the CPU path."""
+def test_gpu_powers_are_accumulated_in_float64(p: float, dtype: torch.dtype) -> None:
+    """Every summing operator must return float64, so its range is that of the CPU path."""
     sums = list[torch.dtype]()
 
     class Sums(TorchDispatchMode):
@@ -69,7 +69,7 @@ def test_a_gpu_sums_powers_in_float64(p: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("numel", [3, 2000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_measuring_changes_no_gradient(p: float, count: int, numel: int, dtype: torch.dtype) -> None:
+def test_local_powers_leave_gradients_unchanged(p: float, count: int, numel: int, dtype: torch.dtype) -> None:
     grads = [torch.full((numel,), -3.0, dtype=dtype) for _ in range(count)]
     local_powers(grads, p)
     assert all(bool((grad == -3.0).all()) for grad in grads)
@@ -79,7 +79,7 @@ RANGES = (1e-44, 1e-30, 1e-24, 1e-19, 2e19, 1e30, 3e38)
 
 
 def norm_of(size: float, pieces: int, p: float, reduction: Reduction) -> tuple[float, float]:
-    """The norm of 2,048 equal elements in so many pieces, and whether the step is to be skipped."""
+    """Return the norm of 2,048 equal elements in ``pieces`` shards, and the overflow flag."""
     with ProcessGroupRegistry(Topology(tensor=pieces)) as registry:
         weight = nn.Parameter(torch.zeros(2048 // pieces))
         annotate(weight, P("tensor"), "weight")
@@ -90,7 +90,7 @@ def norm_of(size: float, pieces: int, p: float, reduction: Reduction) -> tuple[f
 
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 12.0, 60.0, inf])
-def test_no_finite_gradient_overflows_or_vanishes_however_it_is_cut(
+def test_norm_of_finite_gradients_neither_overflows_nor_underflows(
     world: World, p: float, reduction: Reduction
 ) -> None:
     sizes = RANGES if p != 3.0 else RANGES[1:]
@@ -103,7 +103,7 @@ def test_no_finite_gradient_overflows_or_vanishes_however_it_is_cut(
                 assert skipped == 0
 
 
-def test_a_norm_of_order_1_of_equal_gradients_is_exact() -> None:
+def test_norm_of_order_1_of_equal_gradients_is_exact() -> None:
     gradient = torch.full((1_000_003,), 0.1)
     exact = float(torch.tensor(0.1).double()) * 1_000_003
     assert float(local_powers([gradient], 1.0)) == pytest.approx(exact, rel=1e-12)

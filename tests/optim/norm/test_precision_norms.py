@@ -1,4 +1,5 @@
-"""Norms are those of the unscaled gradient, whatever the loss scale; fp16 gradients whose squares overflow fp16."""
+"""Reported norms are those of the unscaled gradients for every loss scale, including fp16 gradients whose squares
+overflow."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ MODES: dict[str, Precision] = {
 }
 
 
-# What a mesh of row=2,col=2 holds pieces of: shape, layout, param group. O2 keeps the last in float32.
+# Parameters on the mesh row=2,col=2: shape, layout, param group. O2 keeps the last one in float32.
 SPECS = {
     "weight": ((4, 6), P("row", "col"), 0),
     "bias": ((6,), P("col"), 0),
@@ -38,7 +39,7 @@ THRESHOLD, GROUP_THRESHOLD, CLIP_VALUE = 0.75, 0.5, 0.25
 
 
 def gradient(name: str) -> Tensor:
-    """The logical gradient: sixty-fourths, which fp16 holds exactly, scaled too."""
+    """Return the full gradient in multiples of 1/64, which fp16 represents exactly, also when scaled."""
     index = list(SPECS).index(name)
     values = torch.randint(-64, 65, SPECS[name][0], generator=torch.Generator().manual_seed(index))
     return values.double() / 64
@@ -54,14 +55,15 @@ def coef(names: list[str], p: float, threshold: float) -> float:
 
 @dataclass(frozen=True)
 class Way:
-    """How a step clips: constructor options, a call before the step, a threshold of the second param group."""
+    """How a step clips: constructor options, an explicit call before the step, a threshold of the second param
+    group."""
 
     options: tuple[tuple[str, Any], ...] = ()
     call: str = ""
     own_threshold: bool = False
 
     def expected(self, name: str, p: float) -> Tensor:
-        """What the gradient of ``name`` should be stepped with."""
+        """Return the clipped gradient of ``name``."""
         grad, everything = gradient(name), list(SPECS)
         if self.own_threshold:
             second = [key for key in SPECS if SPECS[key][2] == 1]
@@ -86,7 +88,8 @@ WAYS = {
 
 
 def measure(mode: str, p: float, fused: bool) -> None:
-    """One step for every way to clip, from weights of zero with a learning rate of 1: the weights tell the gradient."""
+    """Run one step for every way to clip, from zero weights with a learning rate of 1, so that the weights show the
+    gradient."""
     with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
         for how, way in WAYS.items():
             try:
@@ -108,7 +111,7 @@ def check_one(mode: str, p: float, way: Way, registry: ProcessGroupRegistry, fus
         inner, registry, **arguments(precision=MODES[mode], norm_type=p, per_parameter_norms=True, **options)
     )
     optimizer.scale_loss(torch.zeros(()))
-    for name, param in params.items():  # as backward leaves them: scaled, and where there are masters in float32
+    for name, param in params.items():  # as after backward: scaled, in float32 if there are master weights
         piece = shard(gradient(name) * SCALE, SPECS[name][1], registry)
         param.grad = piece.to(F32 if MODES[mode].masters else param.dtype)
     if way.call == "norm":
@@ -152,16 +155,16 @@ def check_stats(stats: GradStats | None, p: float) -> None:
 
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
 @pytest.mark.parametrize("mode", MODES)
-def test_norms_are_unscaled(world: World, mode: str, p: float) -> None:
+def test_norms_and_thresholds_do_not_depend_on_loss_scale(world: World, mode: str, p: float) -> None:
     world.run(4, measure, mode, p, True)
 
 
-def test_norms_are_unscaled_without_fused_kernels(world: World) -> None:
+def test_norms_do_not_depend_on_loss_scale_with_unfused_optimizer(world: World) -> None:
     world.run(4, measure, "fp16_naive", 2.0, False)
     world.run(4, measure, "O3", 2.0, False)
 
 
-# Sizes that fp16 does not hold ----------------------------------------------------------------------------------------
+# Values that fp16 cannot represent ------------------------------------------------------------------------------------
 
 LARGE = {  # tensors, their numel, the gradient of each element
     "a hundred tensors of norm 1e4": (100, 4, 5000.0),
@@ -182,7 +185,7 @@ def halves(count: int, numel: int) -> list[nn.Parameter]:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("mode", WITH_SCALE)
 @pytest.mark.parametrize("case", LARGE)
-def test_large_fp16_gradients_step(case: str, mode: str, fused: bool) -> None:
+def test_large_fp16_gradients_are_clipped_and_stepped(case: str, mode: str, fused: bool) -> None:
     count, numel, value = LARGE[case]
     norm = value * (count * numel) ** 0.5
     params = halves(count, numel)
@@ -206,7 +209,7 @@ def test_large_fp16_gradients_step(case: str, mode: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_the_function_clips_them_and_torchs_zeroes_them(case: str) -> None:
+def test_clip_grad_norm_clips_large_fp16_gradients_that_torch_zeroes(case: str) -> None:
     count, numel, value = LARGE[case]
     norm = value * (count * numel) ** 0.5
     ours, torchs = halves(count, numel), halves(count, numel)

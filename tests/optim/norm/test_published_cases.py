@@ -1,8 +1,9 @@
-"""Wrong norms that other systems have published: each by its wrong rule on real ranks, and the dense model's from ours.
+"""Published wrong norms of other systems: each case reproduces the wrong norm on real ranks and checks the right norm
+here.
 
-A gradient has one element for each of its pieces, so that the norms are those of the reports; where a report says only how
-far off the norm was, or comes from more ranks, the elements are such that its rule gives the same figures on four. A report
-of a rule alone has elements of whole numbers, and what the rule makes of them.
+A gradient has one element per shard, chosen so that the norms equal those of the reports. If a report gives only a
+relative error, or uses more than four ranks, the elements give the same figures on four ranks. If a report has no
+figures, the elements are whole numbers, and the wrong norm follows from the rule.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ COPIED = P()
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a parameter: the dense model's, its layout; with ``terms`` what each coordinate of its tied or partial axis adds,
-    with ``stage`` the one that has it."""
+    """A parameter's full gradient and layout. ``terms`` are the contributions per coordinate of its tied or partial
+    axis; ``stage`` is the pipeline stage that holds the parameter."""
 
     full: tuple[float, ...]
     spec: P = COPIED
@@ -35,16 +36,16 @@ class Gradient:
     stage: int | None = None
 
     def complete(self, registry: ProcessGroupRegistry) -> Tensor:
-        """This rank's piece, once all sums and means are made."""
+        """Return this rank's shard of the completely reduced gradient."""
         return shard(torch.tensor(self.full, dtype=torch.float64), self.spec, registry)
 
     def local(self, registry: ProcessGroupRegistry) -> Tensor:
-        """This rank's piece as backward leaves it, where the loss is a mean over the data axes."""
+        """Return this rank's gradient as after backward, if the loss is a mean over the data axes."""
         topology = registry.topology
         if self.terms:
             (axis,) = (*self.spec.partial, *dict(self.spec.tied))
             return torch.tensor(self.terms[registry.rank(axis)], dtype=torch.float64)
-        # Pieces along a data axis have seen the samples of all its ranks.
+        # A shard along a data axis has gradients of the samples of all ranks of that axis.
         samples = [topology.size(axis) for axis in self.spec.sharded_axes if axis in topology.data_axes]
         return self.complete(registry) * prod(samples)
 
@@ -63,17 +64,18 @@ def square(gradient: Tensor) -> float:
 
 
 def summed(value: float, registry: ProcessGroupRegistry, *axes: str) -> float:
-    """Over the ranks of these axes."""
+    """Return the sum over the ranks of these axes."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total, group=registry.group(*axes))
     return float(total)
 
 
-# The wrong rules. Each returns what its rank takes for the norm. -------------------------------------------------------
+# The wrong rules. Each returns the norm that this rank would use. -----------------------------------------------------
 
 
 def by_flag(*flagged: str, axis: str = "tensor") -> Rule:
-    """The first rank of the axis counts all that it has, the others what is flagged as split; one sum over the axis."""
+    """Count everything on the first rank of the axis, and parameters flagged as sharded on the others; sum over the
+    axis."""
 
     def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
         first = all(registry.rank(a) == 0 for a in axis.split())
@@ -84,7 +86,7 @@ def by_flag(*flagged: str, axis: str = "tensor") -> Rule:
 
 
 def over(*axes: str) -> Rule:
-    """What each rank has, summed over these axes."""
+    """Sum the squares of everything that each rank holds over these axes."""
 
     def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
         return sqrt(summed(sum(square(g.complete(registry)) for g in held.values()), registry, *axes))
@@ -93,18 +95,18 @@ def over(*axes: str) -> Rule:
 
 
 def alone(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """Each rank its own, in which sums that are pending are not made."""
+    """Use the local norm of each rank, with partial gradients not reduced."""
     return sqrt(sum(square(g.local(registry)) for g in held.values()))
 
 
 def experts_alone(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """What is sharded by fully_shard summed over its mesh, what are plain tensors there not."""
+    """Sum parameters sharded by fully_shard over its mesh, but not plain tensors on that mesh."""
     dense = summed(square(held["dense"].complete(registry)), registry, "expert")
     return sqrt(dense + square(held["experts"].complete(registry)))
 
 
 def mean_of_norms(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """The mean of the ranks' own norms, as if all held the same."""
+    """Average the local norms of the ranks, as if all ranks held the same parameters."""
     return summed(alone_complete(held, registry), registry, "expert") / registry.size("expert")
 
 
@@ -113,12 +115,13 @@ def alone_complete(held: Mapping[str, Gradient], registry: ProcessGroupRegistry)
 
 
 def without_experts(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """Expert parameters set apart, to be reduced over other ranks, and forgotten."""
+    """Omit the expert parameters, which are set apart for another reduction and then forgotten."""
     return sqrt(square(held["dense"].complete(registry)))
 
 
 def divided_as_dense_over_fewer(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """Experts divided by the ranks of their own data group alone, not by those whose samples they have seen."""
+    """Divide expert gradients by the size of their own data group, not by the number of ranks whose samples they
+    have seen."""
     experts = held["experts"].local(registry)
     dist.all_reduce(experts, group=registry.group("edp"))
     experts /= registry.size("edp")
@@ -126,14 +129,14 @@ def divided_as_dense_over_fewer(held: Mapping[str, Gradient], registry: ProcessG
 
 
 def of_world_where_none(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """A model-parallel group that was not made is None, which torch takes for the world."""
+    """Pass a missing model-parallel group as None, which torch takes for the world group."""
     total = torch.tensor(alone_complete(held, registry) ** 2)
     dist.all_reduce(total, group=None)
     return sqrt(float(total))
 
 
 def copies_combined(average: bool) -> Rule:
-    """What every rank has whole is all averaged over the tensor ranks, or all summed, whatever each has computed of it."""
+    """Average or sum every replicated gradient over the tensor ranks, whether it is partial or complete."""
 
     def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
         total = 0.0
@@ -147,14 +150,15 @@ def copies_combined(average: bool) -> Rule:
 
 
 def over_replicas(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
-    """Each power over the number of ranks that could hold a copy, summed over all ranks."""
+    """Divide each power by the number of ranks that could hold a replica, and sum over all ranks."""
     mine = sum(square(g.complete(registry)) / registry.topology.world_size for g in held.values())
     return sqrt(summed(mine, registry, *registry.topology.axes))
 
 
 @dataclass(frozen=True)
 class Published:
-    """A report: where, what it was, what it took for the norm on each rank (on all, where it is one number)."""
+    """A report: mesh, gradients, the true norm, the wrong rule, and the wrong norm per rank (or one number for all
+    ranks)."""
 
     topology: Topology
     gradients: dict[str, Gradient]
@@ -167,7 +171,7 @@ class Published:
         return self.wrong if isinstance(self.wrong, tuple) else (self.wrong,) * self.topology.world_size
 
 
-# One norm's gradient is whole on each rank, of the other one each has the heads' that it computes.
+# One gradient is complete on each rank; the other is partial, because each rank computes some attention heads.
 COPIES = {
     "norm": Gradient((8.0,)),
     "norm of heads": Gradient((6.0,), P(partial="tensor"), terms=((1.0,), (5.0,))),
@@ -175,7 +179,7 @@ COPIES = {
 EXPERTS: dict[str, Any] = {"expert": "data"}
 TENSOR, FOUR = Topology(tensor=2), Topology(tensor=4)
 
-# Of a layer split by output features, and one by input features; in all 100.
+# A layer sharded by output features and one sharded by input features; the total norm is 100.
 LAYERS = {
     "column": Gradient((sqrt(2731.0), sqrt(3060.0)), P("tensor")),
     "column bias": Gradient((sqrt(1164.0), sqrt(1164.0)), P("tensor")),
@@ -243,7 +247,8 @@ CASES: dict[str, Published] = {
         without_experts,
         6.0,
     ),
-    # Data axes that shard, and that copy -------------------------------------------------------------------------------
+    # Data axes that shard and data axes that replicate
+    # -------------------------------------------------------------------
     "VeOmni 184: HSDP summed over replicas too": Published(
         Topology(dp_replicate=2, dp_shard=2),
         {"weight": Gradient((3.0, 4.0), P("dp_shard"))},
@@ -283,7 +288,8 @@ CASES: dict[str, Published] = {
         alone_complete,
         (6.0, 8.0),
     ),
-    # One flag a parameter ----------------------------------------------------------------------------------------------
+    # One flag per parameter
+    # ----------------------------------------------------------------------------------------------
     "DeepSpeed: the flag of a column's bias forgotten, -6%": Published(
         TENSOR, LAYERS, 100.0, by_flag("column"), 94.0, digits=1e-6
     ),
@@ -323,14 +329,16 @@ CASES: dict[str, Published] = {
         by_flag("weight"),
         sqrt(144 + 9),
     ),
-    # Copies whose gradients are not alike ------------------------------------------------------------------------------
+    # Replicated parameters with complete and with partial gradients
+    # -------------------------------------------------------
     "Automodel 3857: copies averaged over tensor, those of which each rank has a term too": Published(
         TENSOR, COPIES, 10.0, copies_combined(average=True), sqrt(64 + 3**2)
     ),
     "Automodel 3857: or all summed, those that each rank has whole too": Published(
         TENSOR, COPIES, 10.0, copies_combined(average=False), sqrt(16**2 + 36)
     ),
-    # Layouts between -----------------------------------------------------------------------------------------------------
+    # Other layouts
+    # -------------------------------------------------------------------------------------------------------
     "ColossalAI 2.5-D: a bias of row 0 divided by copies that are not there, 244 for 488 squared": Published(
         Topology(depth=2, row=2),
         {"bias": Gradient((sqrt(488.0),), P(owned={"row": 0})), "weight": Gradient((0.0, 0.0), P("row"))},
@@ -349,7 +357,8 @@ CASES: dict[str, Published] = {
 
 
 def measured(name: str) -> tuple[float, float]:
-    """On one rank: what the rule takes for the norm, and the norm by which a step clipped, as it did."""
+    """Return the norm by the wrong rule and the norm by which the optimizer clipped, after checking the clipped
+    step."""
     case = CASES[name]
     with ProcessGroupRegistry(case.topology) as registry:
         held = {name: gradient for name, gradient in case.gradients.items() if gradient.is_held(registry)}
@@ -371,7 +380,7 @@ def measured(name: str) -> tuple[float, float]:
 
 
 def fp16_norms() -> tuple[float, float]:
-    """As the gradients are after backward, and ours."""
+    """Return the norm of the scaled gradients after backward, and the reported norm."""
     with ProcessGroupRegistry(TENSOR) as registry:
         weight = nn.Parameter(torch.zeros(1))
         annotate(weight, P("tensor"), "weight")
@@ -385,15 +394,15 @@ def fp16_norms() -> tuple[float, float]:
         return scaled, float(stats.total_norm)
 
 
-def test_the_norm_is_not_that_of_the_scaled_gradient(world: World) -> None:
-    """ColossalAI reports 2.0 for 0.5."""
+def test_reported_norm_is_independent_of_loss_scale(world: World) -> None:
+    """ColossalAI reported 2.0 instead of 0.5."""
     for scaled, ours in world.run(2, fp16_norms):
         assert scaled == pytest.approx(2.0, rel=1e-6)
         assert ours == pytest.approx(0.5, rel=1e-6)
 
 
 def norms_of_order_1() -> tuple[float, float]:
-    """By squares, and ours."""
+    """Return the sum of squares, and the norm of order 1 from `global_norm`."""
     with ProcessGroupRegistry(TENSOR) as registry:
         weight = nn.Parameter(torch.zeros(1))
         annotate(weight, P("tensor"), "weight")
@@ -401,8 +410,8 @@ def norms_of_order_1() -> tuple[float, float]:
         return summed(square(weight.grad), registry, "tensor"), float(global_norm([weight], registry, 1.0).total_norm)
 
 
-def test_a_norm_of_order_1_is_no_sum_of_squares(world: World) -> None:
-    """DeepSpeed had 25 for 7."""
+def test_norm_of_order_1_is_sum_of_absolute_values(world: World) -> None:
+    """DeepSpeed reported 25 instead of 7."""
     assert world.run(2, norms_of_order_1) == [(25.0, 7.0)] * 2
 
 
@@ -411,11 +420,11 @@ def dense_norm(case: Published) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_published_wrong_is_right(world: World, name: str) -> None:
+def test_norm_is_right_in_published_cases_of_wrong_norms(world: World, name: str) -> None:
     case = CASES[name]
     assert dense_norm(case) == pytest.approx(case.true, rel=case.digits)
     found = world.run(case.topology.world_size, measured, name)
     for (wrong, ours), reported in zip(found, case.by_rank(), strict=True):
         assert wrong == pytest.approx(reported, rel=case.digits)
-        assert abs(wrong / case.true - 1) > 1e-5, "the wrong rule should be wrong"
+        assert abs(wrong / case.true - 1) > 1e-5, "the wrong rule must give a wrong norm"
         assert ours == pytest.approx(dense_norm(case), rel=1e-6)

@@ -1,4 +1,4 @@
-"""The plan is pure: what it counts, how it reads, and that the same elements add up to the full model's."""
+"""The reduction plan: counted elements, its printed form, and consistency with the full model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYER = (
 )
 
 
-def test_the_printed_plan_says_what_was_declared_and_how_to_compare_it() -> None:
+def test_printed_plan_lists_buckets_and_counted_elements() -> None:
     text = str(ReductionPlan.of(LAYER, GRID, 5))
     assert text.splitlines() == [
         "ReductionPlan of rank 5 (data=1, row=0, col=1) over Topology(data=2, row=2, col=2)",
@@ -39,8 +39,8 @@ def test_the_printed_plan_says_what_was_declared_and_how_to_compare_it() -> None
     ]
 
 
-def test_a_wrong_spec_is_as_declared_in_the_printed_plan_and_found_by_the_comparison() -> None:
-    """A bias of 3 that is whole on every rank, but declared sharded: the plan can't know."""
+def test_wrong_spec_is_found_by_check_numel_but_not_by_plan() -> None:
+    """A replicated bias of 3 elements is declared as sharded; the plan alone cannot detect this."""
     wrong = ReductionPlan.of((*LAYER[:1], ParameterEntry("bias", P("col"), (3,))), GRID, 0)
     right = ReductionPlan.of((*LAYER[:1], ParameterEntry("bias", P(), (3,))), GRID, 0)
     for plan, counted in ((wrong, 54), (right, 51)):
@@ -51,7 +51,7 @@ def test_a_wrong_spec_is_as_declared_in_the_printed_plan_and_found_by_the_compar
         wrong.check_numel(51)
 
 
-def test_counted_elements_are_compared_with_the_dense_model() -> None:
+def test_check_numel_compares_counted_elements_with_dense_model() -> None:
     plan = ReductionPlan.of(LAYER, GRID, 5)
     plan.check_numel(68)
     with pytest.raises(ValueError, match=r"counts 68 elements but the full model has 72.*(?s:.*)bias: local \(3,\)"):
@@ -61,7 +61,7 @@ def test_counted_elements_are_compared_with_the_dense_model() -> None:
 @pytest.mark.parametrize(
     "question", ["holds", "holders", "distinct_axes", "tied_coordinates", "validate", "replica_axes"]
 )
-def test_a_plan_of_ten_thousand_parameters_at_a_million_ranks_asks_each_spec_once(question: str) -> None:
+def test_plan_of_many_parameters_evaluates_each_distinct_spec_once(question: str) -> None:
     topology = Topology(data=131072, tensor=8, aliases={"all": ("data", "tensor")})
     specs = (P(), P("tensor"), P(None, "tensor"), P(partial="tensor"), P(tied={"tensor": (0, 1)}))
     entries = [ParameterEntry(f"layer{i}", specs[i % len(specs)], (64, 64)) for i in range(10_000)]
@@ -73,8 +73,9 @@ def test_a_plan_of_ten_thousand_parameters_at_a_million_ranks_asks_each_spec_onc
 
 @settings(max_examples=number_of_cases(200))
 @given(case=cases())
-def test_weighted_pieces_of_all_ranks_add_up(case: Case) -> None:
-    """Sum over ranks of local elements / holders = elements of the full parameters, of all stages."""
+def test_weighted_shards_of_all_ranks_sum_to_full_model(case: Case) -> None:
+    """The sum over ranks of local elements / replication factor equals the elements of the full parameters of all
+    stages."""
     topology = case.topology
     weighted = 0.0
     for rank in range(topology.world_size):
@@ -109,7 +110,7 @@ def agreed_plan(name: str) -> tuple[str, tuple[str, ...], int | None]:
         ("a stage without parameters", 12 * 8 + 2 * 8 + 16 * 8 + 16 + 8 * 16 + 8 + 12 * 8 + 12, 9),
     ],
 )
-def test_all_ranks_agree_on_buckets_count_and_names(world: World, name: str, numel: int, names: int) -> None:
+def test_all_ranks_agree_on_plan_count_and_parameter_names(world: World, name: str, numel: int, names: int) -> None:
     size = SCENARIOS[name].topology.world_size
     reports = world.run(size, agreed_plan, name)
     assert len(set(reports)) == 1
@@ -121,7 +122,7 @@ def test_all_ranks_agree_on_buckets_count_and_names(world: World, name: str, num
 
 
 def regrouped(swap: bool) -> str:
-    """Rank 1 puts "b" into the group of "a", or has the groups the other way round."""
+    """Put "b" into the group of "a" on rank 1, or swap the groups there."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         a, b, c = ((name, nn.Parameter(torch.ones(2))) for name in "abc")
         groups = [[a, c], [b]] if registry.global_rank == 0 else [[b], [a, c]] if swap else [[a, b, c], []]
@@ -135,8 +136,6 @@ def regrouped(swap: bool) -> str:
     ("swap", "first"),
     [(True, "a: in group 0 on rank 0, in group 1 on rank 1"), (False, "b: in group 1 on rank 0, in group 0 on rank 1")],
 )
-def test_parameters_in_different_param_groups_are_told_from_other_declarations(
-    world: World, swap: bool, first: str
-) -> None:
+def test_parameters_in_different_param_groups_on_ranks_are_reported(world: World, swap: bool, first: str) -> None:
     for text in world.run(2, regrouped, swap):
         assert f"ranks 0 and 1 hold the same parameters in different param groups, first {first}; put each" in text

@@ -1,4 +1,4 @@
-"""Copies of a parameter or gradient that differ between ranks are found and named."""
+"""Replicas of a parameter or gradient that differ between ranks are detected and named."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def disturbed(what: str) -> str:
         return "no error"
 
 
-def test_replicas_that_agree_pass(world: World) -> None:
+def test_replica_check_accepts_equal_replicas(world: World) -> None:
     assert world.run(4, disturbed, "nothing") == ["no error"] * 4
 
 
-def test_a_gradient_that_differs_is_named(world: World) -> None:
+def test_replica_check_names_diverged_gradient(world: World) -> None:
     assert world.run(4, disturbed, "gradient") == ["down.bias: the gradient differs along axis 'tensor'"] * 4
 
 
-def test_a_parameter_that_differs_is_named(world: World) -> None:
+def test_replica_check_names_diverged_parameter(world: World) -> None:
     for report in world.run(4, disturbed, "parameter"):
         assert report.startswith("norm.weight: the parameter differs along axis 'tensor'")
         assert "stepped" not in report
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor, in bytes, that is made within."""
+    """Records the size in bytes of the largest tensor created in this mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,8 +67,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_hashing_takes_no_more_memory_for_a_larger_tensor(dtype: torch.dtype) -> None:
-    """Eight bytes a word of a part."""
+def test_hashing_memory_does_not_grow_with_tensor_size(dtype: torch.dtype) -> None:
+    """Hashing needs eight bytes per word of a chunk."""
     tensor = torch.ones(3 * CHUNK + 5, dtype=dtype)
     with Largest() as memory:
         TensorHash(torch.device("cpu"))([tensor])

@@ -1,4 +1,4 @@
-"""What one measurement of the gradients prints."""
+"""The printed form of `GradStats`."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def stats(norm: float, coef: float = 1.0, skipped: float = 0.0, scale: float | N
         (stats(2.0, 0.5, scale=1024.0), "norm 2, clipped x0.5, loss scale 1024"),
     ],
 )
-def test_it_prints_as_a_person_reads_it(measured: GradStats, printed: str) -> None:
+def test_grad_stats_prints_norm_clip_coefficient_and_loss_scale(measured: GradStats, printed: str) -> None:
     assert f"{measured}" == str(measured) == printed

@@ -1,4 +1,4 @@
-"""`prove` in a training run, before the optimizer is made, after it, and between its steps: it leaves nothing behind."""
+"""`prove` in a training run, before and after the optimizer is made and between steps: it changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOPOLOGY = Topology(data=2, tensor=2)
 
 
 class Model(nn.Module):
-    """With all that a forward can change: dropout's random numbers, statistics, a count that is not written in place."""
+    """A model whose forward changes state: dropout, running statistics, and a counter that is reassigned."""
 
     calls: Tensor
 
@@ -60,7 +60,7 @@ def loss_on(step: int, registry: ProcessGroupRegistry) -> Callable[[Model], Tens
 
 
 def values(tree: Any) -> Iterator[Any]:
-    """The leaves of nested containers."""
+    """Yield the leaves of nested containers."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield key
@@ -73,7 +73,7 @@ def values(tree: Any) -> Iterator[Any]:
 
 
 def everything(model: Model, optimizer: ParallelOptimizer[Any] | None = None) -> list[Any]:
-    """All that training goes on from, with where it lies."""
+    """Return all state that training depends on, with its addresses."""
     found: list[Any] = [torch.get_rng_state(), repr(random.getstate()), torch.get_default_dtype(), model.training]
     for name, param in model.named_parameters():
         grad = None if param.grad is None else (param.grad.data_ptr(), param.grad.clone())
@@ -94,7 +94,7 @@ def assert_the_same(now: list[Any], before: list[Any]) -> None:
 
 
 def run(options: dict[str, Any], dtype: torch.dtype, proving: bool, micro: int) -> tuple[list[Any], list[Proof]]:
-    """Three steps, and what is there then."""
+    """Run three steps, with or without proofs, and return the final state."""
     proofs: list[Proof] = []
     with ProcessGroupRegistry(TOPOLOGY) as registry:
         model = Model(registry).to(dtype)
@@ -136,17 +136,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 
 def both(options: dict[str, Any], dtype: torch.dtype, micro: int) -> list[Proof]:
-    """With proofs and without: the same training, to the bit."""
+    """Train with and without proofs; the runs must be bitwise identical."""
     expected, _ = run(options, dtype, False, micro)
     found, proofs = run(options, dtype, True, micro)
-    where = {type(None), int}  # ids and addresses are others in another run
+    where = {type(None), int}  # ids and addresses differ between runs
     assert_the_same([x for x in found if type(x) not in where], [x for x in expected if type(x) not in where])
     return proofs
 
 
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_proof_leaves_a_training_run_as_it_was(world: World, name: str, micro: int) -> None:
+def test_prove_does_not_change_training_run(world: World, name: str, micro: int) -> None:
     options, dtype = OPTIONS[name]
     for proofs in world.run(4, both, options, dtype, micro):
         assert len(proofs) == 2 + (6 if name == "overlapped" else 9) * micro
@@ -168,17 +168,18 @@ def before_its_step() -> str:
         return str(told.value)
 
 
-def test_between_a_backward_that_reduces_and_its_step_it_is_refused_by_the_step(world: World) -> None:
-    """The proof's own backward can't be told from one of training there."""
+def test_step_after_prove_within_overlapped_backward_raises(world: World) -> None:
+    """The step cannot distinguish the backward of `prove` from a backward of training."""
     for told in world.run(4, before_its_step):
         assert "got a gradient outside of optimizer.backward after the window's gradients were reduced" in told
 
 
-# A loss that raises ------------------------------------------------------------------------------------------------------
+# Loss functions that raise
+# ---------------------------------------------------------------------------------------------
 
 
 def raises_on_one_rank(when: int) -> list[str]:
-    """In the call number ``when``, data rank 1 raises, in its forward, tensor rank 1, after it; then a right proof."""
+    """Raise on one rank in call number ``when`` of the loss function; then prove without an error."""
     with ProcessGroupRegistry(TOPOLOGY) as registry:
         model, calls = Model(registry), 0
         before = everything(model)
@@ -199,7 +200,7 @@ def raises_on_one_rank(when: int) -> list[str]:
 
 
 @pytest.mark.parametrize("when", [1, 2])
-def test_a_loss_that_raises_on_one_rank_raises_on_all_and_leaves_everything(world: World, when: int) -> None:
+def test_loss_that_raises_on_one_rank_raises_on_all_ranks_and_changes_nothing(world: World, when: int) -> None:
     *others, last = world.run(4, raises_on_one_rank, when)
     assert last == ["KeyError", "'a label that the batch lacks'"]
     for kind, text in others:

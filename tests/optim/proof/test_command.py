@@ -1,4 +1,4 @@
-"""``python -m meshstep.testing audit``: what it prints, in which form, and with which exit code it ends."""
+"""The command ``python -m meshstep.testing audit``: output, formats and exit codes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ Audited = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def audited(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Audited]:
-    """In this process: exit code, and what is printed to stdout and stderr."""
+    """Run the command in this process and return the exit code, stdout and stderr."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
 
@@ -99,13 +99,13 @@ def _ranks() -> Iterator[None]:
     ranks_of_this_process().close()
 
 
-def test_a_right_model(audited: Audited) -> None:
+def test_audit_of_correct_model_exits_with_0(audited: Audited) -> None:
     code, printed, told = audited("script.py:build", *GRID)
     assert (code, told) == (0, "")
     assert re.fullmatch(r"4 parameters are right, in \d forwards\n", printed)
 
 
-def test_a_wrong_one_by_the_name_of_its_module(folder: Path) -> None:
+def test_audit_reports_wrong_spec_and_exits_with_1(folder: Path) -> None:
     command = [sys.executable, "-m", "meshstep.testing", "audit", "script:build_wrong", *GRID]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert (done.returncode, without_names(done.stderr)) == (1, "")
@@ -118,7 +118,7 @@ def test_a_wrong_one_by_the_name_of_its_module(folder: Path) -> None:
     assert [word in row for word in ("up.bias", "P()", "P('tensor')", "tensor")] == [True] * 4
 
 
-def test_json_of_launched_processes(folder: Path) -> None:
+def test_audit_under_torchrun_prints_findings_as_json(folder: Path) -> None:
     done = launched_audit(4, folder, "script.py:build_wrong", *GRID, "--json")
     assert done.returncode == 1, done.stderr
     values = json.loads(done.stdout)
@@ -136,7 +136,7 @@ def test_json_of_launched_processes(folder: Path) -> None:
     }
 
 
-def test_rules_for_declare(audited: Audited) -> None:
+def test_audit_with_infer_prints_rules_for_declare(audited: Audited) -> None:
     code, printed, told = audited("script.py:build_wrong", *GRID, "--infer")
     assert (code, told) == (0, "")
     assert printed.splitlines()[:2] == ["declare(model, {", "    'up.weight': P('tensor'),"]
@@ -165,13 +165,13 @@ def test_rules_for_declare(audited: Audited) -> None:
         (("script.py:build",), "the following arguments are required: --topology"),
     ],
 )
-def test_what_is_wrong_with_the_arguments(audited: Audited, arguments: tuple[str, ...], told: str) -> None:
+def test_audit_with_invalid_arguments_exits_with_2(audited: Audited, arguments: tuple[str, ...], told: str) -> None:
     code, printed, error = audited(*arguments)
     assert (code, printed) == (2, "")
     assert told in error
 
 
-def test_another_number_of_processes_is_launched(folder: Path) -> None:
+def test_audit_with_wrong_number_of_processes_raises(folder: Path) -> None:
     done = launched_audit(2, folder, "script.py:build", *GRID)
     assert done.returncode != 0
     told = (
@@ -181,7 +181,7 @@ def test_another_number_of_processes_is_launched(folder: Path) -> None:
     assert done.stderr.count(told) == 1
 
 
-def test_the_table_with_rich_has_what_it_has_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_table_with_rich_contains_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="needs rich (the extra `testing`)")
     finding = Finding("up.bias", "up", P(), P("tensor"), "counted several times", ("tensor",), 2.0, "words [bold]")
     proof = Proof((), (), (finding,), None, 3)

@@ -1,4 +1,4 @@
-"""A parallel model is compared with a dense one on real ranks: exact ones pass, and what is wrong is named."""
+"""`assert_exact`: correct parallel models pass, and errors are reported with the parameter and ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Dense(nn.Module):
 
 
 class Mine(nn.Module):
-    """The same in pieces, by hand; ``up`` is stored as [in, out]. A bug is planted by its name."""
+    """The same model, sharded by hand, with ``up`` stored as [in, out]. ``bug`` plants an error."""
 
     scale: Tensor
     shift: Tensor
@@ -103,14 +103,14 @@ def compare(topology: Topology, bug: str = "", **options: Any) -> None:
         )
 
 
-def why(topology: Topology, bug: str = "", **options: Any) -> str:
+def explain(topology: Topology, bug: str = "", **options: Any) -> str:
     with pytest.raises(AssertionError) as error:
         compare(topology, bug, **options)
     return str(error.value)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
-def test_an_exact_model_passes(world: World, topology: Topology) -> None:
+def test_assert_exact_passes_for_correct_model(world: World, topology: Topology) -> None:
     world.run(topology.world_size, compare, topology)
 
 
@@ -118,12 +118,12 @@ def renamed() -> None:
     compare(Topology(tensor=2), names=lambda name: NAMES[name])
 
 
-def test_names_may_be_mapped_by_a_function(world: World) -> None:
+def test_assert_exact_accepts_function_as_names(world: World) -> None:
     world.run(2, renamed)
 
 
-def test_a_missing_sum_in_backward_names_what_it_made_wrong_on_all_ranks_alike(world: World) -> None:
-    first, *others = world.run(4, why, Topology(data=2, tensor=2), "no sum in backward")
+def test_assert_exact_names_gradients_made_wrong_by_missing_all_reduce(world: World) -> None:
+    first, *others = world.run(4, explain, Topology(data=2, tensor=2), "no sum in backward")
     assert others == [first] * 3
     lines = first.splitlines()
     assert lines[0] == "values of the parallel model that differ from the dense model: 3"
@@ -132,8 +132,8 @@ def test_a_missing_sum_in_backward_names_what_it_made_wrong_on_all_ranks_alike(w
     assert lines[3].startswith("the norm of the gradients: ")
 
 
-def test_a_multiple_is_called_that_and_where_it_is_is_told(world: World) -> None:
-    text = world.run(2, why, Topology(tensor=2), "gradient twice on rank 1")[0]
+def test_assert_exact_reports_factor_and_location_of_wrong_gradient(world: World) -> None:
+    text = world.run(2, explain, Topology(tensor=2), "gradient twice on rank 1")[0]
     (line,) = [line for line in text.splitlines() if "gradient of up_bias" in line]
     assert line.startswith("the gradient of up_bias, rank 1: off by ")
     assert " of elements 4+4, " in line
@@ -143,12 +143,12 @@ def test_a_multiple_is_called_that_and_where_it_is_is_told(world: World) -> None
     assert "gradient of down," not in text
 
 
-def test_a_bias_on_every_rank_is_found(world: World) -> None:
-    text = world.run(2, why, Topology(tensor=2), "bias on every rank")[0]
+def test_assert_exact_finds_bias_added_on_every_rank(world: World) -> None:
+    text = world.run(2, explain, Topology(tensor=2), "bias on every rank")[0]
     assert "the gradient of down_bias, ranks 0-1" in text
 
 
-def test_what_is_allowed_is_told_and_can_be_chosen(world: World) -> None:
+def test_assert_exact_reports_and_accepts_tolerances(world: World) -> None:
     def allowed(text: str) -> list[float]:
         return [float(line.partition("allowed ")[2].partition(":")[0]) for line in text.splitlines()[1:]]
 
@@ -161,7 +161,7 @@ def test_what_is_allowed_is_told_and_can_be_chosen(world: World) -> None:
 
 
 def why_with(options: dict[str, Any]) -> str:
-    return why(Topology(tensor=2), "gradient twice on rank 1", **options)
+    return explain(Topology(tensor=2), "gradient twice on rank 1", **options)
 
 
 def compare_with(options: dict[str, Any]) -> None:
@@ -181,11 +181,11 @@ def gradients_are_as_backward_left_them() -> None:
             assert torch.equal(grad, copy)
 
 
-def test_gradients_stay_as_backward_left_them(world: World) -> None:
+def test_assert_exact_leaves_gradients_unchanged(world: World) -> None:
     world.run(2, gradients_are_as_backward_left_them)
 
 
-# Whole steps ----------------------------------------------------------------------------------------------------------
+# Complete steps -------------------------------------------------------------------------------------------------------
 
 
 def steps(topology: Topology, max_norm: float, dense_norm: float, of_rank_1: float = 0.0, count: int = 3) -> None:
@@ -214,7 +214,7 @@ def steps(topology: Topology, max_norm: float, dense_norm: float, of_rank_1: flo
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
-def test_whole_steps_are_compared_by_norms_and_parameters(world: World, topology: Topology) -> None:
+def test_assert_exact_compares_norms_and_parameters_of_steps(world: World, topology: Topology) -> None:
     world.run(topology.world_size, steps, topology, 0.5, 0.5)
 
 
@@ -224,24 +224,24 @@ def wrong_steps(*args: Any) -> str:
     return str(error.value)
 
 
-def test_a_wrong_clip_shows_in_the_parameters_of_the_step_that_it_changes(world: World) -> None:
+def test_assert_exact_finds_wrong_clipping_in_parameters(world: World) -> None:
     text = world.run(2, wrong_steps, 0.5, 1e-9)[0]
     assert "after step 1" in text
     assert "parameter scale, ranks 0-1" in text
     assert "norm of" not in text
 
 
-def test_an_element_that_is_off_on_one_rank_is_found(world: World) -> None:
+def test_assert_exact_finds_wrong_element_on_one_rank(world: World) -> None:
     text = world.run(2, wrong_steps, 0.5, 0.5, 0.25)[0]
     assert text.splitlines()[0] == "values of the parallel model that differ from the dense model after step 1: 1"
     assert text.splitlines()[1].startswith("parameter up_bias, rank 1: off by 0.25 at [0] of elements 4+4, ")
 
 
-# Pieces that only some ranks hold -------------------------------------------------------------------------------------
+# Parameters that only some ranks hold ---------------------------------------------------------------------------------
 
 
 class Stage(nn.Module):
-    """Of two: each has a layer of its own, both the tied table, and rank 0 of ``row`` alone the bias."""
+    """One of two stages: each has its own layer and the tied table; only rank 0 of ``row`` has the bias."""
 
     def __init__(self, registry: ProcessGroupRegistry, wrong: str) -> None:
         super().__init__()
@@ -295,14 +295,14 @@ def stages(wrong: str = "") -> str:
         return ""
 
 
-def test_stages_owned_tied_and_pending_pieces_are_those_of_the_whole(world: World) -> None:
+def test_assert_exact_supports_stages_owner_only_tied_and_partial_parameters(world: World) -> None:
     assert world.run(4, stages) == [""] * 4
     for name, ranks in (("layer1", "rank 3"), ("table", "ranks 1, 3"), ("summed", "ranks 0-3")):
         text = world.run(4, stages, name)[0]
         assert f"the gradient of {name}, {ranks}: " in text, text
 
 
-# Refused --------------------------------------------------------------------------------------------------------------
+# Rejected arguments ---------------------------------------------------------------------------------------------------
 
 
 def refused(names: Any, error: type[Exception]) -> str:
@@ -320,17 +320,17 @@ def refused(names: Any, error: type[Exception]) -> str:
     ],
     ids=["unknown", "missing", "misspelt"],
 )
-def test_names_that_do_not_fit_are_refused_on_every_rank(world: World, names: Any, told: str) -> None:
+def test_assert_exact_rejects_wrong_names_on_every_rank(world: World, names: Any, told: str) -> None:
     first, second = world.run(2, refused, names, ValueError)
     assert told in first
     assert told in second
 
 
 def misshapen() -> str:
-    return why(Topology(tensor=2), names={**NAMES, "up": "fc1.weight"})
+    return explain(Topology(tensor=2), names={**NAMES, "up": "fc1.weight"})
 
 
-def test_a_piece_of_another_shape_than_its_spec_says_is_told(world: World) -> None:
+def test_assert_exact_reports_shard_shape_that_contradicts_spec(world: World) -> None:
     text = world.run(2, misshapen)[0]
     assert "the gradient of up, ranks 0-1: rank 0: up: the shard has shape (4, 4), but P(None, 'tensor') gives " in text
     assert "this rank a shard of shape (8, 2) of the full shape (8, 4); declare the spec" in text
@@ -344,7 +344,7 @@ def test_a_piece_of_another_shape_than_its_spec_says_is_told(world: World) -> No
         (Dense, lambda: (1, 2, 3), "a step returned tuple"),
     ],
 )
-def test_steps_return_a_model_or_model_and_norm(
+def test_assert_exact_rejects_other_return_types_of_step(
     parallel: Callable[[], Any], dense: Callable[[], Any], told: str
 ) -> None:
     with pytest.raises(TypeError, match=told):
@@ -360,6 +360,6 @@ def not_finite() -> nn.Module:
     return model
 
 
-def test_what_is_not_a_number_is_not_exact() -> None:
+def test_assert_exact_fails_for_nan() -> None:
     with pytest.raises(AssertionError, match=r"gradient of fc2\.bias, rank 0: off by nan at \[1\]"):
         assert_exact(not_finite, lambda: backward(Dense(), batch()), ProcessGroupRegistry(Topology(data=1)))

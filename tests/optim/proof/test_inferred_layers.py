@@ -1,4 +1,4 @@
-"""`infer` finds the layouts of the library's own layers, all of them, without their declarations."""
+"""`infer` finds the layouts of all layers of the library without their declarations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from world import World
 
 
 class Grid(nn.Module):
-    """Two layers and a norm, with biases of one layout."""
+    """Two 2D layers and a norm, with a choice of bias layouts."""
 
     def __init__(self, registry: ProcessGroupRegistry, bias: Any) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Grid(nn.Module):
 
 
 class Cube(nn.Module):
-    """Two layers between which the axes change places."""
+    """Two 3D layers that swap the input and output axes."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Cube(nn.Module):
 
 
 class Case(NamedTuple):
-    """Args: unknown: Whether shapes leave open which of equal axes cuts which dim."""
+    """A layer on a mesh. Args: unknown: Whether shapes cannot decide which of equally large axes shards which dim."""
 
     axes: tuple[tuple[str, int], ...]
     kind: str
@@ -100,7 +100,7 @@ CASES = [
 
 
 class Found(NamedTuple):
-    """Of one rank: its parameters' specs, those that were found by shapes, those without, what is unknown, the proof."""
+    """Results of one rank: declared specs, specs inferred with and without shapes, undecided dims, and the proofs."""
 
     declared: dict[str, P]
     by_shapes: dict[str, P]
@@ -120,7 +120,7 @@ def inferred(case: Case) -> Found:
         for name, spec in {name: one for each in gather_objects(specs, registry) for name, one in each.items()}.items():
             full = unshard(held.get(name), spec, registry)
             shapes[name] = tuple(full.shape)
-            if len(full.shape) == 1:  # they start from zeros and ones, of which nobody can say who holds which
+            if len(full.shape) == 1:  # shards of zeros and ones cannot be told apart
                 full += torch.randn(full.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
                 if name in held:
                     held[name].data.copy_(shard(full, spec, registry, uneven=True))
@@ -142,13 +142,13 @@ def with_shapes_of_another_model() -> str:
         return str(told.value)
 
 
-def test_shapes_that_are_not_the_models_are_told(world: World) -> None:
+def test_infer_rejects_shapes_that_do_not_fit_the_model(world: World) -> None:
     for told in world.run(6, with_shapes_of_another_model):
         assert told.startswith("up.weight: shards of shape (6, 6) don't fit the full shape (20, 12) in shapes=; give")
 
 
 def without_ones(spec: P, topology: Topology) -> P:
-    """Without the axes of one rank, of which there is nothing to tell."""
+    """Drop the axes of size 1, which cannot be inferred."""
     larger = [axis for axis in topology.axes if topology.size(axis) > 1]
     dims = [tuple(axis for axis in spec.dim_axes(dim) if axis in larger) for dim in range(len(spec.entries))]
     owned = {axis: owner for axis, owner in dict(spec.owned).items() if axis in larger}
@@ -156,7 +156,7 @@ def without_ones(spec: P, topology: Topology) -> P:
 
 
 def entries(spec: P) -> list[set[str]]:
-    """Of each dim, the axes that cut it: their order no shape tells. Without trailing dims that are whole."""
+    """Return for each dim the set of axes that shard it, without trailing dims that are not sharded."""
     along = {axis: min(axis, owner) for axis, owner in dict(spec.owned).items() if isinstance(owner, str)}
     along |= {str(owner): along[axis] for axis, owner in dict(spec.owned).items() if axis in along}
     found = [{along.get(axis, axis) for axis in spec.dim_axes(dim)} for dim in range(len(spec.entries))]
@@ -166,14 +166,14 @@ def entries(spec: P) -> list[set[str]]:
 
 
 def kinds(spec: P) -> dict[str, object]:
-    """Which axes cut it, sum it, have owners of it."""
+    """Return the axes over which the parameter is sharded, partial or owner-only."""
     owned = dict(spec.owned)
     along = {*spec.sharded_axes, *owned} if any(isinstance(owner, str) for owner in owned.values()) else None
     return {"cut": along or set(spec.sharded_axes), "partial": set(spec.partial), "owned": None if along else owned}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}, {case.axes}")
-def test_what_a_layer_declares_is_found(world: World, case: Case) -> None:
+def test_infer_finds_declared_layout_of_every_layer(world: World, case: Case) -> None:
     for found in world.run(Topology(roles=None, **dict(case.axes)).world_size, inferred, case):
         assert found.by_shapes.keys() == found.by_values.keys() == found.declared.keys(), found.proofs
         for name, spec in found.declared.items():

@@ -1,4 +1,5 @@
-"""`prove`: nothing is found in right models of any layout, and of wrong ones the parameters and the mistake are named."""
+"""`prove` reports nothing for correct models of any layout, and names the parameters and the mistake in wrong
+models."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World, WorldError
 
-# Drawn once: tests/benchmarks/mutants.py draws others, and as many as one likes.
+# Drawn once; tests/benchmarks/mutants.py draws any number of others.
 RIGHT, WRONG = (range(9000, 9000 + number_of_cases(count)) for count in (16, 36))
 
 
-def test_nothing_is_found_in_right_models(world: World) -> None:
+def test_prove_reports_nothing_for_correct_models(world: World) -> None:
     proofs = world.run_each(proved, [(drawn_model(number).topology.world_size, (number,)) for number in RIGHT])
     for number, (first, *others) in zip(RIGHT, proofs, strict=True):
         assert first.right, f"{drawn_model(number)}: {first}"
@@ -32,7 +33,7 @@ def test_nothing_is_found_in_right_models(world: World) -> None:
         assert all(other == first for other in others)
 
 
-def test_every_mistake_is_found_and_its_parameters_are_named_and_nine_causes_of_ten(world: World) -> None:
+def test_prove_finds_every_planted_mistake_and_most_causes(world: World) -> None:
     calls = [(drawn_model(number).topology.world_size, (number,)) for number in WRONG]
     made: list[Outcome] = []
     for number, outcomes in zip(WRONG, world.run_each(mutated, calls), strict=True):
@@ -51,7 +52,7 @@ def test_every_mistake_is_found_and_its_parameters_are_named_and_nine_causes_of_
 
 
 class Net(nn.Module):
-    """A pair of layers split over ``tensor``, between two that are copies."""
+    """Two layers sharded over ``tensor`` between two replicated layers."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -85,17 +86,17 @@ def _net(
         return proof, {name: param.detach() for name, param in net.named_parameters()}
 
 
-def test_a_right_model_costs_few_forwards(world: World) -> None:
+def test_prove_of_correct_model_needs_few_forwards(world: World) -> None:
     proof = world.run(4, _net)[0][0]
     assert proof.right
     assert len(proof.proved) == 7
-    assert proof.forwards <= 7  # with the backward; two for rounding; two sizes of effects
+    assert proof.forwards <= 7  # including one with backward, two for rounding, two step sizes
     assert str(proof) == f"7 parameters are right, in {proof.forwards} forwards"
     proof.check()
 
 
 def _net_asked_for_its_order() -> list[int]:
-    """How often the order of modules is gathered, for a right model and for a wrong one."""
+    """Return how often the order of modules is gathered for a correct and for a wrong model."""
     made = []
     for change in (None, _slightly_off):
         with mock.patch.object(prove_module, "ForwardOrder", side_effect=ForwardOrder) as order:
@@ -104,7 +105,7 @@ def _net_asked_for_its_order() -> list[int]:
     return made
 
 
-def test_the_order_of_modules_is_gathered_only_where_something_is_wrong(world: World) -> None:
+def test_prove_gathers_module_order_only_for_wrong_models(world: World) -> None:
     assert world.run(4, _net_asked_for_its_order) == [[0, 1]] * 4
 
 
@@ -164,7 +165,7 @@ def _held_by_all(net: Net) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_mistake(
+def test_prove_names_cause_axes_and_parameters_of_mistake(
     world: World, change: Callable[[Net], None], cause: str, axes: tuple[str, ...], names: set[str]
 ) -> None:
     proofs = [proof for proof, _ in world.run(4, _net, change)]
@@ -185,7 +186,7 @@ def _declared(net: Net) -> None:
     annotate(net.bias, P("tensor"))
 
 
-def test_wrong_specs_are_told_what_they_are(world: World) -> None:
+def test_prove_infers_right_spec_for_wrong_declarations(world: World) -> None:
     proof = world.run(4, _net, _declared)[0][0]
     found = {finding.name: (finding.cause, finding.inferred, finding.factor) for finding in proof.findings}
     assert found == {
@@ -196,11 +197,12 @@ def test_wrong_specs_are_told_what_they_are(world: World) -> None:
     }
 
 
-# Many at once -----------------------------------------------------------------------------------------------------------
+# Several wrong parameters
+# ----------------------------------------------------------------------------------------------
 
 
 class Tower(nn.Module):
-    """Many copies, and a net on top of them."""
+    """Many replicated layers below a `Net`."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -232,15 +234,15 @@ def _one_doubled(tower: Tower) -> None:
     tower.get_parameter("layers.7.weight").register_hook(lambda gradient: gradient * 2)
 
 
-def test_where_most_are_wrong_each_takes_a_few_forwards(world: World) -> None:
+def test_prove_needs_few_forwards_per_wrong_parameter(world: World) -> None:
     first, *others = world.run(2, _tower, _doubled_on_the_way)
     wrong = {f"layers.{index}.{name}" for index in range(12) for name in ("weight", "bias")}
     assert {finding.name for finding in first.findings} == wrong
-    assert first.forwards <= 12 * len(wrong)  # with those that are explained, and the search for the place
+    assert first.forwards <= 12 * len(wrong)  # including the explanations and the search for the location
     assert all(other == first for other in others)
 
 
-def test_one_of_many_is_found_by_halves(world: World) -> None:
+def test_prove_finds_one_wrong_parameter_by_bisection(world: World) -> None:
     proof = world.run(2, _tower, _one_doubled)[0]
     assert [finding.name for finding in proof.findings] == ["layers.7.weight"]
     assert proof.findings[0].factor == pytest.approx(2.0)
@@ -248,7 +250,7 @@ def test_one_of_many_is_found_by_halves(world: World) -> None:
 
 
 class Pair(nn.Module):
-    """Two numbers."""
+    """A model of two scalars."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,16 +270,17 @@ def _pairs_doubled(seeds: int) -> list[set[str]]:
         return [{finding.name for finding in proof.findings} for proof in proofs]
 
 
-def test_two_that_are_wrong_alike_do_not_cancel_along_any_directions(world: World) -> None:
-    """Their directions may have opposite signs, and by chance both be longer than most."""
+def test_prove_finds_two_equally_wrong_parameters_for_any_seed(world: World) -> None:
+    """Their directions can have opposite signs, so that the errors nearly cancel."""
     assert world.run(1, _pairs_doubled, 60) == [[{"one", "other"}] * 60]
 
 
-# Kinks ------------------------------------------------------------------------------------------------------------------
+# ReLU kinks
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Relu(nn.Module):
-    """With so many kinks that every step meets some, but the smallest."""
+    """A model with so many kinks that all steps except the smallest cross some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +306,7 @@ def _relu(seed: int, factor: float) -> Proof:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kinks_are_no_mistakes_and_hide_none(world: World, seed: int) -> None:
+def test_prove_is_correct_for_models_with_many_kinks(world: World, seed: int) -> None:
     (right,) = world.run(1, _relu, seed, 1.0)
     (wrong,) = world.run(1, _relu, seed, 1.01)
     assert right.right, right
@@ -316,7 +319,7 @@ def test_kinks_are_no_mistakes_and_hide_none(world: World, seed: int) -> None:
 
 
 class Casting(nn.Module):
-    """Casts to float32 within, as norms of large models do."""
+    """Casts to float32 inside the forward, as norms of large models do."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -347,7 +350,7 @@ def _casting(dtype: torch.dtype, hooked: float, proved_in: torch.dtype | None) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_model_of_any_dtype_is_proved_in_float64_and_left_as_it_is(world: World, dtype: torch.dtype) -> None:
+def test_prove_in_float64_supports_any_dtype_and_leaves_model_unchanged(world: World, dtype: torch.dtype) -> None:
     (right, kept), _ = world.run(2, _casting, dtype, 1.0, torch.float64)
     (wrong, _), _ = world.run(2, _casting, dtype, 1.001, torch.float64)
     assert right.right
@@ -356,14 +359,14 @@ def test_a_model_of_any_dtype_is_proved_in_float64_and_left_as_it_is(world: Worl
     assert wrong.findings[0].factor == pytest.approx(1.001, abs=1e-5)
 
 
-def test_in_float32_errors_of_some_percent_are_found(world: World) -> None:
+def test_prove_in_float32_finds_errors_of_ten_percent(world: World) -> None:
     (right, _), _ = world.run(2, _casting, torch.float32, 1.0, None)
     (wrong, _), _ = world.run(2, _casting, torch.float32, 1.1, None)
     assert right.right
     assert [finding.name for finding in wrong.findings] == ["gain"]
 
 
-def test_half_precision_tells_nothing(world: World) -> None:
+def test_prove_in_half_precision_is_rejected(world: World) -> None:
     with pytest.raises(WorldError, match="too inexact for a derivative"):
         world.run(2, _casting, torch.bfloat16, 1.0, None)
     with pytest.raises(WorldError, match=r"give torch\.float64, or None"):
@@ -397,12 +400,12 @@ def _misused(kind: str) -> Proof:
         ("undeclared", "no spec is declared for weight, bias.*infer"),
     ],
 )
-def test_misuse_is_an_error_on_every_rank(world: World, kind: str, text: str) -> None:
+def test_prove_raises_on_every_rank_for_invalid_loss_or_missing_specs(world: World, kind: str, text: str) -> None:
     with pytest.raises(WorldError, match=rf"(?s)2 of 2 ranks failed.*ranks 0-1.*{text}"):
         world.run(2, _misused, kind)
 
 
-def test_no_more_parameters_than_said(world: World) -> None:
+def test_prove_checks_at_most_max_parameters(world: World) -> None:
     proof = world.run(4, _net_of_few)[0]
     assert len(proof.proved) == 3
     assert len(proof.untold) == 4

@@ -1,4 +1,5 @@
-"""A parameter that changes nothing: its gradient is rounding, other on each rank, and that is no mistake."""
+"""Parameters without effect on the loss: their gradients are rounding errors that differ per rank, which is no
+mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from world import World
 
 
 class Attention(nn.Module):
-    """One head a rank. ``shift`` is added to all keys, which attention doesn't see."""
+    """One head per rank. ``shift`` is added to all keys, which does not change the attention."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -38,14 +39,14 @@ def untold() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
         model = Attention(registry)
         x = torch.randn(3, 5, 6, dtype=torch.float64)
         proof = prove(model, lambda model: model(x), registry)
-        declare(model, {"shift": P()})  # sums that are rounding differ on copies
+        declare(model, {"shift": P()})  # rounding errors differ between replicas
         copied = prove(model, lambda model: model(x), registry)
         found = infer(model, lambda model: model(x), registry)
         assert "# shift: inferred from values only; the loss hardly depends on it" in str(found)
         return proof.untold, str(copied), copied.untold, "shift" in found.rules and found.proof.right
 
 
-def test_nothing_is_said_of_it_however_it_is_declared(world: World) -> None:
+def test_prove_makes_no_statement_about_parameters_without_effect(world: World) -> None:
     for found, told, copied, has_rule in world.run(2, untold):
         assert "key.bias" in found, "all heads' keys are shifted by it too"
         assert {*found} == {*copied} == {"shift", "key.bias"}, told

@@ -1,4 +1,4 @@
-"""accelerate and a Trainer around an optimizer are found without keeping anything of their callers alive."""
+"""Detection of accelerate or a Trainer around an optimizer, without keeping objects of the caller alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshstep.parallel import ProcessGroupRegistry, Topology
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """As accelerate's: around another one."""
+    """A wrapper like accelerate's class of that name."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -36,7 +36,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if both packages had been imported."""
+    """Pretend that both packages are imported."""
     for module, kind in (("accelerate.optimizer", AcceleratedOptimizer), ("transformers.trainer", Trainer)):
         fake = ModuleType(module)
         setattr(fake, kind.__name__, kind)
@@ -47,7 +47,7 @@ def optimizer_of(model: torch.nn.Module) -> ParallelOptimizer[Any]:
     return ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), ProcessGroupRegistry(Topology(data=1)))
 
 
-def test_first_step_keeps_no_batch_or_logits_alive() -> None:
+def test_detection_of_accelerate_keeps_no_batch_or_logits_alive() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = optimizer_of(model)
     taken_over(optimizer)
@@ -62,7 +62,7 @@ def test_first_step_keeps_no_batch_or_logits_alive() -> None:
     assert [ref() for ref in seen] == [None, None]
 
 
-def test_accelerate_around_the_optimizer_is_an_error() -> None:
+def test_optimizer_wrapped_by_accelerate_raises() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = optimizer_of(model)
     accelerated = AcceleratedOptimizer(AcceleratedOptimizer(optimizer))
@@ -75,7 +75,7 @@ def test_accelerate_around_the_optimizer_is_an_error() -> None:
     accelerated.step()
 
 
-def test_accelerate_around_another_optimizer_is_no_error() -> None:
+def test_other_optimizer_wrapped_by_accelerate_does_not_raise() -> None:
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     optimizer, around_another = optimizer_of(model), AcceleratedOptimizer(optimizer_of(other))
     optimizer.backward(model(torch.full((4, 3), 2.0)).square().mean())
@@ -83,7 +83,7 @@ def test_accelerate_around_another_optimizer_is_no_error() -> None:
     assert around_another.param_groups
 
 
-def test_trainer_that_clips_by_itself_is_an_error() -> None:
+def test_trainer_with_max_grad_norm_raises() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = optimizer_of(model)
     trainer = Trainer(AcceleratedOptimizer(optimizer), 0.5)

@@ -1,4 +1,4 @@
-"""Booster: every form of data parallelism and precision takes the plain run's steps; what fits together, what does not."""
+"""Booster: every form of data parallelism and precision gives the steps of a plain run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IN, HIDDEN, CLASSES = 16, 64, 16
 
 
 class Block(nn.Module):
-    """x + MLP(norm(x)), the two linear layers split over `tensor` where the mesh has it."""
+    """x + MLP(norm(x)), with the two linear layers sharded over `tensor` if the mesh has that axis."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def make_model(registry: ProcessGroupRegistry, seed: int = 3) -> nn.Module:
-    """Two blocks and a head; the same full weights on every mesh."""
+    """Return two blocks and a head with the same full weights on every mesh."""
     torch.manual_seed(seed)
     model = nn.Sequential(Block(registry), Block(registry), nn.Linear(IN, CLASSES))
     if "tensor" in registry.topology.axes:
@@ -61,7 +61,7 @@ def samples(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
-    """By name, float64: the logical parameters, whatever the form of data parallelism made of them."""
+    """Return the full parameters in float64 by name, for every form of data parallelism."""
     bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     local = {name: local_parameter(param) for name, param in bare.named_parameters()}
     return {name: unshard(param.detach(), spec_of(param), registry).double() for name, param in local.items()}
@@ -71,14 +71,15 @@ def flat(weights: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
-# The same steps, whoever averages the gradients -----------------------------------------------------------------------
+# The same steps with every form of data parallelism
+# --------------------------------------------------------------------
 
 BATCHES, BATCH, EPOCHS, WINDOW = 5, 8, 2, 2
 Run = tuple[Tensor, list[float], list[float]]  # weights, learning rates, norms
 
 
 def plain_run() -> Run:
-    """torch alone, in one process, on whole windows of two batches and the last one of one."""
+    """Train with torch only in one process, on full windows of two batches and a last window of one."""
     model = make_model(ProcessGroupRegistry(Topology())).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch_lr.CosineAnnealingLR(optimizer, 6)
@@ -96,7 +97,7 @@ def plain_run() -> Run:
 
 
 def boosted_run(mode: Any, axes: dict[str, int], windows: str) -> Run:
-    """The same on a mesh, micro-batch by micro-batch; data ranks begin with unequal weights."""
+    """Train on a mesh, per micro-batch. Data ranks start with different weights, which `boost` must synchronize."""
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         data_rank, data_ranks = registry.rank(*registry.topology.data_axes), registry.size(*registry.topology.data_axes)
         model = make_model(registry, seed=3 + data_rank).double()
@@ -130,7 +131,7 @@ def boosted_run(mode: Any, axes: dict[str, int], windows: str) -> Run:
 @pytest.fixture(scope="module")
 def plain() -> Run:
     weights, rates, norms = plain_run()
-    assert min(norms) < 1.5 < max(norms), "some steps should be clipped and others not"
+    assert min(norms) < 1.5 < max(norms), "some steps must be clipped, but not all"
     return weights, rates, norms
 
 
@@ -139,20 +140,22 @@ TWO_AXES: list[dict[str, int]] = [{"data": 2, "tensor": 2}, {"replica": 2, "data
 
 @pytest.mark.parametrize("windows", ["managed", "own"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_form_of_data_parallelism_takes_the_plain_steps(mode: Any, windows: str, world: World, plain: Run) -> None:
-    """Windows and a tail, AdamW, clipping and torch's cosine."""
+def test_boosted_run_matches_plain_run_with_every_data_parallelism(
+    mode: Any, windows: str, world: World, plain: Run
+) -> None:
+    """Includes windows, a shorter last window, AdamW, clipping and torch's cosine schedule."""
     for run in world.run(2, boosted_run, mode, {"data": 2}, windows):
         assert_same(run, plain)
 
 
 @pytest.mark.parametrize("axes", TWO_AXES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_on_two_axes(mode: Any, axes: dict[str, int], world: World, plain: Run) -> None:
+def test_boosted_run_matches_plain_run_on_two_axes(mode: Any, axes: dict[str, int], world: World, plain: Run) -> None:
     for run in world.run(4, boosted_run, mode, axes, "managed"):
         assert_same(run, plain)
 
 
-def test_in_one_process_every_form_is_the_plain_run(plain: Run) -> None:
+def test_boosted_run_in_one_process_matches_plain_run(plain: Run) -> None:
     for mode in MODES:
         assert_same(boosted_run(mode, {"data": 1}, "managed"), plain)
 
@@ -165,13 +168,13 @@ def assert_same(run: Run, plain: Run) -> None:
 
 # Precision x mesh x data parallelism ----------------------------------------------------------------------------------
 
-# How far the update of 3 steps may be from the float32 one's, relative to its length. Weights that are shown to the model
-# in a half type are rounded to it, which is most of the difference; everything learns at the same pace all the same.
+# Allowed difference to the float32 update of 3 steps, relative to its length. Rounding of the weights to half precision
+# is most of it.
 ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 0.3, "fp16_naive": 0.05, "fp16_apex": 0.05, "fp8": 0.3}
 
 
 def three_steps(precision: Mode, axes: dict[str, int], modes: tuple[Any, ...]) -> list[tuple[Tensor, int]]:
-    """(update of the full weights, skipped steps) with each form of data parallelism."""
+    """Return the update of the full weights and the skipped steps for each form of data parallelism."""
     found = []
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         for mode in modes:
@@ -193,12 +196,14 @@ def three_steps(precision: Mode, axes: dict[str, int], modes: tuple[Any, ...]) -
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_every_precision_goes_with_every_form(precision: Mode, axes: dict[str, int], world: World) -> None:
+def test_every_precision_works_with_every_data_parallelism_and_mesh(
+    precision: Mode, axes: dict[str, int], world: World
+) -> None:
     [(dense, _)] = three_steps("fp32", {"data": 1}, (None,))
     for results in world.run(len(axes) * 2, three_steps, precision, axes, MODES):
         for mode, (update, skipped) in zip(MODES, results, strict=True):
             assert relative(update, dense) < ROUNDING[precision], mode
-            assert relative(update, results[0][0]) < ROUNDING[precision] / 5, f"{mode} is not as {MODES[0]}"
+            assert relative(update, results[0][0]) < ROUNDING[precision] / 5, f"{mode} differs from {MODES[0]}"
             assert skipped == 0
 
 
@@ -207,7 +212,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 class Convolutions(nn.Module):
-    """With batch norm, which fp16_apex keeps in float32 among float16 parameters."""
+    """Convolutions with batch norm, which fp16_apex keeps in float32 among float16 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,8 +237,8 @@ def two_dtypes(mode: Any) -> Tensor:
         return flat(full_weights(model, registry))
 
 
-def test_fully_shard_of_two_dtypes(world: World) -> None:
-    """torch takes one dtype in what is sharded together."""
+def test_fully_shard_of_parameters_with_two_dtypes_matches_unsharded_step(world: World) -> None:
+    """torch accepts one dtype per fully_shard group."""
     for sharded, plain in zip(world.run(2, two_dtypes, "fsdp"), world.run(2, two_dtypes, None), strict=True):
         torch.testing.assert_close(sharded, plain, rtol=0, atol=1e-6)
 
@@ -242,7 +247,7 @@ def test_fully_shard_of_two_dtypes(world: World) -> None:
 
 
 def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int]) -> tuple[Tensor, Any]:
-    """8 steps over 2 epochs; with ``stop`` a checkpoint is written after so many, otherwise one is read first."""
+    """Train 8 steps over 2 epochs; with ``stop`` save after that step, otherwise load first."""
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         model = make_model(registry, seed=3 if stop else 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -265,8 +270,8 @@ def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int])
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero2"])
-def test_a_run_continues_from_where_it_was_saved(mode: Any, world: World, tmp_path: Path) -> None:
-    """In the middle of an epoch: weights, masters, states, the rate and the order of the samples."""
+def test_boosted_run_resumes_bitwise_identically(mode: Any, world: World, tmp_path: Path) -> None:
+    """Saved within an epoch: weights, master weights, optimizer state, learning rate and sample order."""
     path = str(tmp_path)
     whole = world.run(2, train_in_parts, path, mode, 6, {"data": 2})
     for (weights, _), (resumed, done) in zip(
@@ -276,11 +281,12 @@ def test_a_run_continues_from_where_it_was_saved(mode: Any, world: World, tmp_pa
         assert torch.equal(weights, resumed)
 
 
-# Options that are passed on -------------------------------------------------------------------------------------------
+# Options passed to the optimizer --------------------------------------------------------------------------------------
 
 
 def vetoed(mode: Any) -> tuple[list[bool], int, int]:
-    """Whether each of three steps moved weights, rank 1 refusing the second; vetoed steps; how often it was asked."""
+    """Reject the second of three steps on rank 1. Return which steps moved weights, the count of rejected steps,
+    and of calls."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
 
@@ -306,11 +312,11 @@ def vetoed(mode: Any) -> tuple[list[bool], int, int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_veto_skips_the_step_in_every_form(world: World, mode: Any) -> None:
+def test_step_rejected_by_commit_is_skipped_with_every_data_parallelism(world: World, mode: Any) -> None:
     assert world.run(2, vetoed, mode) == [([True, False, True], 1, 3)] * 2
 
 
-def test_a_veto_that_can_not_be_asked_for_is_refused_on_every_rank(world: World) -> None:
+def test_commit_that_is_not_callable_is_rejected_on_every_rank(world: World) -> None:
     with pytest.raises(WorldError, match=r"(?s)2 of 2 ranks failed.*commit=False: give a function without arguments"):
         world.run(2, boosted_with, False)
 
@@ -325,7 +331,7 @@ def boosted_with(commit: Any) -> None:
 
 
 def two_rates_run(mode: Any, several: bool) -> tuple[Tensor, list[float]]:
-    """Weights and norms of steps of matrices and of the rest at rates of their own."""
+    """Return weights and norms of steps with different learning rates for matrices and other parameters."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = make_model(registry)
         groups: list[dict[str, Any]] = [
@@ -345,10 +351,10 @@ def two_rates_run(mode: Any, several: bool) -> tuple[Tensor, list[float]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_optimizers_are_boosted_to_the_bit_as_one_with_two_groups(world: World, mode: Any) -> None:
+def test_two_optimizers_match_one_with_two_groups_bitwise(world: World, mode: Any) -> None:
     for (mine, norms), (its, expected) in zip(
         world.run(2, two_rates_run, mode, True), world.run(2, two_rates_run, mode, False), strict=True
     ):
         assert norms == expected
-        assert min(norms) > 0.1  # and clipped
+        assert min(norms) > 0.1  # so the steps were clipped
         assert torch.equal(mine, its)

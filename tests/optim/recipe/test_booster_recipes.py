@@ -1,4 +1,4 @@
-"""The documented recipes with the Booster have the curve of one process, and of plain torch."""
+"""The documented Booster recipes have the loss curves of one process and of plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from world import World
 
 
 def gradient_clipping(precision: Mode, data_parallel: Any) -> list[float]:
-    """Clip by norm; one schedule step an iteration. The model's own zero_grad is as good as the optimizer's."""
+    """Clip by norm, with one schedule step per iteration and the model's own zero_grad."""
     model = classifier()
     criterion = nn.CrossEntropyLoss()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=5e-4)
@@ -48,7 +48,7 @@ def gradient_clipping(precision: Mode, data_parallel: Any) -> list[float]:
 
 
 def mixed_precision(precision: Mode, data_parallel: Any) -> list[float]:
-    """A warm-up, stepped once an epoch; arguments by name."""
+    """Use a warm-up stepped once per epoch, and pass arguments by name."""
     model = classifier()
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.03)
     lr_scheduler = LinearWarmupLR(optimizer, warmup_steps=1, total_steps=3)
@@ -75,7 +75,7 @@ def mixed_precision(precision: Mode, data_parallel: Any) -> list[float]:
 
 
 def gradient_accumulation(precision: Mode, data_parallel: Any) -> list[float]:
-    """Windows of 4 by hand, without the schedule."""
+    """Accumulate windows of 4 explicitly, without a schedule."""
     GRADIENT_ACCUMULATION = 4
     model = classifier()
     criterion = nn.CrossEntropyLoss()
@@ -119,16 +119,16 @@ def size() -> int:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("precision", "data_parallel"), [("fp32", "ddp"), ("fp16", "zero1"), ("fp16", "ddp")])
-def test_a_recipe_on_two_ranks_has_the_curve_of_one(
+def test_recipe_on_two_ranks_has_loss_curve_of_one_process(
     recipe: Callable[[Mode, Any], list[float]], precision: Mode, data_parallel: Any, world: World
 ) -> None:
     one = torch.tensor(recipe(precision, data_parallel))
     two = torch.tensor(world.run(2, recipe, precision, data_parallel)).mean(0)
-    assert one[-4:].mean() < 0.6 * one[:4].mean(), "it should learn"
+    assert one[-4:].mean() < 0.6 * one[:4].mean(), "the loss must decrease"
     torch.testing.assert_close(two, one, rtol=2e-5 if precision == "fp32" else 5e-3, atol=1e-4)
 
 
-def test_the_clipping_recipe_is_plain_torch() -> None:
+def test_clipping_recipe_matches_plain_torch() -> None:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=5e-4)
     schedule = torch_lr.CosineAnnealingLR(optimizer, 12)
@@ -146,7 +146,7 @@ def test_the_clipping_recipe_is_plain_torch() -> None:
     assert gradient_clipping("fp32", "ddp") == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_model_alone_is_prepared_for_evaluation() -> None:
+def test_boosting_model_alone_prepares_it_for_evaluation() -> None:
     model, *others = Booster("bf16").boost(classifier())
     assert others == [None] * 4
     assert model(torch.ones(2, 6)).dtype == torch.bfloat16

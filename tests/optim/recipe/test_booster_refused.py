@@ -1,4 +1,4 @@
-"""What the Booster refuses: arguments that do not fit together, and combinations that cannot work."""
+"""Booster arguments and combinations that are rejected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def size() -> int:
 
 
 def boost(*_: object, **changes: Any) -> Any:
-    """Boost a small model; ``changes`` to the arguments of boost and, the rest, of Booster."""
+    """Boost a small model; ``changes`` are arguments of boost or of Booster."""
     model = changes.pop("model", None) or classifier()
     optimizer = changes.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
     given = {name: changes.pop(name) for name in ("criterion", "dataloader", "lr_scheduler") if name in changes}
@@ -83,12 +83,14 @@ def other_schedule() -> Any:
         (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has already been prepared for 'bf16'"),
     ],
 )
-def test_wrong_arguments(kind: type[Exception], changes: Callable[[], dict[str, Any]], message: str) -> None:
+def test_boost_rejects_invalid_arguments(
+    kind: type[Exception], changes: Callable[[], dict[str, Any]], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         boost(**changes())
 
 
-def test_several_optimizers_that_are_refused_stay_as_they_were() -> None:
+def test_rejected_list_of_optimizers_is_left_unchanged() -> None:
     model, other = classifier(), classifier()
     first, *rest = model.parameters()
     several = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
@@ -109,7 +111,7 @@ CUDA = torch.device("cuda", 3)
 
 def adagrad() -> dict[str, Any]:
     model = classifier()
-    return {"model": model, "optimizer": torch.optim.Adagrad(model.parameters())}  # which has state from the beginning
+    return {"model": model, "optimizer": torch.optim.Adagrad(model.parameters())}  # Adagrad has state from the start
 
 
 def without_elements() -> dict[str, Any]:
@@ -127,7 +129,7 @@ def without_elements() -> dict[str, Any]:
         (without_elements, r"0.weight is on the meta device and has no elements; call model.to_empty\(device="),
     ],
 )
-def test_what_cannot_move_to_the_gpu(changes: Callable[[], dict[str, Any]], message: str) -> None:
+def test_model_that_cannot_be_moved_to_gpu_is_rejected(changes: Callable[[], dict[str, Any]], message: str) -> None:
     given = changes()
     before = [param.device for param in given["model"].parameters()]
     with mock.patch.object(ProcessGroupRegistry, "device", CUDA), pytest.raises(ValueError, match=message):
@@ -135,7 +137,7 @@ def test_what_cannot_move_to_the_gpu(changes: Callable[[], dict[str, Any]], mess
     assert [param.device for param in given["model"].parameters()] == before
 
 
-def test_new_parameters_on_the_gpu_would_not_be_the_optimizers() -> None:
+def test_model_is_not_moved_to_gpu_if_torch_would_replace_parameters() -> None:
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         with (
@@ -149,7 +151,7 @@ def test_new_parameters_on_the_gpu_would_not_be_the_optimizers() -> None:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
-def test_a_model_that_is_not_on_the_registrys_gpu_is_moved_there() -> None:
+def test_boost_moves_model_to_device_of_registry() -> None:
     class Moved(Exception):
         pass
 
@@ -164,12 +166,12 @@ def test_a_model_that_is_not_on_the_registrys_gpu_is_moved_there() -> None:
         boost()
 
 
-def test_a_schedule_needs_its_optimizer() -> None:
+def test_boosting_schedule_without_optimizer_is_rejected() -> None:
     with pytest.raises(ValueError, match="lr_scheduler is given without its optimizer"):
         Booster().boost(classifier(), None, lr_scheduler=other_schedule())  # type: ignore[call-overload]
 
 
-def test_backward_and_no_sync_take_what_boost_returned() -> None:
+def test_backward_and_no_sync_reject_objects_not_returned_by_boost() -> None:
     model = classifier()
     sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     booster = Booster()
@@ -180,7 +182,7 @@ def test_backward_and_no_sync_take_what_boost_returned() -> None:
         booster.no_sync(classifier())
 
 
-def test_torchrun_without_init_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_booster_under_torchrun_without_init_distributed_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match=r"torchrun started 4 processes.*call meshstep\.parallel\.init_distributed"):
@@ -190,7 +192,7 @@ def test_torchrun_without_init_distributed(monkeypatch: pytest.MonkeyPatch) -> N
 def first_words(
     axes: dict[str, int], how: str, data_parallel: Any, roles: dict[str, Any] | None = None
 ) -> tuple[str, bool]:
-    """The error, and whether the model was left alone."""
+    """Return the error, and whether the model was left unchanged."""
     with ProcessGroupRegistry(Topology(roles=roles, **axes)) as registry:
         model = classifier()
         before = [param.clone() for param in model.parameters()]
@@ -241,10 +243,10 @@ WRONG: list[tuple[dict[str, int], str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("axes", "how", "data_parallel", "message"), WRONG, ids=lambda item: str(item)[:20])
-def test_a_combination_that_cannot_work(
+def test_boost_rejects_unsupported_combination_on_every_rank(
     axes: dict[str, int], how: str, data_parallel: Any, message: str, world: World
 ) -> None:
-    """An error on every rank that says which one does; nothing is changed."""
+    """The error names the argument, and nothing is changed."""
     for text, untouched in world.run(2, first_words, axes, how, data_parallel):
         assert re.search(message, text), text
         assert untouched
@@ -259,12 +261,12 @@ def one_sampler_a_rank() -> Tensor:
         return torch.cat([x for x, _ in loader])
 
 
-def test_a_distributed_sampler_over_the_data_axes_is_right(world: World) -> None:
+def test_boost_accepts_distributed_sampler_over_data_axes(world: World) -> None:
     assert len(torch.cat(world.run(2, one_sampler_a_rank)).unique(dim=0)) == 48
 
 
 class Evens:
-    """A batch sampler of one's own: every second sample."""
+    """A user-defined batch sampler that yields every second sample."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -326,7 +328,7 @@ LOADERS = {
 }
 
 
-def test_loaders_that_share_samples_out_are_taken_and_others_refused_on_every_rank(world: World) -> None:
+def test_boost_accepts_only_loaders_that_distribute_samples_over_data_ranks(world: World) -> None:
     for (how, message), texts in zip(
         LOADERS.items(), world.run_each(boosted_with, [(4, (how,)) for how in LOADERS]), strict=True
     ):

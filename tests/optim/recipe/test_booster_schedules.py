@@ -1,4 +1,4 @@
-"""LR schedules that are handed to the Booster go on as without it, and torch's warnings come where they are due."""
+"""LR schedules passed to the Booster behave as without it, including torch's warnings."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def rates(
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_schedule_goes_on_as_without_the_booster(kind: str, precision: Mode) -> None:
-    """Also where masters take the place of the parameters whose rates it writes."""
+def test_boosted_schedule_has_rates_of_plain_schedule(kind: str, precision: Mode) -> None:
+    """Also if master weights replace the parameters whose learning rate the schedule writes."""
     model, dense = classifier(), classifier()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
@@ -59,8 +59,8 @@ def test_a_schedule_goes_on_as_without_the_booster(kind: str, precision: Mode) -
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_no_warning_where_the_first_steps_are_skipped(fused: bool) -> None:
-    """torch's schedules move all the same, as they do beside GradScaler; ours wait for a step."""
+def test_schedules_do_not_warn_if_first_steps_are_skipped(fused: bool) -> None:
+    """torch's schedules advance in skipped steps, as with GradScaler; meshstep's wait for an applied step."""
     model = classifier()
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
     booster = Booster(NaiveFp16(init_scale=2.0**40))
@@ -79,7 +79,7 @@ def test_no_warning_where_the_first_steps_are_skipped(fused: bool) -> None:
     assert ours.last_epoch == 0
 
 
-def test_no_warning_in_the_middle_of_a_window() -> None:
+def test_schedule_does_not_warn_inside_accumulation_window() -> None:
     model = classifier()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     booster = Booster(accumulation_steps=3)
@@ -95,8 +95,8 @@ def test_no_warning_in_the_middle_of_a_window() -> None:
 
 @pytest.mark.parametrize("way", ["norm", "value"])
 @pytest.mark.parametrize("micro_batches", [2, 5])
-def test_clipping_called_in_every_micro_batch_waits_for_the_window(way: str, micro_batches: int) -> None:
-    """A window of 3, ended early or by the third; then two more, ended early too: torch clips once a window."""
+def test_clipping_called_per_micro_batch_clips_once_per_window(way: str, micro_batches: int) -> None:
+    """The reference in torch clips once per window; windows may end early."""
     model, dense = classifier(), classifier()
     sgd, plain = (torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (model, dense))
     booster = Booster(accumulation_steps=3)
@@ -120,7 +120,7 @@ def test_clipping_called_in_every_micro_batch_waits_for_the_window(way: str, mic
         torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_torch_still_warns_of_a_wrong_order() -> None:
+def test_torch_still_warns_if_schedule_steps_before_optimizer() -> None:
     model = classifier()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     _, _, _, _, schedule = Booster().boost(model, sgd, lr_scheduler=torch_lr.StepLR(sgd, 2))

@@ -1,4 +1,4 @@
-"""Copies that have come apart, as on a GPU whose kernels add in any order, get one rank's bits again."""
+"""`align_copies` gives diverged replicas the values of one rank again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parameters(registry: ProcessGroupRegistry, dtype: torch.dtype) -> dict[str, 
 
 
 def values(optimizer: ParallelOptimizer) -> Values:
-    """What is stepped, and its state and remainder, by the part of the logical tensor that it is."""
+    """Return the stepped tensors with their state and remainders, by region of the full tensor."""
     found = {}
     for piece, state in zip(optimizer.pieces(), optimizer._states.states(), strict=True):
         tensors = [piece.tensor, *(state[key] for key in sorted(state) if key != "step")]
@@ -63,7 +63,7 @@ def step(optimizer: ParallelOptimizer, params: dict[str, nn.Parameter]) -> None:
 
 
 def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
-    """What is wrong after every rank has moved all that it steps, each by its own noise; "" if nothing is."""
+    """Add different noise to all state on every rank. Return the first error after alignment, or ""."""
     with (
         ProcessGroupRegistry(Topology(roles=None, **axes)) as registry,
         small_buckets(64),
@@ -93,17 +93,17 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
         after = gather_objects(values(optimizer), registry)
         model = gather_objects({name: param.detach().clone() for name, param in params.items()}, registry)
         if registry.topology.pipe_axes:
-            for rank, of_rank in enumerate(model):  # only what is tied is one parameter on both stages
+            for rank, of_rank in enumerate(model):  # only a tied parameter is the same parameter on both stages
                 stage = registry.topology.coordinate_of(rank, "pipe")
                 model[rank] = {name if name == "tied" else f"{name} {stage}": param for name, param in of_rank.items()}
         problem = compared(before, after, registry.topology) or equal_in(model, registry.topology)
         if not problem:
-            step(optimizer, params)  # compares copies again, and masters with the model
+            step(optimizer, params)  # compares replicas again, and master weights with the model
         return problem
 
 
 def compared(before: list[Values], after: list[Values], topology: Topology) -> str:
-    """Each piece is now what the first rank had that holds it."""
+    """Check that each shard equals the shard of the first rank that holds it."""
     for rank, pieces in enumerate(after):
         for key, tensors in pieces.items():
             pipe = topology.pipe_axes and key[0] != "tied"
@@ -119,7 +119,7 @@ def compared(before: list[Values], after: list[Values], topology: Topology) -> s
 
 
 def equal_in(model: list[dict[str, Tensor]], topology: Topology) -> str:
-    """The parameters of the model are equal where they are copies."""
+    """Check that replicated parameters of the model are equal."""
     for rank, params in enumerate(model):
         for name, param in params.items():
             along = [axis for axis in topology.axes if axis == "tensor" and name.startswith("split")]
@@ -131,17 +131,17 @@ def equal_in(model: list[dict[str, Tensor]], topology: Topology) -> str:
 
 
 @pytest.mark.parametrize(("mode", "states"), CASES)
-def test_copies_along_all_axes_get_the_bits_of_the_first(world: World, mode: str, states: str) -> None:
+def test_align_copies_gives_all_replicas_the_values_of_first_rank(world: World, mode: str, states: str) -> None:
     assert world.run(4, apart, {"data": 2, "tensor": 2}, mode, states, True) == [""] * 4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tied_copies_are_copies(world: World, mode: str) -> None:
+def test_align_copies_aligns_tied_parameters_of_stages(world: World, mode: str) -> None:
     assert world.run(4, apart, {"pipe": 2, "tensor": 2}, mode, "whole", True) == [""] * 4
 
 
-def test_without_it_they_stay_apart(world: World) -> None:
-    """The negative control."""
+def test_replicas_stay_diverged_without_align_copies(world: World) -> None:
+    """Negative control."""
     assert all(world.run(4, apart, {"data": 2, "tensor": 2}, "bf16", "whole", False)[1:])
 
 
@@ -159,7 +159,7 @@ def stepped_on_one_rank() -> str:
         return str(error.value)
 
 
-def test_copies_with_states_of_different_kinds_are_an_error_on_every_rank(world: World) -> None:
+def test_align_copies_of_different_optimizer_states_raises_on_every_rank(world: World) -> None:
     first, second = world.run(2, stepped_on_one_rank)
     assert first == second
     assert "whole: it (37,) torch.float32, exp_avg (37,) torch.float32 on rank 1, but whole: it (37,)" in first

@@ -1,4 +1,5 @@
-"""Pipelines of torch.distributed.pipelining, stepped as one model: every schedule, tied or not, sharded or not, in fp16."""
+"""Pipelines of torch.distributed.pipelining, stepped as one model: every schedule, tied or not, sharded or not, in
+fp16."""
 
 from __future__ import annotations
 
@@ -51,12 +52,13 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """From the start, from what one step made, and with momentum; one more, where some are skipped."""
+        """First step, a step with state, a step with momentum; one more step if some are skipped."""
         return 4 if self.precision == "fp16" else 3
 
 
 class Result(NamedTuple):
-    """Of one rank: the losses, None but on the last stage, and one without training; norms, whether skipped; parameters."""
+    """Results of one rank: losses (None except on the last stage) and an evaluation loss; norms, skipped flags,
+    full parameters."""
 
     losses: list[float | None]
     norms: list[float]
@@ -65,12 +67,12 @@ class Result(NamedTuple):
 
 
 def mode(precision: str) -> Mode | Precision:
-    """Of float16 with a scale that overflows first."""
+    """Return the precision; fp16 starts with a loss scale that overflows."""
     return TorchFp16(init_scale=2.0**18) if precision == "fp16" else precision  # type: ignore[return-value]
 
 
 def train_each(how: Callable[..., Result], mesh: str, cases: list[Case]) -> list[Result]:
-    """One case after another in the same process groups: what DTensor has found out about their meshes, it knows."""
+    """Run the cases in the same process groups, so that DTensor reuses what it cached about their meshes."""
     with registry_of((*MESH[mesh], *(() if mesh == "tensor" else (("tensor", 1),)))) as registry:
         return each(how, [(case, registry) for case in cases])
 
@@ -109,7 +111,7 @@ def train(case: Case, registry: ProcessGroupRegistry) -> Result:
 
 
 def local_weights(pipeline: Pipeline) -> Tensor:
-    """This rank's, in one tensor."""
+    """Return the local weights of this rank in one tensor."""
     return torch.cat([local(param).flatten().float() for module in pipeline.modules for param in module.parameters()])
 
 
@@ -117,7 +119,7 @@ def local_weights(pipeline: Pipeline) -> Tensor:
 def dense(
     tied: bool, data_ranks: int, skipped: tuple[bool, ...], accumulate: int = 1
 ) -> tuple[list[float], list[float], Full]:
-    """In float64, in one process: losses of the last micro-batches, norms, parameters."""
+    """Train in float64 in one process. Return losses, norms and parameters."""
     weights = {name: w.requires_grad_() for name, w in dense_weights().items() if not (tied and name == "head")}
     sgd = torch.optim.SGD(weights.values(), lr=0.3, momentum=0.9)
     losses, norms = [], []
@@ -140,13 +142,13 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 def assert_is_dense(case: Case, results: list[Result]) -> None:
     skipped = results[0].skipped
-    assert all(result.skipped == skipped for result in results), "all ranks or none"
+    assert all(result.skipped == skipped for result in results), "skipped steps differ between ranks"
     data_ranks = 2 if case.mesh == "data" else 1
     losses, norms, weights = dense(case.tied, data_ranks, tuple(skipped), case.accumulate)
     tolerance = TOLERANCE[case.precision]
     begun = dense_weights()
     moved = max(float((weights[name] - begun[name]).abs().max()) for name in weights)
-    assert moved > 0.1, "it should train"
+    assert moved > 0.1, "the weights must change"
     for result in results:
         taken = [(found, norm) for found, norm, skip in zip(result.norms, norms, skipped, strict=True) if not skip]
         assert [found for found, _ in taken] == pytest.approx([norm for _, norm in taken], rel=tolerance)
@@ -159,12 +161,12 @@ def assert_is_dense(case: Case, results: list[Result]) -> None:
     assert seen == weights.keys()
     for step in range(len(results[0].losses)):
         of_data_ranks = [found for result in results if (found := result.losses[step]) is not None]
-        assert len(of_data_ranks) == len(results) // 2, "the last stage has the loss"
+        assert len(of_data_ranks) == len(results) // 2, "only the last stage must have the loss"
         assert torch.tensor(of_data_ranks).mean().item() == pytest.approx(losses[step], rel=tolerance)
 
 
 def train_by_hand(case: Case, registry: ProcessGroupRegistry) -> Result:
-    """Without a Booster, whose `fully_shard` is told what a schedule needs."""
+    """Train without a Booster, with fully_shard applied by hand."""
     piped = Piped(case.kind, case.tied, MESH[case.mesh])
     part = Part(piped, registry)
     schedule = schedule_of(piped, part, registry, loss_fn=loss_sum, scale_grads=False)
@@ -196,7 +198,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits, targets) * targets.numel()
 
 
-def test_by_hand_with_sums_and_weights_and_stages_that_shard_again_after_forward(world: World) -> None:
+def test_pipeline_without_booster_matches_dense_model_with_weights_and_fully_shard(world: World) -> None:
     cases = [Case(kind, tied, "fp32", "fsdp", "data", 2) for kind in TWO for tied in (False, True)]
     assert_all_are_dense(world, cases, train_by_hand)
 
@@ -217,37 +219,40 @@ def assert_all_are_dense(
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
-def test_every_schedule_tied_or_not_trains_as_one_process(sharded: bool, world: World) -> None:
+def test_every_pipeline_schedule_matches_dense_model(sharded: bool, world: World) -> None:
     how = {"data_parallel": "fsdp", "mesh": "data"} if sharded else {}
     cases = [
         Case(kind, tied, precision, **how)  # type: ignore[arg-type]
         for tied in (False, True)
         for precision in ("fp32", "fp16")
-        for kind in repetitions(list(SCHEDULES), sharded, tied, precision, default=2)  # the next test has them all
+        for kind in repetitions(
+            list(SCHEDULES), sharded, tied, precision, default=2
+        )  # the next test runs all schedules
     ]
     found = assert_all_are_dense(world, cases)
     in_fp16 = [results[0].skipped for case, results in found.items() if case.precision == "fp16"]
-    assert all(True in skipped and False in skipped for skipped in in_fp16), "some steps overflow, and some do not"
+    assert all(True in skipped and False in skipped for skipped in in_fp16), "some steps must overflow, but not all"
 
 
-def test_layers_within_stages_may_be_split_and_replicas_stepped_in_any_way(world: World) -> None:
+def test_pipelines_with_tensor_parallel_stages_or_zero_match_dense_model(world: World) -> None:
     cases = [Case(kind, tied=True, precision="fp32", mesh="tensor") for kind in SCHEDULES]
     cases += [Case(kind, True, "fp32", how, "data") for kind in TWO for how in (None, "zero1", "zero2")]
     cases += [Case(kind, True, "bf16", how, "data") for kind in TWO for how in (None, "zero2")]
     assert_all_are_dense(world, cases)
 
 
-def test_a_window_may_have_several_calls(world: World) -> None:
+def test_window_of_several_pipeline_calls_matches_dense_model(world: World) -> None:
     cases = [Case(kind, True, "fp32", None, accumulate=2) for kind in SCHEDULES]
     cases += [Case(kind, True, "fp32", how, "data", 2) for kind in TWO for how in ("zero2", "fsdp")]
     assert_all_are_dense(world, cases)
 
 
-# What is refused --------------------------------------------------------------------------------------------------------
+# Errors
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def error_of_torchs_division(kind: Kind, tied: bool, accumulate: int) -> str:
-    """Of a schedule run as torch has it; "" where it trains as one process."""
+    """Run a schedule with torch's own gradient scaling. Return the error, or "" if it matches the dense model."""
     piped = Piped(kind, tied)
     with registry_of((("pipe", 2), ("tensor", 1))) as registry:
         part = Part(piped, registry)
@@ -269,7 +274,7 @@ def error_of_torchs_division(kind: Kind, tied: bool, accumulate: int) -> str:
         return ""
 
 
-def test_a_division_by_the_schedule_that_is_wrong_is_an_error_on_every_rank(world: World) -> None:
+def test_schedule_that_divides_gradients_twice_raises_on_every_rank(world: World) -> None:
     cases: list[tuple[Kind, bool, int]] = [("1f1b", True, 1), ("1f1b", False, 2)]
     cases += [("zbv", False, 1), ("zbv", True, 1)] if ZBV_RUNS else []
     right, accumulated, *in_a_v = world.run_each(error_of_torchs_division, [(2, case) for case in cases])
@@ -321,6 +326,6 @@ def refusals(case: str) -> str:
         ("no schedule", "give one of torch.distributed.pipelining"),
     ],
 )
-def test_what_would_not_train_is_refused_in_words_on_every_rank(case: str, match: str, world: World) -> None:
+def test_invalid_pipeline_arguments_are_rejected_on_every_rank(case: str, match: str, world: World) -> None:
     for message in world.run(4, refusals, case):
         assert match in message

@@ -1,4 +1,4 @@
-"""meshstep's schedules in those that torch makes of several: right one after another, refused as factors of a product."""
+"""meshstep's schedules inside torch's composed schedules: supported in SequentialLR, rejected in ChainedScheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
 
 def rates(make: Callable[[torch.optim.Optimizer], LRScheduler], gradients: list[float]) -> list[float]:
-    """That of the beginning, and that after each step of this gradient."""
+    """Return the initial learning rate, and the rate after a step with each gradient."""
     weight = nn.Parameter(torch.ones(3))
     annotate(weight, P())
     optimizer = ParallelOptimizer(torch.optim.SGD([weight], lr=2.0), ProcessGroupRegistry(Topology()))
@@ -33,13 +33,13 @@ def one_after_another(optimizer: torch.optim.Optimizer) -> SequentialLR:
     return SequentialLR(optimizer, [LinearWarmupLR(optimizer, 100, 4), CosineAnnealingLR(optimizer, 6)], [3])
 
 
-def test_one_after_another_each_begins_at_its_beginning() -> None:
+def test_sequential_lr_starts_each_meshstep_schedule_at_its_beginning() -> None:
     cosine = [1 + math.cos(math.pi * step / 6) for step in range(7)]
     expected = [2 / 5, 4 / 5, 6 / 5, *cosine, 0.0]
     assert rates(one_after_another, [1.0] * 10) == pytest.approx(expected, abs=1e-12)
 
 
-def test_after_a_milestone_a_skipped_step_holds_though_steps_before_it_were_taken() -> None:
+def test_skipped_step_after_milestone_holds_sequential_schedule() -> None:
     found = rates(one_after_another, [1.0, 1.0, 1.0, math.nan, math.nan, 1.0])
     assert found[3:] == [2.0, 2.0, 2.0, 1 + math.cos(math.pi / 6)]
 
@@ -52,7 +52,7 @@ def test_after_a_milestone_a_skipped_step_holds_though_steps_before_it_were_take
         lambda optimizer: [LinearWarmupLR(optimizer, 9, 2), CosineAnnealingLR(optimizer, 6)],
     ],
 )
-def test_a_chain_that_it_would_overwrite_is_refused_with_what_to_write(
+def test_chained_scheduler_with_meshstep_schedule_is_rejected(
     others: Callable[[torch.optim.Optimizer], list[LRScheduler]],
 ) -> None:
     says = (
@@ -63,7 +63,7 @@ def test_a_chain_that_it_would_overwrite_is_refused_with_what_to_write(
         rates(lambda optimizer: ChainedScheduler(others(optimizer)), [1.0])
 
 
-def test_a_chain_of_one_is_that_one() -> None:
+def test_chained_scheduler_of_one_meshstep_schedule_works() -> None:
     expected = rates(lambda optimizer: CosineAnnealingLR(optimizer, 6), [1.0] * 6)
     assert rates(lambda optimizer: ChainedScheduler([CosineAnnealingLR(optimizer, 6)]), [1.0] * 6) == expected
 
@@ -73,6 +73,6 @@ class DecayedCosine(WarmupLR):
         return 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2
 
 
-def test_the_product_is_said_in_one_schedule() -> None:
+def test_product_of_schedules_works_as_decay_of_warmup_lr_subclass() -> None:
     product = [2 * 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(7)]
     assert rates(DecayedCosine, [1.0] * 6) == pytest.approx(product)

@@ -1,4 +1,4 @@
-"""A schedule moves when the optimizer stepped, and not otherwise."""
+"""meshstep's schedules advance only when the optimizer has applied a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from world import World
 
 
 class Training:
-    """One parameter, stepped with gradients of our choice; the base rate is 1 and the schedule goes 1, 0.9, 0.8, ..."""
+    """One parameter with given gradients; the base rate is 1 and the schedule gives 1, 0.9, 0.8, ..."""
 
     def __init__(self, hold_on_skip: bool = True, **options: Any) -> None:
         self.weight = nn.Parameter(torch.ones(3))
@@ -30,7 +30,7 @@ class Training:
         self.schedule = LinearWarmupLR(self.optimizer, 10, hold_on_skip=hold_on_skip)
 
     def step(self, gradient: float = 1.0) -> float:
-        """One (micro-)batch; the weight's change."""
+        """Run one micro-batch and return the change of the weight."""
         before = self.weight.detach().clone()
         self.optimizer.backward((self.weight * gradient).sum())
         self.optimizer.step()
@@ -42,7 +42,7 @@ class Training:
         return float(self.optimizer.param_groups[0]["lr"])
 
 
-def test_a_skipped_step_does_not_move_the_schedule() -> None:
+def test_skipped_step_does_not_advance_schedule() -> None:
     run = Training()
     found = []
     for gradient in (1.0, math.inf, math.nan, 1.0, 1.0):
@@ -53,7 +53,7 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
     assert run.schedule.last_epoch == 3
 
 
-def test_counting_skipped_steps_reads_nothing() -> None:
+def test_schedule_that_counts_skipped_steps_needs_no_host_read() -> None:
     run = Training(hold_on_skip=False)
     run.step()
     with no_host_reads():
@@ -64,11 +64,11 @@ def test_counting_skipped_steps_reads_nothing() -> None:
     assert run.rate == pytest.approx(0.7)
 
 
-def test_a_deferred_verdict_is_in_time_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_skip_flag_corrects_rate_before_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bool] = []
 
     class OnTheWay(taken_steps.FlagCopy):
-        """As on a GPU: the flag arrives later."""
+        """A flag that arrives later, as on a GPU."""
 
         def __init__(self, flag: Tensor) -> None:
             super().__init__(flag)
@@ -82,7 +82,7 @@ def test_a_deferred_verdict_is_in_time_for_the_next_step(monkeypatch: pytest.Mon
     run = Training()
     assert run.step(math.inf) == 0.0
     run.schedule.step()
-    assert run.rate == pytest.approx(0.9), "not known yet"
+    assert run.rate == pytest.approx(0.9), "the flag has not arrived yet"
     assert not reads
     assert run.step() == pytest.approx(1.0), "the next step must have the right rate"
     assert reads == [True]
@@ -93,11 +93,11 @@ def test_a_deferred_verdict_is_in_time_for_the_next_step(monkeypatch: pytest.Mon
     assert run.schedule.state_dict()["last_epoch"] == 1
     run.step(math.nan)
     run.schedule.step()
-    run.schedule.step()  # nothing stepped in between: the verdict of the last step holds
+    run.schedule.step()  # no step in between: the last step decision still applies
     assert run.schedule.get_last_lr() == pytest.approx([0.9])
 
 
-def test_micro_batches_do_not_move_the_schedule() -> None:
+def test_micro_batches_do_not_advance_schedule() -> None:
     run = Training(accumulation_steps=3)
     found = []
     for _ in range(7):
@@ -109,9 +109,13 @@ def test_micro_batches_do_not_move_the_schedule() -> None:
     assert run.rate == pytest.approx(0.7)
 
 
-def test_one_taken_step_among_several_moves_a_schedule_of_epochs() -> None:
+def test_epoch_schedule_advances_if_any_step_was_applied() -> None:
     run = Training(accumulation_steps=2)
-    epochs = [[1.0, 1.0, math.inf, 1.0, 1.0], [math.nan, 1.0], [1.0, math.nan, 1.0, 1.0]]  # the first ends in a window
+    epochs = [
+        [1.0, 1.0, math.inf, 1.0, 1.0],
+        [math.nan, 1.0],
+        [1.0, math.nan, 1.0, 1.0],
+    ]  # the first epoch ends within a window
     expected = [0.9, 0.9, 0.8]
     for gradients, rate in zip(epochs, expected, strict=True):
         for gradient in gradients:
@@ -120,7 +124,7 @@ def test_one_taken_step_among_several_moves_a_schedule_of_epochs() -> None:
         assert run.rate == pytest.approx(rate)
 
 
-def test_without_a_parallel_optimizer_every_call_moves() -> None:
+def test_schedule_on_plain_optimizer_advances_with_every_call() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = LinearWarmupLR(optimizer, 10)
     optimizer.step()
@@ -130,7 +134,7 @@ def test_without_a_parallel_optimizer_every_call_moves() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_schedule_made_before_wrapping_watches_the_wrapper(fused: bool) -> None:
+def test_schedule_created_before_wrapping_follows_wrapper_after_watch(fused: bool) -> None:
     weight = nn.Parameter(torch.ones(1))
     sgd = torch.optim.SGD([weight], lr=1.0, fused=fused)
     schedule = LinearWarmupLR(sgd, 10)
@@ -160,6 +164,6 @@ def overflow_on_one_rank() -> list[float]:
     return found
 
 
-def test_all_ranks_hold_together(world: World) -> None:
+def test_schedules_of_all_ranks_hold_on_overflow_of_one_rank(world: World) -> None:
     first, second = world.run(2, overflow_on_one_rank)
     assert first == second == pytest.approx([0.9, 0.9, 0.8, 0.7])

@@ -1,4 +1,4 @@
-"""torch's own schedules, held where the optimizer did not step, are where the taken steps alone would have brought them."""
+"""`HoldOnSkip`: torch's own schedules advance only in applied steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GRADIENTS = [math.inf, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0, math.inf, 1.0]
 
 
 class Late(taken_steps.FlagCopy):
-    """As on a GPU: the flag arrives later."""
+    """A flag that arrives later, as on a GPU."""
 
     def __init__(self, flag: Tensor) -> None:
         super().__init__(flag)
@@ -65,7 +65,7 @@ def verdict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Training:
-    """One parameter; `rates` are (rate, momentum) that the steps which were taken were taken with."""
+    """One parameter; `rates` are the (learning rate, momentum) of each step of the inner optimizer."""
 
     def __init__(self, make: Make, *, held: bool = True, fused: bool = True, **options: Any) -> None:
         self.weight = nn.Parameter(torch.ones(3))
@@ -81,7 +81,7 @@ class Training:
         self.rates.append((float(group["lr"]), group["momentum"]))
 
     def run(self, gradients: list[float]) -> list[tuple[float, float]]:
-        """What each of these steps was made with, the skipped ones included."""
+        """Return the rates of these steps, including skipped steps."""
         self.rates.clear()
         for gradient in gradients:
             self.optimizer.backward((self.weight * gradient).sum())
@@ -96,30 +96,30 @@ def of_taken(rates: list[tuple[float, float]], gradients: list[float]) -> list[t
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_held_schedule_sees_the_taken_steps_alone(name: str, verdict: str) -> None:
+def test_held_schedule_counts_applied_steps_only(name: str, verdict: str) -> None:
     taken = [gradient for gradient in GRADIENTS if math.isfinite(gradient)]
     reference = Training(SCHEDULES[name], held=False)
     expected = reference.run(taken)
-    assert len(set(expected)) > 2, "it should move"
+    assert len(set(expected)) > 2, "the rates must change"
     held = Training(SCHEDULES[name])
     assert of_taken(held.run(GRADIENTS), GRADIENTS) == expected
     assert held.schedule.get_last_lr() == reference.schedule.get_last_lr()
     assert held.schedule.state_dict()["last_epoch"] == len(taken)
-    # And the control: not held it goes on with every call.
+    # Control: without HoldOnSkip the schedule advances with every call.
     assert of_taken(Training(SCHEDULES[name], held=False).run(GRADIENTS), GRADIENTS) != expected
 
 
-def test_a_step_that_is_skipped_by_not_calling_it_holds_too(verdict: str) -> None:
+def test_held_schedule_holds_if_unfused_optimizer_is_not_called(verdict: str) -> None:
     held = Training(SCHEDULES["StepLR"], fused=False)
     assert held.run(GRADIENTS) == Training(SCHEDULES["StepLR"], held=False).run([1.0] * 5)
 
 
-def test_micro_batches_do_not_move_it(verdict: str) -> None:
+def test_micro_batches_do_not_advance_held_schedule(verdict: str) -> None:
     held = Training(SCHEDULES["LambdaLR"], accumulation_steps=2)
     assert [rate for rate, _ in held.run([1.0, 1.0, 1.0, math.inf, 1.0, 1.0])] == pytest.approx([1, 1 / 2, 1 / 2])
 
 
-def test_a_late_move_is_not_made_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_schedule_waits_for_late_skip_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshstep.optim.schedule.FlagCopy", Late)
     held = Training(SCHEDULES["LambdaLR"])
     held.run([1.0])
@@ -127,11 +127,11 @@ def test_a_late_move_is_not_made_before_it_is_known(monkeypatch: pytest.MonkeyPa
     assert held.schedule.get_last_lr() == [0.5]
     assert held.optimizer.param_groups[0]["lr"] == 0.5
     held.run([1.0])
-    held.schedule.step()  # no hook ran since: a graph was replayed, and its verdict is read at once
+    held.schedule.step()  # no hook ran since, as after a graph replay: the flag is read now
     assert held.optimizer.param_groups[0]["lr"] == pytest.approx(1 / 4)
 
 
-def test_a_checkpoint_continues_a_held_schedule(tmp_path: Any, verdict: str) -> None:
+def test_held_schedule_resumes_from_checkpoint(tmp_path: Any, verdict: str) -> None:
     def build() -> tuple[Training, nn.Module]:
         run = Training(SCHEDULES["OneCycleLR"])
         model = nn.Module()
@@ -140,7 +140,7 @@ def test_a_checkpoint_continues_a_held_schedule(tmp_path: Any, verdict: str) -> 
         return run, model
 
     run, model = build()
-    run.run(GRADIENTS[:6])  # the last one is taken, and may not be known of yet
+    run.run(GRADIENTS[:6])  # the last step is applied, but its flag may not have arrived
     save_checkpoint(tmp_path, model, run.optimizer, lr_scheduler=run.schedule)
     rest = run.run(GRADIENTS[6:])
     other, model = build()
@@ -149,7 +149,7 @@ def test_a_checkpoint_continues_a_held_schedule(tmp_path: Any, verdict: str) -> 
     assert other.run(GRADIENTS[6:]) == rest
 
 
-def test_a_state_that_is_loaded_is_not_moved_by_a_verdict_from_before(verdict: str) -> None:
+def test_loaded_schedule_state_ignores_skip_flag_from_before(verdict: str) -> None:
     held = Training(SCHEDULES["LambdaLR"])
     start = held.schedule.state_dict()
     held.run([1.0])
@@ -157,7 +157,7 @@ def test_a_state_that_is_loaded_is_not_moved_by_a_verdict_from_before(verdict: s
     assert held.schedule.state_dict()["last_epoch"] == 0
 
 
-def test_a_boosted_schedule_can_be_held(verdict: str) -> None:
+def test_boosted_schedule_can_be_held(verdict: str) -> None:
     model = nn.Linear(1, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     booster = Booster()
@@ -188,18 +188,18 @@ def overflow_on_one_rank() -> list[float]:
     return found
 
 
-def test_all_ranks_hold_together(world: World) -> None:
+def test_held_schedules_of_all_ranks_hold_on_overflow_of_one_rank(world: World) -> None:
     first, second = world.run(2, overflow_on_one_rank)
     assert first == second == [0.5, 0.5, 0.25, 0.125]
 
 
-def test_a_plain_optimizer_is_refused_because_it_does_not_say_what_it_skipped() -> None:
+def test_hold_on_skip_rejects_schedule_of_plain_optimizer() -> None:
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(ValueError, match="StepLR was created with a SGD, which doesn't report skipped steps"):
         HoldOnSkip(StepLR(sgd, 2))
 
 
-def test_a_schedule_whose_step_needs_a_metric_is_refused() -> None:
+def test_hold_on_skip_rejects_reduce_lr_on_plateau() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         weight = nn.Parameter(torch.ones(1))
         optimizer = ParallelOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), registry)

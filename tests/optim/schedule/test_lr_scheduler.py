@@ -1,4 +1,4 @@
-"""Learning rates equal their closed formulas; their state, and arguments that are refused."""
+"""Learning rates follow their closed formulas; schedule state; rejected arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = st.integers(0, 40)
 
 
 def trace(schedule: WarmupLR, steps: int) -> list[list[float]]:
-    """The rate of each of the first steps."""
+    """Return the learning rates of the first steps."""
     found = []
     for _ in range(steps):
         found.append(rates(schedule.optimizer))
@@ -51,7 +51,7 @@ def assert_follows(schedule: WarmupLR, formula: Callable[[float, int], float]) -
 @example(total=1, warmup=0, floor=0.0)
 @example(total=5, warmup=9, floor=0.01)
 @example(total=7, warmup=7, floor=0.02)
-def test_cosine_is_its_formula(total: int, warmup: int, floor: float) -> None:
+def test_cosine_annealing_lr_follows_formula(total: int, warmup: int, floor: float) -> None:
     def formula(base: float, t: int) -> float:
         if t < warmup:
             return base * (t + 1) / (warmup + 1)
@@ -67,7 +67,7 @@ def test_cosine_is_its_formula(total: int, warmup: int, floor: float) -> None:
 @settings(max_examples=number_of_cases(40))
 @given(total=st.integers(1, 40), warmup=STEPS, power=st.floats(0.3, 4))
 @example(total=3, warmup=20, power=1.0)
-def test_polynomial_and_linear_are_their_formula(total: int, warmup: int, power: float) -> None:
+def test_polynomial_and_linear_warmup_lr_follow_formula(total: int, warmup: int, power: float) -> None:
     def formula(base: float, t: int, power: float, floor: float) -> float:
         if t <= warmup:
             return base * (t + 1) / (warmup + 1)
@@ -77,7 +77,7 @@ def test_polynomial_and_linear_are_their_formula(total: int, warmup: int, power:
     polynomial = PolynomialLR(optimizer_of(BASES), total, warmup, power, eta_min=0.005)
     found, expected = trace(polynomial, 60), [[formula(b, t, power, 0.005) for b in BASES] for t in range(60)]
     for t, (row, right) in enumerate(zip(found, expected, strict=True)):
-        if t < warmup:  # the warm-up is the base rate's, whatever the floor
+        if t < warmup:  # the warm-up goes to the base rate and ignores the floor
             assert row == pytest.approx([b * (t + 1) / (warmup + 1) for b in BASES], rel=1e-12)
         else:
             assert row == pytest.approx(right, rel=1e-9, abs=1e-12)
@@ -86,7 +86,7 @@ def test_polynomial_and_linear_are_their_formula(total: int, warmup: int, power:
 
 @settings(max_examples=number_of_cases(40))
 @given(milestones=st.lists(st.integers(0, 50), max_size=4), warmup=STEPS, gamma=st.floats(0.05, 1))
-def test_multi_step_and_constant_are_their_formula(milestones: list[int], warmup: int, gamma: float) -> None:
+def test_multi_step_and_constant_lr_follow_formula(milestones: list[int], warmup: int, gamma: float) -> None:
     def warm(t: int) -> float:
         return (t + 1) / (warmup + 1) if t < warmup else 1.0
 
@@ -97,7 +97,7 @@ def test_multi_step_and_constant_are_their_formula(milestones: list[int], warmup
     assert_follows(ConstantLR(optimizer_of(BASES), warmup), lambda b, t: b * warm(t))
 
 
-def test_without_warmup_cosine_is_torchs_until_the_end_and_stays_there() -> None:
+def test_cosine_annealing_lr_without_warmup_matches_torch() -> None:
     mine, torchs = optimizer_of(BASES), optimizer_of(BASES)
     schedule, reference = CosineAnnealingLR(mine, total_steps=12, eta_min=0.01), TorchCosine(torchs, 12, eta_min=0.01)
     for _ in range(12):
@@ -108,7 +108,7 @@ def test_without_warmup_cosine_is_torchs_until_the_end_and_stays_there() -> None
     assert trace(schedule, 5) == [[0.01, 0.01]] * 5
 
 
-def test_a_tensor_rate_is_changed_in_place() -> None:
+def test_learning_rate_tensor_is_changed_in_place() -> None:
     rate = torch.tensor(0.5, dtype=torch.float64)
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=rate)
     schedule = LinearWarmupLR(optimizer, 10, 4)
@@ -125,7 +125,7 @@ def test_a_tensor_rate_is_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_state_round_trip(optimizer_first: bool) -> None:
+def test_schedule_state_round_trips_through_state_dict(optimizer_first: bool) -> None:
     def build() -> tuple[torch.optim.Optimizer, CosineAnnealingLR]:
         optimizer = optimizer_of(BASES)
         return optimizer, CosineAnnealingLR(optimizer, 20, 5, eta_min=0.001)
@@ -144,7 +144,7 @@ def test_state_round_trip(optimizer_first: bool) -> None:
     assert trace(schedule, 15) == rest
 
 
-def test_a_resumed_run_can_be_extended() -> None:
+def test_resumed_schedule_can_use_more_total_steps() -> None:
     schedule = LinearWarmupLR(optimizer_of(BASES), 10)
     trace(schedule, 10)
     longer = LinearWarmupLR(optimizer_of(BASES), 20)
@@ -152,7 +152,7 @@ def test_a_resumed_run_can_be_extended() -> None:
     assert rates(longer.optimizer) == pytest.approx([base / 2 for base in BASES])
 
 
-def test_state_of_other_param_groups_is_refused() -> None:
+def test_schedule_state_with_other_number_of_param_groups_is_rejected() -> None:
     schedule = LinearWarmupLR(optimizer_of(BASES), 10)
     with pytest.raises(ValueError, match="saved schedule has 1 param groups, the optimizer 2"):
         schedule.load_state_dict(LinearWarmupLR(optimizer_of([0.1]), 10).state_dict())
@@ -172,7 +172,9 @@ BAD: list[tuple[Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)
-def test_bad_arguments_change_nothing(make: Callable[[Any], object], message: str) -> None:
+def test_invalid_schedule_arguments_are_rejected_and_change_nothing(
+    make: Callable[[Any], object], message: str
+) -> None:
     optimizer = optimizer_of(BASES)
     with pytest.raises(ValueError, match=message):
         make(optimizer)
@@ -180,6 +182,6 @@ def test_bad_arguments_change_nothing(make: Callable[[Any], object], message: st
     assert "initial_lr" not in optimizer.param_groups[0]
 
 
-def test_no_optimizer() -> None:
+def test_schedule_rejects_object_that_is_no_optimizer() -> None:
     with pytest.raises(TypeError, match="list is no torch optimizer"):
         ConstantLR([nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Schedules on a `ParallelOptimizer`, torch's and ours, do what torch's own tests ask of them on a plain optimizer."""
+"""Schedules on a `ParallelOptimizer`, from torch and from meshstep, behave as on a plain optimizer."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SCHEDULES: dict[str, Make] = {
         o, [torchs.ExponentialLR(o, 0.9), ours.CosineAnnealingLR(o, total_steps=8)], milestones=[4]
     ),
 }
-# One that holds by itself is held already, and one is told a number.
+# Schedules that HoldOnSkip supports: not meshstep's own, which hold by themselves, and not ReduceLROnPlateau.
 HELD = [name for name in SCHEDULES if not (name.startswith("ours, ") and name.endswith("LR")) and "Plateau" not in name]
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -97,7 +97,7 @@ def plain(tensor_rates: bool = False) -> torch.optim.Optimizer:
 
 
 def trained(optimizer: torch.optim.Optimizer, schedule: Any, epochs: range) -> list[Any]:
-    """In each epoch the rates and momenta of the step, what the schedule says of them, and the parameters after it."""
+    """Return per epoch the rates and momenta of the step, the last rates of the schedule, and the parameters."""
     found = []
     for epoch in epochs:
         now = [(float(group["lr"]), group["momentum"]) for group in optimizer.param_groups]
@@ -114,22 +114,20 @@ def trained(optimizer: torch.optim.Optimizer, schedule: Any, epochs: range) -> l
 
 @every_schedule
 @pytest.mark.parametrize("tensor_rates", [False, True])
-def test_a_schedule_on_the_wrapper_moves_as_on_the_plain_optimizer(
+def test_schedule_on_parallel_optimizer_gives_rates_of_plain_optimizer(
     registry: ProcessGroupRegistry, name: str, tensor_rates: bool
 ) -> None:
     inner = plain(tensor_rates)
     expected = trained(inner, SCHEDULES[name](inner), range(EPOCHS))
     optimizer = ParallelOptimizer(plain(tensor_rates), registry)
     assert trained(optimizer, SCHEDULES[name](optimizer), range(EPOCHS)) == expected
-    assert len({str(last) for _, last, _ in expected}) > 1, "it should move"
+    assert len({str(last) for _, last, _ in expected}) > 1, "the rates must change"
     if tensor_rates:
         assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
 
 
 @every_schedule
-def test_one_that_is_made_before_the_optimizer_is_wrapped_moves_alike(
-    registry: ProcessGroupRegistry, name: str
-) -> None:
+def test_schedule_created_before_wrapping_gives_same_rates(registry: ProcessGroupRegistry, name: str) -> None:
     inner, other = plain(), plain()
     schedule = SCHEDULES[name](other)
     wrapped = ParallelOptimizer(other, registry)
@@ -137,7 +135,7 @@ def test_one_that_is_made_before_the_optimizer_is_wrapped_moves_alike(
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_held_where_nothing_is_skipped_it_moves_alike(registry: ProcessGroupRegistry, name: str) -> None:
+def test_held_schedule_without_skipped_steps_gives_same_rates(registry: ProcessGroupRegistry, name: str) -> None:
     inner = plain()
     optimizer = ParallelOptimizer(plain(), registry)
     held = HoldOnSkip(SCHEDULES[name](optimizer))
@@ -146,9 +144,7 @@ def test_held_where_nothing_is_skipped_it_moves_alike(registry: ProcessGroupRegi
 
 @every_schedule
 @pytest.mark.parametrize("at", [0, 1, 6])
-def test_a_state_dict_continues_a_schedule_on_another_optimizer(
-    registry: ProcessGroupRegistry, name: str, at: int
-) -> None:
+def test_schedule_state_dict_resumes_on_another_optimizer(registry: ProcessGroupRegistry, name: str, at: int) -> None:
     optimizer = ParallelOptimizer(plain(), registry)
     schedule = SCHEDULES[name](optimizer)
     trained(optimizer, schedule, range(at))
@@ -170,12 +166,12 @@ def test_a_state_dict_continues_a_schedule_on_another_optimizer(
 
 
 def needs_pickle(name: str) -> bool:
-    """Whether torch itself puts objects into the state."""
+    """Return True if torch puts objects into the schedule state."""
     return name.startswith(("SWALR", "CyclicLR", "ReduceLROnPlateau"))
 
 
 @pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "ours, CosineAnnealingLR"])
-def test_a_schedule_that_steps_first_is_warned_of_as_on_the_plain_optimizer(
+def test_schedule_stepped_before_optimizer_warns_as_on_plain_optimizer(
     registry: ProcessGroupRegistry, name: str
 ) -> None:
     def said(optimizer: torch.optim.Optimizer, first: bool) -> list[str]:
@@ -190,14 +186,14 @@ def test_a_schedule_that_steps_first_is_warned_of_as_on_the_plain_optimizer(
                 call()
         return [str(warning.message)[:60] for warning in caught]
 
-    assert said(plain(), first=True), "torch warns"
+    assert said(plain(), first=True), "torch must warn"
     for first in (True, False):
         assert said(ParallelOptimizer(plain(), registry), first) == said(plain(), first)
 
 
 @every_schedule
-def test_a_schedule_and_its_optimizer_go_without_the_collector(registry: ProcessGroupRegistry, name: str) -> None:
-    """Where they do on a plain optimizer: torch's lambdas and containers know each other."""
+def test_schedule_on_parallel_optimizer_creates_no_reference_cycle(registry: ProcessGroupRegistry, name: str) -> None:
+    """Compared with a plain optimizer, because torch's lambdas and composed schedules create cycles of their own."""
 
     def gone(optimizer: torch.optim.Optimizer) -> bool:
         schedule = SCHEDULES[name](optimizer)

@@ -1,4 +1,4 @@
-"""Param groups that are added later: after parameters were frozen, and on ranks that hold none of the group."""
+"""Param groups added later: after parameters were frozen, and on ranks without parameters of the group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def frozen_then_added(how: str, mode: str) -> dict[str, Tensor]:
-    """Freeze "b" after two steps, add "c", step twice more: the weights, and "b" as it was when it was frozen."""
+    """Freeze "b" after two steps, add "c", and step twice more. Return the weights, and "b" at the time of
+    freezing."""
     precision = {"fp32": "fp32", "bf16": "bf16", "split": Bf16(split_masters=True)}[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
@@ -53,7 +54,7 @@ def frozen_then_added(how: str, mode: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split"])
 @pytest.mark.parametrize("how", OPTIONS)
-def test_group_added_after_freezing_trains_and_frozen_stays(world: World, how: str, mode: str) -> None:
+def test_group_added_after_freezing_trains_and_frozen_parameter_stays(world: World, how: str, mode: str) -> None:
     a, c = (torch.linspace(0.5, 2, 6).requires_grad_() for _ in range(2))
     first, second = (torch.optim.AdamW([param], lr=0.125, weight_decay=0.5) for param in (a, c))
     for step in range(4):
@@ -67,7 +68,8 @@ def test_group_added_after_freezing_trains_and_frozen_stays(world: World, how: s
 
 
 def added_on_some(named: bool, starts_empty: bool, states: tuple[Placement, ...]) -> dict[str, Tensor]:
-    """Of two stages one holds nothing of the first group (``starts_empty``) or of the group that is added."""
+    """Add a group that only the second of two stages holds; with ``starts_empty`` the second stage holds no first
+    group."""
     with ProcessGroupRegistry(Topology(pipe=2, data=2)) as registry:
         model = nn.ParameterDict({name: torch.linspace(0.5, 2, 6) for name in "ac"})
         declare(model, {"*": P()})
@@ -90,7 +92,7 @@ def added_on_some(named: bool, starts_empty: bool, states: tuple[Placement, ...]
 @pytest.mark.parametrize("starts_empty", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("states", [(), (ZERO1,), (ZERO2,)], ids=["whole", "ZeRO-1", "ZeRO-2"])
-def test_group_added_on_one_stage_only(
+def test_group_can_be_added_on_one_pipeline_stage_only(
     world: World, named: bool, starts_empty: bool, states: tuple[Placement, ...]
 ) -> None:
     start = torch.linspace(0.5, 2, 6)

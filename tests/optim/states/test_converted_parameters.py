@@ -1,4 +1,4 @@
-"""Parameters that are converted after the optimizer was made: an error on every rank that says what to write."""
+"""Parameters converted after the optimizer was made raise on every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODES: dict[str, tuple[Any, torch.dtype, list[torch.dtype]]] = {
 
 
 def converted(mode: str, to: torch.dtype, fused: bool, part: bool, options: dict[str, Any]) -> tuple[str, bool]:
-    """The error of the step (or backward) after a conversion; whether the values are what they were before it."""
+    """Return the error of the step or backward after a conversion, and whether the values are unchanged."""
     precision, dtype, _ = MODES[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def converted(mode: str, to: torch.dtype, fused: bool, part: bool, options: dict
 
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("mode", MODES)
-def test_converted_model_is_named_in_the_error(world: World, how: str, mode: str) -> None:
+def test_step_after_dtype_conversion_names_parameter(world: World, how: str, mode: str) -> None:
     _, dtype, others = MODES[mode]
     for to in others:
         for fused in (True, False):
@@ -68,12 +68,12 @@ def test_converted_model_is_named_in_the_error(world: World, how: str, mode: str
 
 
 @pytest.mark.parametrize("how", ["whole", "ZeRO-1", "ZeRO-2"])
-def test_converted_part_of_a_model_is_found_too(world: World, how: str) -> None:
+def test_step_after_dtype_conversion_of_part_of_model_raises(world: World, how: str) -> None:
     for text, _ in world.run(2, converted, "fp32", torch.float64, True, True, OPTIONS[how]):
         assert text.startswith(("1.weight was torch.float32", "1.bias was torch.float32")), text
 
 
-def test_moved_model_is_named_with_its_devices() -> None:
+def test_step_after_move_to_other_device_names_devices() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(3, 2)
         declare(model, {"*": P()})

@@ -1,4 +1,4 @@
-"""Norms, clipping and steps of lists in which DTensor and plain parameters are mixed equal the dense model's."""
+"""Lists that mix DTensors and plain parameters: norms, clipping and steps equal those of the dense model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def measured(norm_type: float) -> list[tuple[float, float]]:
         clip_grad_value_(params, 1e-3, registry)
         grads = [local(param.grad).abs() for param in params if param.grad is not None]
         results.append((float(torch.cat([grad.flatten() for grad in grads]).max()), 1e-3))
-        # Nothing keeps the gradients' memory.
+        # The library keeps no reference to the gradient.
         params[0].grad = None
         assert all(getattr(value, "grad", None) is None for value in vars(params[0]).values())
         with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
@@ -44,19 +44,19 @@ def measured(norm_type: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
-def test_norm_and_clipping_of_mixed_lists(world: World, norm_type: float) -> None:
+def test_norm_and_clipping_of_mixed_dtensor_and_plain_parameters_match_dense(world: World, norm_type: float) -> None:
     for results in world.run(4, measured, norm_type):
         for found, expected in results:
             assert found == pytest.approx(expected, rel=2e-6)
 
 
 def stepped(fused: bool) -> list[tuple[Tensor, Tensor]]:
-    """Steps from a state that torch made, of DTensors and plain parameters in one group; pieces found and expected."""
+    """Step DTensors and plain parameters in one group from a state made by torch. Return shards found and expected."""
     with registry_of(GRID) as registry:
         params, dense = mixed(registry)
         options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
         inner = torch.optim.AdamW(params, **options)
-        inner.step()  # one at a time, torch steps mixed lists
+        inner.step()  # torch steps mixed lists one parameter at a time
         optimizer = ParallelOptimizer(inner, registry, max_norm=0.3)
         if fused:
             for group in optimizer.param_groups:
@@ -83,7 +83,7 @@ def stepped(fused: bool) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_of_mixed_lists(world: World, fused: bool) -> None:
+def test_steps_of_mixed_dtensor_and_plain_parameters_match_dense_model(world: World, fused: bool) -> None:
     for pairs in world.run(4, stepped, fused):
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)

@@ -1,4 +1,4 @@
-"""Gradients that torch lays out otherwise than their parameters, whole or as sums to be made; nothing is declared."""
+"""DTensor gradients whose layout differs from their parameter's, replicated or partial, without declarations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from world import World
 Trained = tuple[list[float], list[Tensor]]
 
 
-# A stock plan ------------------------------------------------------------------------------------------------------------
+# A standard parallelization plan
+# -----------------------------------------------------------------------------------------
 
 
 class Words(nn.Module):
-    """An embedding, a norm and a classifier; with ``tied`` the last is the first."""
+    """An embedding, a norm and a classifier; with ``tied`` the classifier shares the embedding weight."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -94,10 +95,8 @@ def dense_words(tied: bool) -> Trained:
 
 @pytest.mark.parametrize("options", [{}, {"shard_states": "data"}])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vocabulary_parallel_embedding_needs_no_declaration(
-    world: World, tied: bool, options: dict[str, Any]
-) -> None:
-    """torch leaves its gradient whole; the plain norm beside it counts as copied."""
+def test_vocabulary_parallel_embedding_needs_no_declaration(world: World, tied: bool, options: dict[str, Any]) -> None:
+    """torch leaves the gradient of the embedding replicated; the plain norm counts as replicated."""
     norms, params = dense_words(tied)
     for axes in ((("tensor", 2),), GRID):
         if options and axes != GRID:
@@ -109,19 +108,20 @@ def test_a_vocabulary_parallel_embedding_needs_no_declaration(
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_states": "data"}, {"offload": 0.5}])
-def test_pending_sums_that_torch_states_are_made(world: World, options: dict[str, Any]) -> None:
-    """Those of sequence parallelism's norm, of which nothing is declared."""
+def test_partial_dtensor_gradients_are_reduced(world: World, options: dict[str, Any]) -> None:
+    """Uses the norm under sequence parallelism, for which nothing is declared."""
     for found in world.run(4, train_block, GRID, False, options, {"*": P()}):
         assert_trained(found)
 
 
-# One gradient ------------------------------------------------------------------------------------------------------------
+# Single gradients
+# -----------------------------------------------------------------------------------------------------------
 
 FULL = (8, 6)
 
 
 def stepped(axes: Axes, of_param: str, of_steps: list[list[str | None]]) -> list[list[list[float]]]:
-    """A parameter of zeros stepped with SGD, lr 1, on gradients of ones laid out as told by rank; its full values."""
+    """Step a zero parameter with SGD, lr 1, on gradients with placements given per rank. Return its full values."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     with registry_of(axes) as registry:
@@ -168,7 +168,7 @@ def eval_placements(text: str) -> list[Any]:
         ("R0", "PR"), ("R0", "P0"), ("01", "RR"), ("10", "R0"), ("00", "0R"), ("00", "RR"), ("0R", "PP"), ("01", "PP"),
     ],
 )  # fmt: skip
-def test_gradients_are_laid_out_as_their_parameters(world: World, of_param: str, of_grad: str) -> None:
+def test_gradient_is_redistributed_to_layout_of_parameter(world: World, of_param: str, of_grad: str) -> None:
     axes: Axes = (("data", 2), ("tensor", 2))[2 - len(of_param) :]
     for steps in world.run(2 * len(axes), stepped, axes, of_param, [[of_grad], [of_grad]]):
         for number, values in enumerate(steps, 1):
@@ -178,7 +178,7 @@ def test_gradients_are_laid_out_as_their_parameters(world: World, of_param: str,
 
 
 @pytest.mark.parametrize("of_param", ["R", "0"])
-def test_what_was_a_sum_once_may_come_complete_or_on_some_ranks_only(world: World, of_param: str) -> None:
+def test_gradient_may_change_from_partial_to_complete_between_steps(world: World, of_param: str) -> None:
     steps: list[list[str | None]] = [["P"], ["R"], [None, "P"], ["P"]]
     expected = [1.0, 2.0, 2.5, 3.5]
     for found in world.run(2, stepped, (("tensor", 2),), of_param, steps):
@@ -188,7 +188,8 @@ def test_what_was_a_sum_once_may_come_complete_or_on_some_ranks_only(world: Worl
             )
 
 
-# What still must be said -------------------------------------------------------------------------------------------------
+# Rejected layouts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def refused(kind: str) -> str:
@@ -236,13 +237,13 @@ def refused(kind: str) -> str:
         ),
     ],
 )
-def test_layouts_of_which_nothing_can_be_made_are_refused(world: World, kind: str, message: str, weight: float) -> None:
+def test_unsupported_dtensor_layouts_are_rejected(world: World, kind: str, message: str, weight: float) -> None:
     for found in world.run(4, refused, kind):
         assert message in found
         assert found.endswith(f"weights {weight}")
 
 
-def test_a_sum_that_comes_later_is_an_error_and_nobody_steps_or_hangs(world: World) -> None:
+def test_gradient_that_becomes_partial_later_raises_and_skips_step_on_all_ranks(world: World) -> None:
     ranks = world.run(4, refused, "later a sum")
     assert ranks[0] == "no error"
     for found in ranks[1:]:

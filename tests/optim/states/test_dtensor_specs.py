@@ -1,4 +1,4 @@
-"""Specs from the placements of DTensor parameters, merged with what was declared; layouts that say too little."""
+"""Specs derived from placements of DTensor parameters and merged with declarations; incomplete layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRID = (("data", 2), ("tensor", 2))
 
 
 def layouts() -> list[str]:
-    """The spec of DTensors in many layouts; each must describe the piece that the rank really has."""
+    """Return the specs of DTensors in many layouts, after checking that each describes the local shard."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -54,7 +54,7 @@ def layouts() -> list[str]:
     return found
 
 
-def test_specs_describe_the_pieces(world: World) -> None:
+def test_specs_of_dtensors_describe_their_local_shards(world: World) -> None:
     for found in world.run(4, layouts):
         assert found == [
             "(Shard(dim=0), Replicate()): P('data')",
@@ -63,7 +63,7 @@ def test_specs_describe_the_pieces(world: World) -> None:
             "(Shard(dim=0), Shard(dim=0)): P(('data', 'tensor'))",
             "(Replicate(), Replicate()): P()",
             "(tensor, data): P(('tensor', 'data'))",
-            "0.weight: P(('tensor', 'data'))",  # fully_shard cuts what the tensor axis has left
+            "0.weight: P(('tensor', 'data'))",  # fully_shard shards the local shard of the tensor axis
             "0.bias: P(('tensor', 'data'))",
             "1.weight: P('data', 'tensor')",
             "1.bias: P('data')",
@@ -100,7 +100,7 @@ def merged(said: P, dim: int) -> str:
         (P(owned={"data": 0}), 0, "declare only the axes outside its mesh: P()"),
     ],
 )
-def test_declarations_and_placements_are_merged(world: World, said: P, dim: int, expected: str) -> None:
+def test_declared_spec_is_merged_with_dtensor_placements(world: World, said: P, dim: int, expected: str) -> None:
     for found in world.run(4, merged, said, dim):
         assert found == expected or found.endswith(expected)
 
@@ -146,12 +146,12 @@ def refused(kind: str) -> str:
         ("Muon", "is sharded, so it gets shards"),
     ],
 )
-def test_layouts_that_say_too_little(world: World, kind: str, message: str) -> None:
+def test_incomplete_dtensor_layouts_are_rejected(world: World, kind: str, message: str) -> None:
     assert message in world.run(4, refused, kind)[0]
 
 
 def stepped_with_pending(op: str) -> tuple[list[float], float]:
-    """A copied weight whose gradient is pending over tensor: 1 on its first rank, 4 on the second."""
+    """Step a replicated weight with a partial gradient: 1 on the first tensor rank, 4 on the second."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
     with registry_of(GRID) as registry:
@@ -164,10 +164,12 @@ def stepped_with_pending(op: str) -> tuple[list[float], float]:
         param.grad = DTensor.from_local(local, mesh, [Partial(op)], run_check=False)
         stats = optimizer.step()
         assert stats is not None
-        assert local.tolist() == [1.0 + 3 * registry.rank("tensor")] * 4 or op == "sum", "whose gradient it is"
+        assert local.tolist() == [1.0 + 3 * registry.rank("tensor")] * 4 or op == "sum", (
+            "the caller's gradient was changed"
+        )
         return param.to_local().tolist(), float(stats.total_norm)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("op", "gradient"), [("sum", 5.0), ("avg", 2.5)])
-def test_a_pending_mean_is_a_mean(world: World, op: str, gradient: float) -> None:
+def test_partial_dtensor_gradient_is_reduced_with_its_own_operation(world: World, op: str, gradient: float) -> None:
     assert world.run(4, stepped_with_pending, op) == [([-gradient] * 4, gradient * 2)] * 4

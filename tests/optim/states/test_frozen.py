@@ -1,4 +1,4 @@
-"""Parameters frozen or thawed in the middle take part or stay; where ranks do not agree about it, all of them raise."""
+"""Parameters that are frozen or unfrozen later; ranks that disagree about it raise on all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def thaw(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("options", EVERYWHERE, ids=str)
-def test_a_parameter_that_was_frozen(world: World, options: dict[str, Any]) -> None:
+def test_unfreezing_parameter_after_optimizer_was_made_raises(world: World, options: dict[str, Any]) -> None:
     for text in world.run(2, thaw, options):
         assert "b was frozen when the optimizer was made" in text
         assert "add_param_group" in text
@@ -59,7 +59,7 @@ def freeze(options: dict[str, Any], precision: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", EVERYWHERE, ids=str)
-def test_a_parameter_that_is_frozen_later_stays(world: World, options: dict[str, Any], precision: str) -> None:
+def test_parameter_frozen_later_stays_unchanged(world: World, options: dict[str, Any], precision: str) -> None:
     assert world.run(2, freeze, options, precision) == [(False, True)] * 2
 
 
@@ -73,7 +73,7 @@ def frozen_on_one() -> str:
         return "no error"
 
 
-def test_a_parameter_that_is_frozen_on_one_rank(world: World) -> None:
+def test_parameter_frozen_on_one_rank_only_raises_on_all_ranks(world: World) -> None:
     for text in world.run(2, frozen_on_one):
         assert "first in b" in text
         assert "param group 0, frozen]" in text

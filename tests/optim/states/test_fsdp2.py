@@ -1,4 +1,4 @@
-"""FSDP2's fully_shard: alone, over tensor-parallel layers, with plain parameters beside, in half precision."""
+"""FSDP2 (fully_shard): alone, with tensor-parallel layers, with plain parameters, in half precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from world import World
 STEPS = 20
 
 
-# One batch a step -------------------------------------------------------------------------------------------------------
+# One batch per step
+# -----------------------------------------------------------------------------------------------------
 
 
 def train_net(axes: Axes, dtype: torch.dtype, norm_type: float, options: dict[str, Any]) -> tuple[list[float], Full]:
@@ -40,11 +41,12 @@ def train_net(axes: Axes, dtype: torch.dtype, norm_type: float, options: dict[st
             x = shard(data(step).to(dtype), P(registry.topology.data_axes), registry)
             with collectives() as seen:
                 optimizer.backward(net(x).mean())
-            assert seen["reduce_scatter_single"] == 2  # fully_shard's two groups of parameters
-            watch = LocalOperations() if step else nullcontext()  # the first step checks on all ranks
+            assert seen["reduce_scatter_single"] == 2  # fully_shard has two parameter groups
+            watch = LocalOperations() if step else nullcontext()  # the first step runs additional checks
             with collectives() as seen, watch, no_host_reads() if step else nullcontext():
                 stats = optimizer.step()
-            # Left out of fully_shard, one parameter is averaged here; the other collective measures.
+            # One parameter is excluded from fully_shard and averaged by the optimizer; the other collective measures
+            # the norm.
             assert dict(seen) == ({"all_reduce": 1, "all_gather_single": 1} if norm_type == inf else {"all_reduce": 2})
             assert stats is not None
             norms.append(stats.total_norm)
@@ -65,7 +67,9 @@ def dense_net(norm_type: float) -> tuple[list[float], Full]:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 4),), (("replica", 2), ("data", 2))])
-def test_uneven_shards_and_a_plain_parameter_equal_the_dense_model(world: World, axes: Axes, norm_type: float) -> None:
+def test_fsdp2_with_uneven_shards_and_plain_parameter_matches_dense_model(
+    world: World, axes: Axes, norm_type: float
+) -> None:
     expected = dense_net(norm_type)
     for found in world.run(
         Topology(roles=None, **dict(axes)).world_size, train_net, axes, torch.float64, norm_type, {}
@@ -73,13 +77,13 @@ def test_uneven_shards_and_a_plain_parameter_equal_the_dense_model(world: World,
         assert_equal(found, expected, 1e-6)  # the clip coefficient has float32's 1e-7 in the denominator's 1e-6
 
 
-def test_float32(world: World) -> None:
+def test_fsdp2_in_float32_matches_dense_model(world: World) -> None:
     for found in world.run(2, train_net, (("data", 2),), torch.float32, 2.0, {}):
         assert_equal(found, dense_net(2.0), 1e-3)
 
 
 def train_tensor(sequence: bool) -> tuple[list[float], Full, list[str]]:
-    """Tensor-parallel layers of meshstep, over which fully_shard is laid."""
+    """Train meshstep's tensor-parallel layers with fully_shard on top."""
     with registry_of((("data", 2), ("tensor", 2))) as registry:
         torch.manual_seed(11)
         model = Tensor1D(registry, torch.float64, sequence)
@@ -96,7 +100,7 @@ def train_tensor(sequence: bool) -> tuple[list[float], Full, list[str]]:
             optimizer.backward(model(shard(batch(step), P("data"), registry)))
             with collectives() as seen:
                 stats = optimizer.step()
-            # The pending sums; or the plain parameters, split and copied ones apart; and one that measures.
+            # Partial gradients, or the plain parameters (sharded and replicated ones separately); and one for the norm.
             assert dict(seen) == {"all_reduce": 2 if sequence else 3}
             assert stats is not None
             norms.append(stats.total_norm)
@@ -117,7 +121,7 @@ def dense_tensor(start: Full) -> tuple[list[float], Full]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_parallel_layers_equal_the_dense_model(world: World, sequence: bool) -> None:
+def test_fsdp2_with_tensor_parallel_layers_matches_dense_model(world: World, sequence: bool) -> None:
     torch.manual_seed(11)
     start = Tensor1D(ProcessGroupRegistry(Topology(tensor=1)), torch.float64, False)
     expected = dense_tensor({name: param.detach() for name, param in start.named_parameters()})
@@ -139,7 +143,7 @@ def forgotten() -> str:
         return "no error"
 
 
-def test_lost_declarations_are_an_error(world: World) -> None:
+def test_declarations_lost_by_fully_shard_raise(world: World) -> None:
     for found in world.run(4, forgotten):
         assert "no spec for parameter 0 of group 0" in found
         assert "declare again after them" in found
@@ -148,14 +152,14 @@ def test_lost_declarations_are_an_error(world: World) -> None:
 # Mixed precision --------------------------------------------------------------------------------------------------------
 
 
-def test_a_mixed_precision_policy(world: World) -> None:
+def test_fsdp2_mixed_precision_policy_matches_dense_model(world: World) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for norms, params in world.run(2, train_net, (("data", 2),), torch.float32, 2.0, {"mp_policy": policy}):
         assert_equal((norms, params), dense_net(2.0), 0.1)
 
 
 def train_half(how: str) -> tuple[list[float], Full, bool]:
-    """A bf16-prepared model with float32 masters, sharded by fully_shard or averaged here."""
+    """Train a bf16 model with float32 master weights, sharded by fully_shard or averaged by the optimizer."""
     with registry_of((("data", 2),)) as registry:
         mode = precision_of("bf16")
         net = Net()
@@ -178,12 +182,12 @@ def train_half(how: str) -> tuple[list[float], Full, bool]:
         return torch.stack(norms).tolist(), whole(net, registry), masters == {torch.float32}
 
 
-def test_master_weights(world: World) -> None:
+def test_fsdp2_with_master_weights_matches_replicated_training(world: World) -> None:
     expected = world.run(2, train_half, "own")[0]
     for norms, params, masters in world.run(2, train_half, "fsdp"):
         assert masters
         assert all(param.dtype == torch.bfloat16 for param in params.values())
-        assert norms == pytest.approx(expected[0], rel=0.1)  # gradients are rounded to bf16, here and there
+        assert norms == pytest.approx(expected[0], rel=0.1)  # gradients are rounded to bf16 in both runs
         assert_equal(([], params), ([], expected[1]), 2e-2)
 
 
@@ -191,7 +195,7 @@ def test_master_weights(world: World) -> None:
 
 
 def resumed() -> bool:
-    """State saved in the middle of a run, loaded into new objects, goes on with the same bits."""
+    """Save state in the middle of a run, load it into new objects and continue; the runs must be bitwise identical."""
     with registry_of((("data", 2),)) as registry:
 
         def steps(net: Net, optimizer: ParallelOptimizer, indices: range) -> None:
@@ -220,15 +224,16 @@ def resumed() -> bool:
         return all(torch.equal(local(one), local(other)) for one, other in pairs)
 
 
-def test_state_dict(world: World) -> None:
+def test_fsdp2_run_resumes_bitwise_from_state_dict(world: World) -> None:
     assert world.run(2, resumed) == [True, True]
 
 
-# A factor of one's own over one rank ------------------------------------------------------------------------------------
+# User-defined gradient divide factor over one rank
+# ----------------------------------------------------------------------
 
 
 def divided(dtype: torch.dtype, replicas: int, sums: bool) -> tuple[Full, Full]:
-    """The gradients under a factor of 4, of the sum over ``replicas``; and those of one process."""
+    """Return the gradients with a divide factor of 4 over ``replicas``, and those of one process."""
     axes = {"replica": replicas, "shard": 1}
     with ProcessGroupRegistry(Topology(roles={"replica": "data", "shard": "data"}, **axes)) as registry:
         layer, dense = nn.Linear(5, 3).to(dtype), nn.Linear(5, 3).to(dtype)
@@ -249,9 +254,7 @@ def gradients(module: nn.Module) -> Full:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_a_factor_of_ones_own_divides_once_where_nothing_is_scattered(
-    world: World, dtype: torch.dtype, replicas: int
-) -> None:
+def test_fsdp2_gradient_divide_factor_is_applied_once(world: World, dtype: torch.dtype, replicas: int) -> None:
     for sums in (False, True):
         for found, expected in world.run(replicas, divided, dtype, replicas, sums):
             for name, gradient in expected.items():

@@ -1,4 +1,4 @@
-"""Windows of micro-batches: FSDP2's fully_shard, DDP and our own sums give the same, tails and abandoned ones too."""
+"""Accumulation windows give the same results with FSDP2, DDP and the optimizer's own reduction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 SIZES = ((2, 1, 3, 2, 2, 4, 1), (1, 1, 2, 5, 1, 1, 3))  # rows of each micro-batch, by data rank
-WINDOWS = ((0, 1, 2), (3, 4, 5), (6,))  # K = 3, and a tail
+WINDOWS = ((0, 1, 2), (3, 4, 5), (6,))  # two windows of three micro-batches, and a shorter last window
 
 
 def micro_batch(rank: int, index: int, weighted: bool) -> Tensor:
@@ -84,11 +84,14 @@ def dense_windows(weighted: bool) -> tuple[list[float], Full]:
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("how", ["own", "ddp", "fsdp"])
-def test_windows_are_the_same_three_ways(world: World, how: str, weighted: bool, explicit: bool) -> None:
+def test_windows_match_dense_model_with_own_reduction_ddp_and_fsdp2(
+    world: World, how: str, weighted: bool, explicit: bool
+) -> None:
     expected = dense_windows(weighted)
     reduced = {
         "own": [{"all_reduce": 2}] * 3,
-        # DDP's own all-reduce is not seen here. It leaves the tail out, which is then averaged by us.
+        # This counter does not see DDP's all-reduce. DDP does not reduce the shorter last window, so the optimizer
+        # does.
         "ddp": [{"all_reduce": 1}, {"all_reduce": 1}, {"all_reduce": 1 if explicit else 2}],
         "fsdp": [{"reduce_scatter_single": 2, "all_reduce": 2}] * 3,
     }[how]
@@ -114,13 +117,14 @@ def unannounced(explicit: bool) -> str:
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_a_tail_that_fully_shard_was_not_told_of(world: World, explicit: bool) -> None:
+def test_unannounced_last_window_with_fsdp2_raises(world: World, explicit: bool) -> None:
     for found in world.run(2, unannounced, explicit):
         assert "Call window_ends() before the forward of the last one" in found
 
 
 def abandoned() -> tuple[str, float, float]:
-    """What zero_grad says in the middle of a window; the gradient of a batch, and what it is if one goes on regardless."""
+    """Return the error of zero_grad inside a window, the gradient of a batch, and that gradient after ignoring the
+    error."""
     with registry_of((("data", 2),)) as registry:
         net = sharded_net(registry)
         weight: Any = net.layers[0].weight
@@ -140,7 +144,7 @@ def abandoned() -> tuple[str, float, float]:
         return message, clean, float(local(weight.grad).sum())
 
 
-def test_gradients_that_fully_shard_keeps(world: World) -> None:
+def test_zero_grad_inside_fsdp2_window_raises(world: World) -> None:
     for message, clean, regardless in world.run(2, abandoned):
         assert "fully_shard keeps the gradients of micro-batches" in message
         assert abs(regardless - clean) > 0.01

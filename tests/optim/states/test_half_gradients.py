@@ -1,4 +1,4 @@
-"""`main_grads=False`: gradients stay in half precision until the step reads them, and the step is the same to the bit."""
+"""`main_grads=False`: gradients stay in half precision until the step, and the step is bitwise identical."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Model(nn.Module):
-    """A split weight, a copied one and one in float32."""
+    """A sharded weight, a replicated weight and a float32 weight."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 def trained(
     topology: Topology, mode: Precision, kind: str, options: dict[str, Any], kernels: Kernels, explicit: bool
 ) -> tuple[list[Tensor], set[torch.dtype]]:
-    """Weights and states after three steps, and the dtypes of gradients that backward left."""
+    """Return weights and states after three steps, and the dtypes of the gradients after backward."""
     with ProcessGroupRegistry(topology) as registry, using(kernels):
         model = Model(registry, torch.bfloat16 if isinstance(mode, Bf16) else torch.float16)
         optimizer = ParallelOptimizer(OPTIMIZERS[kind](model.parameters()), registry, precision=mode, **options)
@@ -75,7 +75,7 @@ CASES: list[tuple[str, dict[str, Any], Kernels, bool]] = [
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (3, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("mode", [Bf16, NaiveFp16])
-def test_a_step_from_half_precision_gradients_is_the_same_to_the_bit(
+def test_step_without_main_grads_is_bitwise_identical(
     world: World, sizes: tuple[int, int], mode: type[Bf16] | type[NaiveFp16]
 ) -> None:
     topology = Topology(data=sizes[0], tensor=sizes[1])
@@ -100,7 +100,7 @@ def test_a_step_from_half_precision_gradients_is_the_same_to_the_bit(
         ({"overlap": True}, "overlap=True, which reduces"),
     ],
 )
-def test_where_half_precision_gradients_would_add_up_is_an_error(options: dict[str, Any], said: str) -> None:
+def test_main_grads_false_with_gradient_accumulation_is_rejected(options: dict[str, Any], said: str) -> None:
     with ProcessGroupRegistry(Topology(data=1, tensor=1)) as registry:
         params = Model(registry, torch.bfloat16).parameters()
         with pytest.raises(ValueError, match=f"main_grads=False.*{said}.*leave main_grads=True"):

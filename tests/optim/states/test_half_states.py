@@ -1,4 +1,4 @@
-"""Optimizer states in bfloat16 between steps: close to float32 ones, half as large, and as safe."""
+"""Optimizer states in bfloat16 between steps: close to float32 states, and half the size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make(
 
 
 def state_of(optimizer: ParallelOptimizer) -> list[tuple[str, Tensor]]:
-    """The tensors that are no single numbers, by key."""
+    """Return the state tensors with more than one element, by key."""
     found = [pair for state in optimizer.state.values() for pair in state.items()]
     return [(key, value) for key, value in found if key not in SCALAR_STATE and isinstance(value, Tensor)]
 
@@ -67,11 +67,12 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# Close to float32 -------------------------------------------------------------------------------------------------------
+# Compared with float32 states
+# ---------------------------------------------------------------------------------------------
 
 
 def trained(layout: str, states: States, precision: Mode | Precision, steps: int) -> tuple[list[Part], int]:
-    """What the rank has after some steps, and how many bytes of states."""
+    """Return this rank's shards after some steps, and the bytes of its optimizer state."""
     with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry, small_buckets(64):
         model, optimizer = make(registry, layout, states, precision)
         for step in range(steps):
@@ -93,7 +94,7 @@ CONFIGS: dict[str, tuple[str, States, Mode | Precision]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_half_states_are_near_float32_ones_and_half_as_large(world: World, name: str) -> None:
+def test_half_states_are_close_to_float32_states_at_half_the_size(world: World, name: str) -> None:
     layout, states, precision = CONFIGS[name]
     ranks = LAYOUTS[layout].topology.world_size
     exact = world.run(ranks, trained, layout, states, precision, 4)
@@ -108,17 +109,20 @@ def test_half_states_are_near_float32_ones_and_half_as_large(world: World, name:
                     assert torch.equal(value, one.state[key])
                     continue
                 assert (value.dtype, one.state[key].dtype) == (torch.bfloat16, torch.float32)
-                # Each rounding is at most a unit, 2^-7 of the value, and half or more of it has decayed a step later.
+                # Each rounding error is at most one unit, 2^-7 of the value, and at least half of it decays until the
+                # next step.
                 error = (value.double() - one.state[key].double()).abs().max() / one.state[key].abs().max()
                 assert error < 4 * 2**-7, (other.key, key)
-            assert float((one.value - other.value).abs().max()) < 4 * 1e-2 * 0.1, "a tenth of what four steps may move"
+            assert float((one.value - other.value).abs().max()) < 4 * 1e-2 * 0.1, (
+                "the difference must be below a tenth of the largest possible change"
+            )
             first = copies.setdefault((other.key, other.region), other)
             assert torch.equal(first.value, other.value)
             assert all(torch.equal(first.state[key], value) for key, value in other.state.items())
 
 
 def wave(states: States, steps: int) -> tuple[float, list[Tensor]]:
-    """The loss of a small network that learned a wave, and the states."""
+    """Return the loss of a small network that learned a sine wave, and its second moments."""
     with ProcessGroupRegistry(Topology()) as registry:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -139,7 +143,7 @@ def to_nearest(everything: Iterable[Drawn], numel_at_once: int) -> None:
             target.copy_(source)
 
 
-def test_second_moments_fall_when_gradients_do_which_they_would_not_if_rounded_to_nearest() -> None:
+def test_stochastic_rounding_lets_second_moments_decay() -> None:
     exact_loss, exact = wave((), 600)
     loss, stochastic = wave((HalfStates(),), 600)
     with mock.patch.object(half_states, "round_all_", to_nearest):
@@ -150,7 +154,7 @@ def test_second_moments_fall_when_gradients_do_which_they_would_not_if_rounded_t
     assert loss < 2 * exact_loss
 
 
-# Safe -------------------------------------------------------------------------------------------------------------------
+# Skipped steps and buckets --------------------------------------------------------------------------------------------
 
 
 def skipped(layout: str, states: States, precision: Mode | Precision, first: bool) -> bool:
@@ -162,25 +166,25 @@ def skipped(layout: str, states: States, precision: Mode | Precision, first: boo
         before = everything(model, optimizer)
         run_skipped_step(model, optimizer, 2)
         after = everything(model, optimizer)
-        made = after[len(before) :]  # in a first step that is skipped states of zeros
+        made = after[len(before) :]  # states created by a skipped first step are zeros
         return same(before, after[: len(before)]) and not any(bool(value.any()) for value in made)
 
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", ["alone", "grid", "ZeRO-1", "offload, bf16"])
-def test_a_skipped_step_changes_nothing_to_the_bit(world: World, name: str, first: bool) -> None:
+def test_skipped_step_with_half_states_changes_nothing(world: World, name: str, first: bool) -> None:
     layout, states, precision = CONFIGS[name]
     assert all(world.run(LAYOUTS[layout].topology.world_size, skipped, layout, states, precision, first))
 
 
-def test_several_buckets_give_the_bits_of_one() -> None:
+def test_half_states_are_bitwise_independent_of_bucket_size() -> None:
     one, _ = wave((HalfStates(),), 20)
     with mock.patch.object(half_states, "BUCKET_NUMEL", 40):
         assert wave((HalfStates(),), 20)[0] == one
     assert wave((HalfStates(seed=1),), 20)[0] != one
 
 
-def test_param_groups_count_a_step_once_however_many_buckets_there_are() -> None:
+def test_per_group_step_counts_are_independent_of_bucket_count() -> None:
     with ProcessGroupRegistry(Topology()) as registry, mock.patch.object(half_states, "BUCKET_NUMEL", 3):
         model = nn.Linear(4, 2)
         optimizer = ParallelOptimizer(Counting(model.named_parameters()), registry, states=HalfStates())
@@ -196,8 +200,8 @@ def test_param_groups_count_a_step_once_however_many_buckets_there_are() -> None
 
 
 def continued(layout: str, states: States, precision: Mode | Precision, path: str | None) -> tuple[bool, bool]:
-    """Train 4 steps, and 2 with a new optimizer that goes on from what the first one saved: whether all bits are the
-    same then, and whether the states were in bfloat16 at once."""
+    """Train 4 steps, the last 2 also with a new optimizer that loads the saved state. Return whether all tensors
+    are bitwise identical, and whether loaded states are in bfloat16."""
     with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry:
         model, optimizer = make(registry, layout, (HalfStates(), *states), precision)
         again, resumed = make(registry, layout, (HalfStates(), *states), precision)
@@ -220,7 +224,7 @@ def continued(layout: str, states: States, precision: Mode | Precision, path: st
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_was_saved_goes_on_bit_for_bit(world: World, tmp_path: Path, name: str, checkpoint: bool) -> None:
+def test_half_states_resume_bitwise_identically(world: World, tmp_path: Path, name: str, checkpoint: bool) -> None:
     layout, states, precision = CONFIGS[name]
     ranks = LAYOUTS[layout].topology.world_size
     path = str(tmp_path) if checkpoint else None
@@ -228,7 +232,7 @@ def test_what_was_saved_goes_on_bit_for_bit(world: World, tmp_path: Path, name: 
 
 
 def across(path: str, first: States, then: States) -> tuple[float, set[torch.dtype]]:
-    """Save with some states, load with others: how far they are off, and their dtype."""
+    """Save with some state placements and load with others. Return the largest relative difference, and the dtypes."""
     with ProcessGroupRegistry(LAYOUTS["data"].topology) as registry:
         model, optimizer = make(registry, "data", first)
         again, resumed = make(registry, "data", then)
@@ -251,7 +255,7 @@ def across(path: str, first: States, then: States) -> tuple[float, set[torch.dty
         return max(off), dtypes
 
 
-def test_checkpoints_of_float32_states_and_of_half_ones_load_into_each_other(world: World, tmp_path: Path) -> None:
+def test_checkpoints_of_float32_and_half_states_load_into_each_other(world: World, tmp_path: Path) -> None:
     there, back, cut = str(tmp_path / "there"), str(tmp_path / "back"), str(tmp_path / "cut")
     for off, dtypes in world.run(2, across, there, (), (HalfStates(),)):
         assert 0 < off < 2**-7
@@ -260,10 +264,11 @@ def test_checkpoints_of_float32_states_and_of_half_ones_load_into_each_other(wor
     assert world.run(2, across, cut, (HalfStates(),), (Sharded("data"), HalfStates())) == [(0.0, {torch.bfloat16})] * 2
 
 
-# What it is given ---------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------
 
 
-def test_other_dtypes_and_modes_with_half_states_of_their_own_are_refused() -> None:
+def test_half_states_reject_other_dtypes_and_stochastic_rounding_mode() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         with pytest.raises(ValueError, match=r"give torch\.bfloat16"):
             make(registry, "alone", (HalfStates(torch.float16),))
@@ -272,7 +277,7 @@ def test_other_dtypes_and_modes_with_half_states_of_their_own_are_refused() -> N
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RMSprop", "ASGD", "NAdam", "Adamax", "Adafactor"])
-def test_any_optimizer_steps_with_half_states_and_its_numbers_stay(kind: str) -> None:
+def test_half_states_support_torch_optimizers(kind: str) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         results = []
         for states in ((), (HalfStates(),)):
@@ -289,7 +294,7 @@ def test_any_optimizer_steps_with_half_states_and_its_numbers_stay(kind: str) ->
             torch.testing.assert_close(half, exact, rtol=0, atol=1e-2)
 
 
-def test_states_that_were_there_and_param_groups_that_come_are_halved() -> None:
+def test_existing_states_and_added_groups_are_converted_to_half_states() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = Planted(LAYOUTS["alone"], 0)
         adamw = torch.optim.AdamW([model.get_parameter("up")], lr=1e-2)

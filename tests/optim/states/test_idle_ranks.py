@@ -1,4 +1,4 @@
-"""A rank that steps nothing takes part in every precision mode, with every state placement and kind of optimizer."""
+"""A rank without parameters takes part in every precision mode, state placement and optimizer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def trained(way: str, mode: str, states: str, kind: str) -> Tensor | str:
-    """The weight after steps, a load and a replay; [0] on an idle rank; the text of a refusal."""
+    """Return the weight after steps, a load and a replay; [0] on an idle rank; the error if the case is rejected."""
     with ProcessGroupRegistry(Topology(**MESHES[way])) as registry:
         model = One(way, registry, kind == "Muon")
         PRECISIONS[mode].prepare(model, registry)
@@ -91,7 +91,7 @@ def trained(way: str, mode: str, states: str, kind: str) -> Tensor | str:
             return str(error)
 
         def step(factor: float = 1.0) -> None:
-            for _ in range(40):  # until a dynamic loss scale fits
+            for _ in range(40):  # until the dynamic loss scale fits
                 optimizer.zero_grad()
                 loss = model.loss()
                 optimizer.backward(None if loss is None else loss * factor)
@@ -119,7 +119,7 @@ def all_trained(way: str, states: str, kernels: Kernels) -> dict[tuple[str, str]
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("way", ["owned", "stage", "short"])
-def test_idle_rank_steps_with_every_precision_and_optimizer(world: World, way: str, states: str) -> None:
+def test_idle_rank_steps_with_every_precision_placement_and_optimizer(world: World, way: str, states: str) -> None:
     for kernels in ("auto", "torch"):
         wanted = all_trained("dense", states, kernels)
         for rank, found in enumerate(world.run(2, all_trained, way, states, kernels)):

@@ -1,4 +1,4 @@
-"""Optimizer states on the CPU: the same bits as on the device; here both sides are the CPU."""
+"""CPU offload of optimizer states: bitwise identical steps. Here the device is the CPU, too."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 
 @given(numels=st.lists(st.integers(1, 10**6), max_size=40), percent=st.integers(0, 100))
-def test_at_least_the_fraction_is_offloaded(numels: list[int], percent: int) -> None:
+def test_offloaded_parameters_contain_at_least_given_fraction_of_elements(numels: list[int], percent: int) -> None:
     fraction = percent / 100
     chosen = offloaded(numels, fraction)
     on_cpu = sum(numels[index] for index in chosen)
     assert on_cpu >= fraction * sum(numels) - 1e-6
-    # Nothing that is on the CPU would fit on the device.
+    # No offloaded parameter would fit on the device.
     room = (1 - fraction) * sum(numels) - (sum(numels) - on_cpu)
     assert all(numels[index] > room - 1e-6 for index in chosen)
 
 
-def test_all_or_nothing() -> None:
+def test_offloaded_parameters_are_chosen_by_fraction() -> None:
     assert offloaded([3, 1, 2], 0.0) == []
     assert offloaded([3, 1, 2], 1.0) == [0, 1, 2]
-    assert offloaded([3, 1, 2], 0.5) == [1, 2]  # the largest stays
+    assert offloaded([3, 1, 2], 0.5) == [1, 2]  # the largest parameter stays on the device
     assert offloaded([10], 0.5) == [0]
 
 
@@ -99,7 +99,7 @@ def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw, not fused", "sgd"])
 @pytest.mark.parametrize("mode", MODES)
-def test_offloaded_steps_have_the_same_bits(mode: str, kind: str) -> None:
+def test_offloaded_steps_are_bitwise_identical(mode: str, kind: str) -> None:
     plain, optimizer = build(mode, kind, max_norm=0.5)
     norms = steps(plain, optimizer, range(6))
     for fraction, bucket_bytes in ((0.3, None), (1.0, None), (0.3, 64), (1.0, 64)):
@@ -116,7 +116,7 @@ def small_buckets(nbytes: int | None) -> Iterator[None]:
 
 
 def order_of_a_step(kind: str, states: tuple[Placement, ...] = ()) -> list[str]:
-    """Of four buckets, and a bias on the device."""
+    """Return the order of operations of a step with four offloaded buckets and one bias on the device."""
     with small_buckets(64):
         model = Small()
         optimizer = ParallelOptimizer(
@@ -137,8 +137,8 @@ def order_of_a_step(kind: str, states: tuple[Placement, ...] = ()) -> list[str]:
     return done
 
 
-def test_a_bucket_is_stepped_while_the_next_one_travels() -> None:
-    rest = ["start 0", "step"]  # what is not offloaded is stepped on the device, for which nobody waits
+def test_offloaded_bucket_is_stepped_while_next_bucket_is_copied() -> None:
+    rest = ["start 0", "step"]  # parameters on the device are stepped without a synchronization
     first = ["start 1", "finish 0", "step", "send 0"]
     assert order_of_a_step("adamw") == [
         *(*rest, *first, "start 2", "finish 1", "step", "send 1"),
@@ -147,7 +147,9 @@ def test_a_bucket_is_stepped_while_the_next_one_travels() -> None:
 
 
 @pytest.mark.parametrize(("kind", "states"), [("adamw, not fused", ()), ("adamw", (HalfStates(),))])
-def test_what_counts_its_steps_makes_one(kind: str, states: tuple[Placement, ...]) -> None:
+def test_optimizer_with_own_step_counts_is_called_once_for_all_buckets(
+    kind: str, states: tuple[Placement, ...]
+) -> None:
     done = order_of_a_step(kind, states)
     assert done == [
         *(f"{how} {index}" for how in ("start", "finish") for index in range(4)),
@@ -156,7 +158,7 @@ def test_what_counts_its_steps_makes_one(kind: str, states: tuple[Placement, ...
 
 
 @pytest.mark.parametrize("how", ["groups", "value", "explicit"])
-def test_clipping_in_place_is_done_before_the_copy(how: str) -> None:
+def test_gradients_are_clipped_before_copy_to_cpu(how: str) -> None:
     found = []
     for offload in (None, 1.0):
         model = precision_of("bf16").prepare(Small())
@@ -180,13 +182,13 @@ def test_clipping_in_place_is_done_before_the_copy(how: str) -> None:
     assert_same(*found)
 
 
-def test_only_the_fraction_is_elsewhere() -> None:
+def test_only_the_given_fraction_is_offloaded() -> None:
     model, optimizer = build("bf16", offload=0.5)
     steps(model, optimizer, range(1))
     trained = [param for param in model.parameters() if param.requires_grad]
     measured = [piece.grad_tensor for piece in optimizer.pieces()]
     on_device = [param for param in trained if all(param is not other for other in measured)]
-    # Those whose master is measured, and stepped, on the device; the others' gradients stay with the parameter.
+    # Parameters whose master weight is on the device; the gradients of the others stay with the parameter.
     held = sum(param.numel() for param in on_device)
     total = sum(param.numel() for param in trained)
     assert 0 < held <= 0.5 * total
@@ -198,7 +200,7 @@ def test_only_the_fraction_is_elsewhere() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
 @pytest.mark.parametrize(("before", "after"), [(0.5, 0.5), (0.5, None), (None, 1.0)])
-def test_state_fits_any_fraction(mode: str, before: float | None, after: float | None) -> None:
+def test_offload_state_loads_with_any_fraction(mode: str, before: float | None, after: float | None) -> None:
     model, optimizer = build(mode, offload=before)
     steps(model, optimizer, range(3))
     saved = {key: value.clone() for key, value in model.state_dict().items()}
@@ -214,7 +216,7 @@ def test_state_fits_any_fraction(mode: str, before: float | None, after: float |
     assert_same(weights(other), weights(model))
 
 
-def test_overflow_changes_nothing() -> None:
+def test_overflow_with_offload_changes_nothing() -> None:
     model, optimizer = build("bf16", offload=1.0)
     steps(model, optimizer, range(2))
     before, held = weights(model), [piece.tensor.detach().clone() for piece in optimizer.pieces()]
@@ -227,7 +229,7 @@ def test_overflow_changes_nothing() -> None:
     assert_same([piece.tensor.detach() for piece in optimizer.pieces()], held)
 
 
-def test_weights_loaded_into_the_model_are_stepped_or_refused() -> None:
+def test_weights_loaded_into_model_are_used_or_rejected() -> None:
     found = []
     for offload in (None, 1.0):
         model, optimizer = build("fp32", offload=offload)
@@ -245,7 +247,7 @@ def test_weights_loaded_into_the_model_are_stepped_or_refused() -> None:
         steps(model, optimizer, range(1))
 
 
-def test_bad_fraction() -> None:
+def test_offload_rejects_fraction_outside_0_to_1() -> None:
     for fraction in (-0.1, 1.01, float("nan")):
         with pytest.raises(ValueError, match="Offloaded"):
             build("fp32", offload=fraction)
@@ -253,7 +255,7 @@ def test_bad_fraction() -> None:
 
 @gpu
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
-def test_states_are_on_the_cpu_and_steps_the_same(mode: str) -> None:
+def test_offloaded_states_on_gpu_are_on_cpu_and_match_replicated_steps(mode: str) -> None:
     plain, optimizer = build(mode, device="cuda", max_norm=0.5)
     norms = steps(plain, optimizer, range(10))
     model, offloading = build(mode, device="cuda", max_norm=0.5, offload=0.6)
@@ -270,7 +272,7 @@ def test_states_are_on_the_cpu_and_steps_the_same(mode: str) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_offload_add_param_group_keeps_weights_written_before(fraction: float) -> None:
+def test_add_param_group_with_offload_keeps_weights_written_before(fraction: float) -> None:
     registry = ProcessGroupRegistry(Topology())
     first, second, late = (nn.Parameter(torch.full((size,), 1.0)) for size in (4, 3, 5))
     model = nn.ParameterList([first, second, late])

@@ -1,4 +1,4 @@
-"""DTensors on meshes whose dims are no axes by name: flattened ones, slices, others' names, another root."""
+"""DTensors on meshes whose dims are not axes by name: flattened dims, slices, other names, another root mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from world import World
 
 
 class Net(nn.Module):
-    """Beside the layers a plain parameter, of which every rank has a copy. Six rows over four ranks are 2, 2, 2 and 0."""
+    """Layers and a plain replicated parameter. Six rows over four ranks give shards of 2, 2, 2 and 0 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_dtensors_of_any_mesh_are_stepped_as_the_dense_model(world: World, tmp_path: Path, kind: str) -> None:
+def test_dtensors_on_flattened_or_renamed_meshes_match_dense_model(world: World, tmp_path: Path, kind: str) -> None:
     ((expected, weights, _),) = world.run(1, train, "dense")
     for norms, full, specs in world.run(4, train, kind, tmp_path):
         torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0)

@@ -1,4 +1,4 @@
-"""State dicts in the hands of others: trainers that make states before loading, DCP, a state of another rank."""
+"""State dicts used by other code: trainers that create states before loading, DCP, the state of another rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FSDP, ZERO, SPLIT, REPLICAS = "fully_shard", "ZeRO", "a declared split", "replic
 
 
 class Built:
-    """A model and its optimizer, in one of the layouts in which ranks step different pieces."""
+    """A model and its optimizer in one of the layouts in which ranks step different shards."""
 
     def __init__(self, kind: str, registry: ProcessGroupRegistry, precision: Mode = "fp32") -> None:
         self.kind = kind
@@ -67,7 +67,7 @@ def initialised(kind: str, precision: Mode) -> None:
         weights = {name: value.clone() for name, value in one.model.state_dict().items()}
         expected = one.train(4, 7)
 
-        # A trainer whose reader fills the tensors that it finds in a state dict, and so needs all of them there.
+        # A trainer that loads by filling the existing tensors of a state dict, and therefore needs all of them.
         other = Built(kind, registry, precision)
         before = [param.detach().clone() for group in other.optimizer.param_groups for param in group["params"]]
         rates = [group["lr"] for group in other.optimizer.param_groups]
@@ -95,14 +95,12 @@ def initialised(kind: str, precision: Mode) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [FSDP, ZERO, SPLIT, REPLICAS])
-def test_a_step_with_gradients_of_zeros_makes_the_states_that_are_to_be_loaded(
-    world: World, kind: str, precision: Mode
-) -> None:
+def test_step_with_zero_gradients_creates_states_for_loading(world: World, kind: str, precision: Mode) -> None:
     world.run(2, initialised, kind, precision)
 
 
 def cleared_by_the_model(precision: Mode) -> None:
-    """Gradients that the model has cleared are never stepped with again."""
+    """Clear gradients through the model after clipping; the step must not use them."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         built = Built(FSDP, registry, precision)
         built.train(0, 1)
@@ -117,12 +115,12 @@ def cleared_by_the_model(precision: Mode) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_that_were_shared_do_not_come_back(world: World, precision: Mode) -> None:
+def test_gradients_cleared_through_the_model_are_not_used(world: World, precision: Mode) -> None:
     world.run(2, cleared_by_the_model, precision)
 
 
 def elsewhere(kind: str, through_a_file: bool) -> str:
-    """What loading rank 0's state says on every rank."""
+    """Return the error of loading rank 0's state on every rank."""
     with ProcessGroupRegistry(Topology(roles=None, **axes_of(kind))) as registry:
         built = Built(kind, registry)
         built.train(0, 1)
@@ -149,13 +147,15 @@ def elsewhere(kind: str, through_a_file: bool) -> str:
 
 @pytest.mark.parametrize("through_a_file", [False, True])
 @pytest.mark.parametrize(("kind", "axis"), [(FSDP, "data"), (ZERO, "data"), (SPLIT, "tensor")])
-def test_the_state_of_another_rank_is_refused_on_all(world: World, kind: str, axis: str, through_a_file: bool) -> None:
+def test_loading_state_of_another_rank_is_rejected_on_all_ranks(
+    world: World, kind: str, axis: str, through_a_file: bool
+) -> None:
     for text in world.run(2, elsewhere, kind, through_a_file):
         assert f"the state is of the rank at {axis} 0 of 2, but this rank is at {axis} 1 of 2" in text
         assert "save_checkpoint" in text
 
 
-def test_replicas_load_the_state_of_any_of_them(world: World) -> None:
+def test_replica_can_load_state_of_any_replica(world: World) -> None:
     assert world.run(2, elsewhere, REPLICAS, True) == ["", ""]
 
 
@@ -174,7 +174,7 @@ def save_whole(path: str) -> None:
         torch.save(built.optimizer.state_dict(), path)
 
 
-def test_a_state_of_whole_parameters_is_refused_where_they_are_split(world: World, tmp_path: Any) -> None:
+def test_state_of_unsharded_parameters_is_rejected_by_sharded_model(world: World, tmp_path: Any) -> None:
     world.run(1, save_whole, str(tmp_path / "state.pt"))
     world.run(2, whole_in_a_split, str(tmp_path / "state.pt"))
 
@@ -191,12 +191,12 @@ def through_dcp(kind: str, path: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [FSDP, ZERO, SPLIT])
-def test_states_that_would_overwrite_each_other_are_refused_by_dcp(world: World, tmp_path: Any, kind: str) -> None:
+def test_saving_rank_dependent_state_dict_with_dcp_is_rejected(world: World, tmp_path: Any, kind: str) -> None:
     for text in world.run(2, through_dcp, kind, str(tmp_path)):
         assert "use meshstep.optim.save_checkpoint" in text
 
 
-def test_states_of_replicas_are_saved_by_dcp(world: World, tmp_path: Any) -> None:
+def test_state_dict_of_replicas_can_be_saved_with_dcp(world: World, tmp_path: Any) -> None:
     assert world.run(2, through_dcp, REPLICAS, str(tmp_path)) == ["", ""]
 
 
@@ -212,18 +212,18 @@ def asked_by_torch(kind: str, precision: Mode) -> str:
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(FSDP, "fp32"), (ZERO, "fp32"), (SPLIT, "fp32"), (REPLICAS, "bf16")])
-def test_torchs_functions_are_refused_where_they_would_not_find_the_states(
+def test_torch_state_dict_functions_are_rejected_for_sharded_or_master_weights(
     world: World, kind: str, precision: Mode
 ) -> None:
     for text in world.run(2, asked_by_torch, kind, precision):
         assert "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
 
 
-def test_torchs_functions_work_where_the_optimizer_steps_the_parameters(world: World) -> None:
+def test_torch_state_dict_functions_work_for_replicated_parameters(world: World) -> None:
     assert world.run(2, asked_by_torch, REPLICAS, "fp32") == ["", ""]
 
 
-def test_torchs_functions_are_refused_where_they_would_make_no_states() -> None:
+def test_torch_state_dict_functions_before_first_step_are_rejected() -> None:
     model = nn.Linear(3, 2)
     registry = ProcessGroupRegistry(Topology())
     optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry, accumulation_steps=2)

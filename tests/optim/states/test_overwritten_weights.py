@@ -1,4 +1,5 @@
-"""Weights written through ``.data`` beside copies raise on every rank in the second and 16th step."""
+"""Weights written through ``.data``, which have a second copy in the optimizer, raise on all ranks in steps 2 and
+16."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ WITH_COPIES: dict[str, tuple[Any, torch.dtype, Any]] = {
     "offloaded": ("fp32", torch.float32, Offloaded(1.0)),
     "half offloaded": ("fp32", torch.float32, Offloaded(0.5)),
     "offloaded, bf16": ("bf16", torch.bfloat16, Offloaded(1.0)),
-    "ZeRO-1": ("fp32", torch.float32, ZERO1),  # one weight is not contiguous
+    "ZeRO-1": ("fp32", torch.float32, ZERO1),  # has a copy, because one weight is not contiguous
     "ZeRO-2, bf16": ("bf16", torch.bfloat16, ZERO2),
     "ZeRO-2, offloaded": ("fp32", torch.float32, (ZERO2, Offloaded(0.5))),
 }
@@ -40,7 +41,7 @@ CASES = WITH_COPIES | WITHOUT
 
 
 class Training:
-    """Two layers on each rank of a data axis, one weight of which is not contiguous."""
+    """Two layers on each rank of a data axis; one weight is not contiguous."""
 
     def __init__(self, registry: ProcessGroupRegistry, case: str, **options: Any) -> None:
         precision, dtype, states = CASES[case]
@@ -68,7 +69,7 @@ class Training:
         return ""
 
     def write(self) -> None:
-        """Change all weights where no version counter shows it."""
+        """Change all weights without a change of their version counters."""
         for param in self.params:
             param.data.clamp_(-0.0625, 0.03125)
 
@@ -83,7 +84,8 @@ def training(case: str, **options: Any) -> Iterator[Training]:
 
 
 def written_before(case: str, step: int, ranks: tuple[int, ...], steps: int) -> tuple[list[tuple[int, str]], bool]:
-    """The errors of so many steps, by number, and whether the first error left all weights as they were written."""
+    """Return the errors of ``steps`` steps, by step number, and whether the first error left the written weights
+    unchanged."""
     errors, kept = list[tuple[int, str]](), True
     with training(case) as run:
         for index in range(1, steps + 1):
@@ -93,14 +95,14 @@ def written_before(case: str, step: int, ranks: tuple[int, ...], steps: int) -> 
             if error := run.step():
                 kept = kept and all(map(torch.equal, before, run.weights()))
                 errors.append((index, error))
-                assert run.step() == error  # again, until the weights are reloaded
+                assert run.step() == error  # raised again until the weights are reloaded
                 run.optimizer.reload_from_model()
                 assert run.step() == ""
     return errors, kept
 
 
 @pytest.mark.parametrize("case", WITH_COPIES)
-def test_write_after_the_first_step_raises_in_the_second_on_every_rank(world: World, case: str) -> None:
+def test_weights_written_after_first_step_raise_in_second_step_on_every_rank(world: World, case: str) -> None:
     for ((index, error),), kept in world.run(2, written_before, case, 2, (0, 1), 3):
         assert index == 2
         assert kept
@@ -109,32 +111,32 @@ def test_write_after_the_first_step_raises_in_the_second_on_every_rank(world: Wo
 
 
 @pytest.mark.parametrize("case", ["bf16", "offloaded"])
-def test_write_on_one_rank_raises_on_every_rank_and_names_it(world: World, case: str) -> None:
+def test_write_on_one_rank_raises_on_every_rank_and_names_the_rank(world: World, case: str) -> None:
     for ((index, error),), kept in world.run(2, written_before, case, 2, (1,), 2):
         assert index == 2
         assert kept
         assert "0.weight was changed since the last step on rank 1" in error
 
 
-def test_write_before_the_16th_step_raises_there(world: World) -> None:
+def test_weights_written_before_step_16_raise_in_step_16(world: World) -> None:
     for ((index, _),), kept in world.run(2, written_before, "bf16", 16, (0, 1), 17):
         assert index == 16
         assert kept
 
 
 @pytest.mark.parametrize("case", ["bf16", "ZeRO-1"])
-def test_write_before_another_step_is_not_seen(world: World, case: str) -> None:
-    """The limit that docs/reference/LIMITS.md names."""
+def test_weights_written_before_other_steps_are_not_detected(world: World, case: str) -> None:
+    """docs/reference/LIMITS.md documents this limit."""
     assert world.run(2, written_before, case, 3, (0, 1), 4) == [([], True)] * 2
 
 
 @pytest.mark.parametrize("case", WITHOUT)
-def test_write_without_copies_is_no_error(world: World, case: str) -> None:
+def test_write_to_weights_without_copy_does_not_raise(world: World, case: str) -> None:
     assert world.run(2, written_before, case, 2, (0, 1), 3) == [([], True)] * 2
 
 
 def undisturbed(case: str) -> tuple[list[str], list[int]]:
-    """The errors and object all-gathers of 17 steps: one overflows, and two follow a load and an added group."""
+    """Return the errors and object all-gathers of 17 steps, including an overflow, a state load and an added group."""
     errors = []
     with training(case) as run:
         for index in range(1, 18):
@@ -149,20 +151,20 @@ def undisturbed(case: str) -> tuple[list[str], list[int]]:
         errors.append(run.step())
         with torch.no_grad():
             for piece in run.optimizer.pieces():
-                piece.tensor.mul_(0.5)  # a write to what is stepped, which the next step brings into the model
+                piece.tensor.mul_(0.5)  # writes to the stepped tensors, which the next step copies to the model
         errors += [run.step() for _ in range(2)]
     return errors, gathers
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_without_such_writes_raise_nothing(world: World, case: str) -> None:
+def test_steps_without_overwritten_weights_do_not_raise(world: World, case: str) -> None:
     for errors, gathers in world.run(2, undisturbed, case):
         assert errors == [""] * 20
         assert gathers == [1, int(case in WITH_COPIES), *[0] * 15]
 
 
 def masters_on_one_stage() -> tuple[list[int], str]:
-    """The first stage has a half-precision weight, and the second has none."""
+    """Give the first stage a half-precision weight with master weights, and the second stage a float32 weight."""
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         dtype = torch.float32 if registry.global_rank else torch.bfloat16
         param = nn.Parameter(torch.ones(8, dtype=dtype))
@@ -178,9 +180,9 @@ def masters_on_one_stage() -> tuple[list[int], str]:
         return [int(value) for value in param.detach().unique().mul(8)], str(raised.value)
 
 
-def test_rank_without_copies_raises_too(world: World) -> None:
+def test_rank_without_copies_raises_with_other_ranks(world: World) -> None:
     for values, error in world.run(2, masters_on_one_stage):
-        assert values == [18]  # (1 - 0.125 * 2) * 3, not stepped
+        assert values == [18]  # (1 - 0.125 * 2) * 3: unchanged by the failed step
         assert error.startswith("of stage 0 was changed since the last step on rank 0")
 
 
@@ -192,12 +194,12 @@ def flipped_with_fingerprints(ranks: tuple[int, ...]) -> str:
         return run.step()
 
 
-def test_difference_on_one_rank_is_left_to_fingerprints(world: World) -> None:
+def test_write_on_one_rank_is_reported_by_fingerprints_instead(world: World) -> None:
     assert world.run(2, flipped_with_fingerprints, (1,)) == [""] * 2
     assert all("reload_from_model()" in error for error in world.run(2, flipped_with_fingerprints, (0, 1)))
 
 
-def test_frozen_parameter_has_no_copy_and_may_be_written() -> None:
+def test_frozen_parameter_may_be_overwritten() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(4, 3).bfloat16()
         model.bias.requires_grad_(False)
@@ -215,21 +217,21 @@ def test_frozen_parameter_has_no_copy_and_may_be_written() -> None:
     [
         ([1.0, 2.0, 0.0], True),
         ([1.0, 2.0, -0.0], True),
-        ([1.0 + 2**-12, 2.0, 0.0], True),  # rounds to the same bfloat16
+        ([1.0 + 2**-12, 2.0, 0.0], True),  # rounds to the same bfloat16 value
         ([1.0 + 2**-7, 2.0, 0.0], False),
         ([1.0, float("nan"), 0.0], False),
         ([1.0, 2.0], False),
     ],
 )
-def test_values_are_compared_in_the_dtype_of_the_model(copy: list[float], equal: bool) -> None:
+def test_copy_is_compared_in_dtype_of_model(copy: list[float], equal: bool) -> None:
     assert has_equal_values(torch.tensor([1.0, 2.0, 0.0], dtype=torch.bfloat16), torch.tensor(copy)) is equal
 
 
-def test_nans_are_equal_values() -> None:
+def test_nan_values_compare_as_equal() -> None:
     assert has_equal_values(torch.tensor([torch.nan, 2.0]).bfloat16(), torch.tensor([torch.nan, 2.0]))
 
 
-def test_first_rank_that_found_weights_is_named() -> None:
+def test_error_names_first_rank_with_overwritten_weights() -> None:
     check_not_overwritten([None, None], False)
     check_not_overwritten([None, "w"], True)
     with pytest.raises(RuntimeError, match="v was changed since the last step on rank 1"):

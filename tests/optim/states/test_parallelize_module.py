@@ -1,4 +1,4 @@
-"""torch's parallelize_module: tensor and sequence parallelism of DTensor parameters, stepped as the dense model is."""
+"""torch's parallelize_module: tensor- and sequence-parallel DTensor parameters match the dense model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from world import World
 
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("axes", [(("tensor", 2),), GRID])
-def test_parallelize_module(world: World, axes: Axes, functional: bool) -> None:
+def test_parallelize_module_matches_dense_model(world: World, axes: Axes, functional: bool) -> None:
     for found in world.run(2 * len(axes), train_block, axes, functional, {}):
         assert_trained(found)
 
@@ -30,7 +30,9 @@ def test_parallelize_module(world: World, axes: Axes, functional: bool) -> None:
         {"check_replicas": True, "per_parameter_norms": True, "reduction": "per_group"},
     ],
 )
-def test_other_ways_to_step_dtensors(world: World, options: dict[str, Any]) -> None:
+def test_parallelize_module_with_zero_offload_or_other_options_matches_dense_model(
+    world: World, options: dict[str, Any]
+) -> None:
     for found in world.run(4, train_block, GRID, False, options):
         assert_trained(found)
 
@@ -70,13 +72,13 @@ def misdeclared(kind: str) -> str:
         ),
     ],
 )
-def test_pending_sums_must_be_declared(world: World, kind: str, message: str) -> None:
+def test_partial_gradients_must_be_declared_and_reduced(world: World, kind: str, message: str) -> None:
     for found in world.run(2, misdeclared, kind):
         assert message in found
 
 
 def loaded() -> str:
-    """Loading into DTensors must not be undone by master weights."""
+    """Change DTensor weights after the optimizer was made; master weights must not overwrite the change silently."""
     with registry_of((("tensor", 2),)) as registry:
         block = parallel_block(registry).bfloat16()
         declare(block, {"norm.*": P(partial="tensor"), "*": P()})
@@ -91,6 +93,6 @@ def loaded() -> str:
         return str(dist.get_rank())
 
 
-def test_weights_that_were_changed_are_noticed(world: World) -> None:
+def test_changed_dtensor_weights_with_master_weights_raise(world: World) -> None:
     for found in world.run(2, loaded):
         assert found.startswith("up.weight was changed since the last step")

@@ -1,4 +1,4 @@
-"""What `optimizer.pieces()` says of each piece is true, in every layout and placement."""
+"""`optimizer.pieces()` describes each shard correctly, in every layout and state placement."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ PLACED = {
 
 
 def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]], Fraction, int | None]:
-    """Return this rank's pieces; for each its name and whether ``param`` and ``offset`` lead to the same values; the sum of
-    elements / replicas, and the elements that the plan counts on all ranks."""
+    """Return this rank's shards; the name of each and whether ``param`` and ``offset`` lead to its values; the sum
+    of elements / replication factor; and the elements that the plan counts."""
     layout = LAYOUTS[placed.layout]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank)
@@ -62,14 +62,14 @@ def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]], Fract
 
 
 def elements(part: Part) -> tuple[int, ...]:
-    """Which elements of the logical tensor, by their numbers, a piece says that it is."""
+    """Return the flat indices of the full tensor's elements that a shard claims to hold."""
     shape = SHAPES[part.key[0]]
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     return tuple(part.of(numbers).tolist())
 
 
 def assert_tiled(by_rank: list[list[Part]], placed: Placed, values_of: Any = start) -> None:
-    """Of every logical tensor the distinct pieces have each element once, with its value."""
+    """Assert that the distinct shards of each full tensor contain each element once, with its value."""
     found: dict[Key, dict[tuple[int, ...], int]] = {}
     for own in by_rank:
         for part in own:
@@ -82,11 +82,11 @@ def assert_tiled(by_rank: list[list[Part]], placed: Placed, values_of: Any = sta
     for key, pieces in found.items():
         covered = sorted(number for where in pieces for number in where)
         assert covered == list(range(torch.Size(SHAPES[key[0]]).numel())), f"{key}: {sorted(pieces)}"
-        assert len(set(pieces.values())) == 1, f"{key}: some pieces have more copies than others, {pieces}"
+        assert len(set(pieces.values())) == 1, f"{key}: shards have different numbers of replicas: {pieces}"
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_pieces_of_all_ranks_are_each_logical_tensor_once_a_copy(world: World, name: str) -> None:
+def test_pieces_of_all_ranks_cover_each_full_tensor(world: World, name: str) -> None:
     placed = PLACED[name]
     by_rank = world.run(LAYOUTS[placed.layout].topology.world_size, pieces_of, placed)
     assert_tiled([own for own, *_ in by_rank], placed)
@@ -95,7 +95,7 @@ def test_pieces_of_all_ranks_are_each_logical_tensor_once_a_copy(world: World, n
     assert {counted for *_, counted in by_rank} == {sum(weighted for _, _, weighted, _ in by_rank)}
 
 
-def test_a_region_that_is_moved_by_one_is_found(world: World) -> None:
+def test_wrong_region_of_piece_is_detected(world: World) -> None:
     by_rank = [own for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"])]
     moved = next(part for part in by_rank[1] if part.region is not None and part.region.start > 0)
     assert moved.region is not None
@@ -104,7 +104,7 @@ def test_a_region_that_is_moved_by_one_is_found(world: World) -> None:
         assert_tiled(by_rank, PLACED["ZeRO-1"])
 
 
-def test_sharded_pieces_are_few_elements_and_whole_ones_are_all(world: World) -> None:
+def test_zero_pieces_are_smaller_than_full_parameters(world: World) -> None:
     total = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"]):
         assert 0.25 * total < sum(part.value.numel() for part in own) < 0.75 * total
@@ -125,7 +125,7 @@ def uneven_pieces(shard_states: bool) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("shard_states", [False, True])
-def test_the_region_of_uneven_pieces_is_not_known(world: World, shard_states: bool) -> None:
+def test_pieces_of_uneven_shards_have_no_region(world: World, shard_states: bool) -> None:
     for told in world.run(4, uneven_pieces, shard_states):
         assert told
         assert all(unknown == (name == "odd") for name, unknown in told)

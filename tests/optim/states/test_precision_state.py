@@ -1,4 +1,4 @@
-"""State dicts of every precision mode: a new process continues bit for bit; what does not fit changes nothing anywhere."""
+"""State dicts of every precision mode: new processes resume bitwise; an invalid state changes nothing on any rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = {**MODES, "bf16 split": Bf16(split_masters=True), "fp8 on bf16": Fp8("bf16
 
 
 class End(NamedTuple):
-    """Where a run got to."""
+    """The end of a run."""
 
     tensors: dict[str, Tensor]
     scale: dict[str, float | int] | None
@@ -35,7 +35,7 @@ class End(NamedTuple):
 
 
 def train(model: nn.Module, optimizer: ParallelOptimizer, steps: range) -> End:
-    """With an overflow in steps 1 and 5, so that a state of hysteresis is saved and used."""
+    """Train with overflows in steps 1 and 5, so that a hysteresis state is saved and used."""
     norms = []
     for step in steps:
         optimizer.zero_grad()
@@ -56,7 +56,7 @@ def file_of(directory: Path, mode: str) -> Path:
 
 
 def start(directory: Path) -> tuple[int, dict[str, End]]:
-    """Train 3 steps, save, and go on for 6."""
+    """Train 3 steps, save, and train 6 more."""
     ends = {}
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
         for name, mode in ALL.items():
@@ -72,7 +72,7 @@ def start(directory: Path) -> tuple[int, dict[str, End]]:
 
 
 def go_on(directory: Path) -> tuple[int, dict[str, End]]:
-    """Load what `start` saved into models with other weights, and train the same 6 steps."""
+    """Load the state saved by `start` into models with other weights, and train the same 6 steps."""
     ends = {}
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
         for name, mode in ALL.items():
@@ -87,13 +87,15 @@ def go_on(directory: Path) -> tuple[int, dict[str, End]]:
 
 @pytest.fixture
 def other_world() -> Iterator[World]:
-    """Ranks in processes of their own."""
+    """Ranks in separate processes."""
     pool = World()
     yield pool
     pool.close()
 
 
-def test_new_processes_continue_bit_for_bit(world: World, other_world: World, tmp_path: Path) -> None:
+def test_new_processes_resume_every_precision_bitwise_identically(
+    world: World, other_world: World, tmp_path: Path
+) -> None:
     first, second = world.run(2, start, tmp_path), other_world.run(2, go_on, tmp_path)
     assert len({pid for pid, _ in (*first, *second)}) == 4
     for (_, expected), (_, found) in zip(first, second, strict=True):
@@ -102,7 +104,8 @@ def test_new_processes_continue_bit_for_bit(world: World, other_world: World, tm
             assert found[mode][1:] == expected[mode][1:]
             assert found[mode].skipped == 2
     scales = {name: end.scale["scale"] for name, end in first[0][1].items() if end.scale is not None}
-    # Steps 1 and 5 overflow, 3 and 7 grow, the first of them through a saved count; each growth resets the hysteresis.
+    # Steps 1 and 5 overflow, 3 and 7 grow the scale, the first through a saved count; each growth resets the
+    # hysteresis.
     assert scales == {
         "fp16": 2.0**16,
         "fp16_naive": 2.0**18,
@@ -113,7 +116,8 @@ def test_new_processes_continue_bit_for_bit(world: World, other_world: World, tm
     }
 
 
-# What does not fit ----------------------------------------------------------------------------------------------------
+# Invalid states
+# --------------------------------------------------------------------------------------------------------
 
 
 def everything(model: nn.Module, optimizer: ParallelOptimizer) -> tuple[dict[str, Tensor], Any]:
@@ -124,7 +128,7 @@ def everything(model: nn.Module, optimizer: ParallelOptimizer) -> tuple[dict[str
 
 
 def attempt(model: nn.Module, optimizer: ParallelOptimizer, state: dict[str, Any]) -> tuple[str, list[str]]:
-    """The error, and what changed though there was one."""
+    """Return the error, and the names of tensors changed in spite of it."""
     before = everything(model, optimizer)
     try:
         optimizer.load_state_dict(state)
@@ -143,7 +147,7 @@ def saved_by(registry: ProcessGroupRegistry, mode: str) -> dict[str, Any]:
 
 
 def cross() -> dict[tuple[str, str], tuple[str, list[str]]]:
-    """Every mode's state into every other mode's optimizer."""
+    """Load every mode's state into every other mode's optimizer."""
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
         states = {mode: saved_by(registry, mode) for mode in ALL}
         results = {}
@@ -152,20 +156,20 @@ def cross() -> dict[tuple[str, str], tuple[str, list[str]]]:
             for step in range(2):
                 train_step(model, optimizer, batch(step))
             for source in ALL:
-                if source != target and {source, target} != {"bf16", "bf16 split"}:  # which load into each other
+                if source != target and {source, target} != {"bf16", "bf16 split"}:  # these two load into each other
                     results[source, target] = attempt(model, optimizer, states[source])
             assert attempt(model, optimizer, states[target]) == ("", [])
         return results
 
 
-def test_a_state_of_another_mode_is_an_error(world: World) -> None:
+def test_state_of_another_precision_is_rejected(world: World) -> None:
     for results in world.run(2, cross):
         for (source, target), (error, changed) in results.items():
             assert error, f"{source} loads into {target}"
             assert changed == [], f"{source} into {target}"
 
 
-# How the state of rank 1 is spoiled, and what is said about it.
+# How the state of rank 1 is corrupted, and the expected error.
 SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another mode": (lambda state: state["meshstep"].update(precision="bf16"), "was saved with precision='bf16'"),
     "empty": (lambda state: state.clear(), "a torch optimizer's"),
@@ -202,7 +206,7 @@ def spoil(model_was_loaded: bool) -> dict[str, tuple[str, list[str]]]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("model_was_loaded", [False, True])
-def test_one_ranks_wrong_state_is_an_error_on_all(world: World, model_was_loaded: bool) -> None:
+def test_corrupt_state_on_one_rank_is_rejected_on_all_ranks(world: World, model_was_loaded: bool) -> None:
     for rank, results in enumerate(world.run(2, spoil, model_was_loaded)):
         for what, (_, says) in SPOILED.items():
             error, changed = results[what]

@@ -1,4 +1,5 @@
-"""Optimizers with quantized states on tensors above 4,096 elements: other numbers on pieces, the dense ones by `whole`."""
+"""Quantized optimizer states (tensors above 4,096 elements): shards give other values than full tensors; `whole`
+does not."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from world import World
 
 SHAPE = (48, 256)
-SPLIT, SHARDED = Topology(tensor=2), Topology(data=4)  # pieces of 6,144 elements in other blocks, and of 3,072
+SPLIT, SHARDED = Topology(tensor=2), Topology(data=4)  # shards of 6,144 elements in other blocks, and of 3,072
 
 
 def optimizer_of(package: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with 8-bit states; of a package that is not installed, a small optimizer under its name."""
+    """Return AdamW with 8-bit states; "stand-in" is a small optimizer under the name of torchao's."""
     if package == "stand-in":
         return under_the_name("torchao", "AdamW8bit", QuantizedMomentum)(params, lr=0.1)
     made: torch.optim.Optimizer = importlib.import_module(f"{package}.optim").AdamW8bit(params, lr=0.1)
@@ -27,7 +28,7 @@ def optimizer_of(package: str, params: list[nn.Parameter]) -> torch.optim.Optimi
 
 
 def stepped(topology: Topology, package: str, how: str) -> Tensor:
-    """The full weight after a few steps."""
+    """Return the full weight after a few steps."""
     registry = ProcessGroupRegistry(topology)
     spec = P(None, "tensor") if "tensor" in topology.axes else P()
     generator = torch.Generator().manual_seed(7)
@@ -49,9 +50,7 @@ def stepped(topology: Topology, package: str, how: str) -> Tensor:
 
 @pytest.mark.parametrize("topology", [SPLIT, SHARDED], ids=str)
 @pytest.mark.parametrize("package", ["stand-in", "bitsandbytes", "torchao"])
-def test_quantized_states_differ_on_pieces_and_not_in_whole_tensors(
-    world: World, package: str, topology: Topology
-) -> None:
+def test_quantized_states_differ_on_shards_but_not_with_whole(world: World, package: str, topology: Topology) -> None:
     if package != "stand-in":
         pytest.importorskip(package)
     dense = stepped(Topology(data=1), package, "alone")

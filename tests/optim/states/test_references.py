@@ -1,4 +1,4 @@
-"""The plain references that stand beside the fast paths of placements and windows, compared with real ranks."""
+"""Simple reference implementations of ZeRO, offload and window weights, compared with the optimizer on real ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
 
-# Slices -----------------------------------------------------------------------------------------------------------------
+# ZeRO slices
+# --------------------------------------------------------------------------------------------------------------
 
 
 def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: int, wrong: bool) -> list[float]:
-    """How far the slices of each bucket are from the reference; ``wrong``: a reference that divides where it should not."""
+    """Return the distance of each bucket's slices from the reference; ``wrong`` gives the reference a wrong
+    divisor."""
     layout = LAYOUTS[layout_name]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         rank, topology = registry.global_rank, layout.topology
@@ -74,22 +76,22 @@ SLICED = [
 
 @pytest.mark.parametrize(("mode", "micros"), [("fp32", 1), ("fp32", 3), (NaiveFp16(init_scale=64.0), 2)])
 @pytest.mark.parametrize(("layout", "how"), SLICED)
-def test_slices_of_gradients_are_what_the_reference_cuts(
+def test_zero_gradient_slices_match_reference(
     world: World, layout: str, how: Sharded, mode: Mode | Precision, micros: int
 ) -> None:
     by_rank = world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, mode, micros, False)
-    assert sum(map(len, by_rank)) >= 2, "the slices of some ranks are nothing but padding"
+    assert sum(map(len, by_rank)) >= 2, "some ranks may only have slices of padding, but not all"
     assert max(off for found in by_rank for off in found) < 1e-6
 
 
 @pytest.mark.parametrize(("layout", "how"), SLICED[:5])
-def test_a_slice_of_another_scale_is_found(world: World, layout: str, how: Sharded) -> None:
+def test_zero_gradient_slices_with_wrong_scale_are_detected(world: World, layout: str, how: Sharded) -> None:
     for found in world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, "fp32", 1, True):
         assert min(found) > 0.4
 
 
 def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
-    """How far float64 parameters are from the reference after three steps, whose gradients are multiplied by ``wrong``."""
+    """Return the distance of float64 parameters from the reference, whose gradients are multiplied by ``wrong``."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(128):
         draw = torch.Generator().manual_seed(0)
         shapes = [(5, 3), (7,), (2, 9)]
@@ -101,7 +103,7 @@ def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
         assert len(buckets) > 1
 
         def alone(bucket: ZeroBucket, rank: int) -> torch.optim.Optimizer:
-            segments = bucket.layout.segments(rank)  # none, where a slice is nothing but padding
+            segments = bucket.layout.segments(rank)  # empty if a slice contains only padding
             parts = [whole[bucket.params[s.position]].view(-1)[s.start : s.start + s.numel] for s in segments]
             return OPTIMIZERS[kind]([{"params": [part.clone() for part in parts]}], False)
 
@@ -119,22 +121,24 @@ def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("how", [Sharded("data"), Sharded("data", gradients=True)])
-def test_a_sharded_step_is_the_reference(world: World, how: Sharded, kind: str) -> None:
+def test_zero_step_matches_reference(world: World, how: Sharded, kind: str) -> None:
     assert max(world.run(2, stepped_off, how, kind, 1.0)) < 1e-14
-    assert min(world.run(2, stepped_off, how, kind, 1.001)) > 1e-14, "gradients of another scale are found"
+    assert min(world.run(2, stepped_off, how, kind, 1.001)) > 1e-14, "gradients with a wrong scale must be detected"
 
 
-# Offloaded --------------------------------------------------------------------------------------------------------------
+# CPU offload
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def offloaded_off(layout_name: str, fraction: float, mode: Mode | Precision, kind: str, wrong: float) -> float:
-    """The largest difference of a weight after three steps; the reference's gradients are multiplied by ``wrong``."""
+    """Return the largest weight difference after three steps; the reference's gradients are multiplied by
+    ``wrong``."""
     layout = LAYOUTS[layout_name]
     kinds: dict[str, Any] = {
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
         "sgd": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5, fused=True),
     }
-    with ProcessGroupRegistry(layout.topology) as registry, using("torch"):  # the reference steps by them
+    with ProcessGroupRegistry(layout.topology) as registry, using("torch"):  # the reference uses torch kernels
         model, plain = (Planted(layout, registry.global_rank) for _ in range(2))
         if isinstance(mode, Precision):
             mode.prepare(model, registry)
@@ -158,17 +162,18 @@ def offloaded_off(layout_name: str, fraction: float, mode: Mode | Precision, kin
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize("mode", ["fp32", Bf16()])
-def test_an_offloaded_step_is_the_reference_to_the_bit(
+def test_offloaded_step_is_bitwise_identical_to_reference(
     world: World, fraction: float, mode: Mode | Precision, kind: str
 ) -> None:
     assert world.run(2, offloaded_off, "tensor", fraction, mode, kind, 1.0) == [0.0, 0.0]
 
 
-def test_an_offloaded_step_with_gradients_of_another_scale_is_found(world: World) -> None:
+def test_offloaded_step_with_wrong_gradient_scale_is_detected(world: World) -> None:
     assert min(world.run(2, offloaded_off, "tensor", 1.0, "fp32", "sgd", 1.001)) > 0
 
 
-# Weights of windows -----------------------------------------------------------------------------------------------------
+# Weights of accumulation windows
+# ----------------------------------------------------------------------------------------
 
 
 def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as_tensor: bool) -> float:
@@ -188,7 +193,7 @@ MESHES = [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 2), ("data", 2
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("weights", [[[3.0, 5.0], [7.0, 1.0]], [[0.5], [0.0]], [[0.0, 0.0], [0.0, 0.0]]])
 @pytest.mark.parametrize("axes", MESHES)
-def test_the_inverse_weight_of_a_window_is_the_reference(
+def test_inverse_weight_of_window_matches_reference(
     world: World, axes: Any, weights: list[list[float]], as_tensor: bool
 ) -> None:
     size = Topology(roles=None, **dict(axes)).world_size
@@ -197,7 +202,7 @@ def test_the_inverse_weight_of_a_window_is_the_reference(
 
 
 @pytest.mark.parametrize("axes", MESHES)
-def test_a_micro_batch_that_the_weight_leaves_out_is_found(world: World, axes: Any) -> None:
+def test_missing_micro_batch_in_window_weight_is_detected(world: World, axes: Any) -> None:
     size = Topology(roles=None, **dict(axes)).world_size
     found = world.run(size, inverse_on, axes, [[3.0, 5.0], [7.0, 1.0]], False)
     assert found != [pytest.approx(reference_inverse_weight([[3.0, 5.0], [7.0]]), rel=1e-3)] * size

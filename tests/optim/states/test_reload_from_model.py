@@ -1,4 +1,4 @@
-"""Weights that the model's code writes between steps, taken over by `reload_from_model`."""
+"""`reload_from_model` accepts weights that other code wrote to the model between steps."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ MODES: dict[str, tuple[Any, torch.dtype]] = {
 
 
 def written(mode: str, states: tuple[Placement, ...], reload: bool) -> float | str:
-    """Clamp all weights through .data after two steps: how far the next step's weights are from a dense SGD step."""
+    """Clamp all weights through ``.data`` after two steps. Return the distance of the next step from a dense SGD
+    step."""
     precision, dtype = MODES[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(16):
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).to(dtype)
         weight = next(model.parameters())
-        weight.data = weight.detach().t().contiguous().t()  # a piece of it is a copy
+        weight.data = weight.detach().t().contiguous().t()  # so its ZeRO shards are copies
         declare(model, {"*": P()})
         sgd = torch.optim.SGD(model.named_parameters(), lr=0.125)
         try:
@@ -69,7 +70,7 @@ def written(mode: str, states: tuple[Placement, ...], reload: bool) -> float | s
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_reload_from_model_takes_weights_written_through_data(world: World, states: str) -> None:
+def test_reload_from_model_accepts_weights_written_through_data(world: World, states: str) -> None:
     for mode in MODES:
         for off in world.run(2, written, mode, STATES[states], True):
             if isinstance(off, str):
@@ -79,12 +80,12 @@ def test_reload_from_model_takes_weights_written_through_data(world: World, stat
 
 
 @pytest.mark.parametrize(("mode", "states"), [("bf16", "whole"), ("fp32", "offload"), ("bf16", "ZeRO-2")])
-def test_weights_written_through_data_are_undone_without_reload(world: World, mode: str, states: str) -> None:
-    """The limit that docs/reference/LIMITS.md names."""
+def test_weights_written_through_data_are_lost_without_reload(world: World, mode: str, states: str) -> None:
+    """docs/reference/LIMITS.md documents this limit."""
     assert all(isinstance(off, float) and off > 0.5 for off in world.run(2, written, mode, STATES[states], False))
 
 
-def test_new_memory_of_a_parameter_with_a_master_is_seen() -> None:
+def test_replaced_data_of_parameter_with_master_weight_is_detected() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(3, 2).bfloat16()
         declare(model, {"*": P()})

@@ -1,4 +1,4 @@
-"""The last update, made again from what went into it: equal bits, or what differs by name."""
+"""`replay` repeats the last update from its inputs: bitwise equal results, or the names of the tensors that differ."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def everything(optimizer: ParallelOptimizer[Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("steps", [1, 3])
-def test_an_update_comes_out_the_same_again_and_leaves_everything_as_it_was(make: Make, steps: int) -> None:
+def test_replay_gives_same_update_and_changes_nothing(make: Make, steps: int) -> None:
     optimizer = alone(make)
     for _ in range(steps):
         step_of(optimizer)
     before = bits_of(everything(optimizer))
     for group in optimizer.param_groups:
-        group["lr"] = 123.0  # a schedule's, for the next one
+        group["lr"] = 123.0  # as set by a schedule for the next step
     assert replay(optimizer) == replay(optimizer) == []
     assert bits_of(everything(optimizer)) == before
     assert {group["lr"] for group in optimizer.param_groups} == {123.0}
 
 
 @pytest.mark.parametrize("what", ["parameter", "exp_avg", "exp_avg_sq", "step"])
-def test_a_bit_that_turned_since_is_named(what: str) -> None:
+def test_replay_names_tensor_with_flipped_bit(what: str) -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     for _ in range(3):
         step_of(optimizer)
@@ -70,7 +70,7 @@ def test_a_bit_that_turned_since_is_named(what: str) -> None:
     assert replay(optimizer) == [f"w: {what}"]
 
 
-def test_a_skipped_step_keeps_the_update_before_it() -> None:
+def test_replay_after_skipped_step_checks_update_before_it() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     step_of(optimizer, float("inf"))
@@ -89,7 +89,7 @@ def test_a_skipped_step_keeps_the_update_before_it() -> None:
     ],
     ids=["offloaded", "offloaded masters", "masters"],
 )
-def test_it_is_of_what_is_stepped_wherever_that_is(options: dict[str, Any]) -> None:
+def test_replay_supports_offload_and_master_weights(options: dict[str, Any]) -> None:
     model = nn.ParameterDict({"w": torch.randn(64), "b": torch.ones(2)})
     if "precision" in options:
         options["precision"].prepare(model)
@@ -105,7 +105,7 @@ def test_it_is_of_what_is_stepped_wherever_that_is(options: dict[str, Any]) -> N
 
 
 def after_an_error(name: str, what: What) -> list[str]:
-    """What a replay says on this rank, after the error that a flipped bit of rank 1 gave."""
+    """Return the result of `replay` on this rank after the error for a bit flipped on rank 1."""
     with ProcessGroupRegistry(LAYOUTS[name].topology) as registry:
         states = (Sharded("data"), Replayable()) if "ZeRO" in name else Replayable()
         run = Run(name, registry, states=states)
@@ -121,20 +121,20 @@ def after_an_error(name: str, what: What) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["data", "ZeRO-1, copied over tensor"])
-def test_it_tells_on_which_of_two_ranks_a_state_has_turned(world: World, name: str) -> None:
+def test_replay_tells_which_of_two_ranks_has_flipped_bit(world: World, name: str) -> None:
     found = world.run(LAYOUTS[name].topology.world_size, after_an_error, name, "exp_avg")
     assert found[1] == ["bias: exp_avg"]
     assert not any(of_rank for rank, of_rank in enumerate(found) if rank != 1)
 
 
-def test_nothing_is_kept_where_nobody_asked() -> None:
+def test_replay_without_replayable_state_raises() -> None:
     optimizer = alone(OPTIMIZERS["SGD"], states=())
     step_of(optimizer)
     with pytest.raises(RuntimeError, match=r"the inputs of updates are not kept: give states=Replayable\(\)"):
         replay(optimizer)
 
 
-def test_before_the_first_update_there_is_none() -> None:
+def test_replay_before_first_update_raises() -> None:
     optimizer = alone(OPTIMIZERS["SGD"])
     with pytest.raises(RuntimeError, match="no update has been made"):
         replay(optimizer)
@@ -152,12 +152,12 @@ def test_before_the_first_update_there_is_none() -> None:
         ({"precision": Bf16(stochastic_rounding=True)}, r"precision='bf16"),
     ],
 )
-def test_what_draws_in_each_step_is_refused(options: dict[str, Any], which: str) -> None:
+def test_replayable_rejects_stochastic_rounding(options: dict[str, Any], which: str) -> None:
     with pytest.raises(ValueError, match=f"Replayable with {which}.*: leave one of them out"):
         alone(OPTIMIZERS["fused AdamW"], **options)
 
 
-def test_it_is_an_option_like_others_to_copies() -> None:
+def test_replayable_optimizer_can_be_pickled_and_copied() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     assert pickle.loads(pickle.dumps(Replayable())) == Replayable()

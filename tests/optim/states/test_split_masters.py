@@ -1,4 +1,4 @@
-"""Masters in two bytes: the bits of whole float32 masters whose weights are rounded the same way, whatever the run."""
+"""Split master weights: two-byte remainders give the values of float32 master weights with the same rounding."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Bits = list[Tensor]
 
 @contextmanager
 def ties_away() -> Iterator[None]:
-    """Whole masters are rounded as split ones: the reference."""
+    """Round float32 master weights like split ones, as the reference."""
 
     def publish(self: MasterWeights, written: Sequence[Tensor] = ()) -> None:
         held = self.held()
@@ -65,7 +65,7 @@ def ties_away() -> Iterator[None]:
 
 
 def mode(is_split: bool) -> Any:
-    """The mode, and what its run is within."""
+    """Return the precision mode and the context of its run."""
     return (SPLIT, nullcontext()) if is_split else (Bf16(), ties_away())
 
 
@@ -75,23 +75,24 @@ def masters_of(optimizer: ParallelOptimizer[Any]) -> dict[int, Tensor]:
 
 
 def everything(model: nn.Module, optimizer: ParallelOptimizer[Any]) -> Bits:
-    """Weights, masters and states."""
+    """Return weights, master weights and states."""
     state = [optimizer.state.get(piece.tensor, {}) for piece in optimizer.pieces()]
     states = [entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *masters_of(optimizer).values(), *states)]
 
 
 def same(first: Bits, second: Bits) -> bool:
-    """All bits, and dtypes."""
+    """Compare dtypes and bits."""
     pairs = [(a.reshape(-1), b.reshape(-1)) for a, b in zip(first, second, strict=True)]
     return all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-# The same bits ----------------------------------------------------------------------------------------------------------
+# Bitwise identical results
+# ----------------------------------------------------------------------------------------------
 
 
 def learned(is_split: bool, steps: int, kind: str = "AdamW", fused: bool = True, **options: Any) -> tuple[Bits, int]:
-    """A small network on noise, with batches that make NaN, clipped: all it has then, and how many steps were skipped."""
+    """Train a small network with clipping and NaN batches. Return all tensors, and the number of skipped steps."""
     precision, within = mode(is_split)
     with ProcessGroupRegistry(Topology()) as registry, within:
         torch.manual_seed(2)
@@ -117,7 +118,7 @@ def a_thousand_steps() -> tuple[Bits, int]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("kernels", "steps"), [("auto", 1000), ("torch", 200)])
-def test_a_thousand_steps_have_the_bits_of_whole_masters_rounded_so(kernels: Kernels, steps: int) -> None:
+def test_split_masters_match_float32_masters_bitwise_over_many_steps(kernels: Kernels, steps: int) -> None:
     with using(kernels):
         found, skipped = a_thousand_steps() if steps == 1000 else learned(True, steps)
         wanted, _ = learned(False, steps)
@@ -128,8 +129,8 @@ def test_a_thousand_steps_have_the_bits_of_whole_masters_rounded_so(kernels: Ker
     assert any(bool((weight.float() != master).any()) for weight, master in zip(weights, masters, strict=True))
 
 
-def test_ties_to_even_would_be_other_bits() -> None:
-    """The negative control: what is compared notices the rule at ties, on some element in so many steps."""
+def test_rounding_ties_to_even_gives_different_bits() -> None:
+    """Negative control: the comparison detects the rounding of ties."""
     with mock.patch("test_split_masters.split_master", lambda master: (master.bfloat16(), None)):
         wanted, _ = learned(False, 1000)
     assert not same(a_thousand_steps()[0], wanted)
@@ -139,13 +140,14 @@ def test_ties_to_even_would_be_other_bits() -> None:
     ("kind", "fused"),
     [("SGD", True), ("Adagrad", True), ("Adam", False), ("NAdam", False), ("RMSprop", False), ("ASGD", False)],
 )
-def test_any_elementwise_optimizer(kind: str, fused: bool) -> None:
+def test_split_masters_support_any_elementwise_optimizer(kind: str, fused: bool) -> None:
     assert same(learned(True, 30, kind, fused)[0], learned(False, 30, kind, fused)[0])
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_wrapped_again_its_own_remainders_are_stepped(kernels: Kernels) -> None:
-    """The kernels know the addresses of the last step, of which those of the first wrapper's remainders are none here."""
+def test_wrapping_optimizer_again_uses_new_remainders(kernels: Kernels) -> None:
+    """The kernels cache addresses of the last step; the addresses of the first wrapper's remainders must not be
+    used."""
     with using(kernels), ProcessGroupRegistry(Topology()) as registry:
         model = SPLIT.prepare(nn.Linear(3, 4), registry)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -158,7 +160,7 @@ def test_wrapped_again_its_own_remainders_are_stepped(kernels: Kernels) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             after = list(masters_of(optimizer).values())
-            # Two steps of AdamW with gradients that stay the same go 1e-3 each, and decay.
+            # Two AdamW steps with constant gradients move each weight by 1e-3, plus decay.
             wanted = [one * (1 - 1e-5) ** 2 - 2e-3 for one in before]
             torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-6)
             return optimizer, after
@@ -172,11 +174,11 @@ def test_wrapped_again_its_own_remainders_are_stepped(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("options", [{"accumulation_steps": 4}, {"max_norm": PerParameter(0.05)}], ids=str)
-def test_windows_and_other_clip_rules(options: dict[str, Any]) -> None:
+def test_split_masters_match_float32_masters_with_windows_and_clip_rules(options: dict[str, Any]) -> None:
     assert same(learned(True, 20, **options)[0], learned(False, 20, **options)[0])
 
 
-def test_masters_are_there_for_a_bucket_at_a_time_and_many_give_the_bits_of_one() -> None:
+def test_split_masters_are_joined_per_bucket_with_identical_results() -> None:
     sizes: list[int] = []
 
     def recorded(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -191,7 +193,7 @@ def test_masters_are_there_for_a_bucket_at_a_time_and_many_give_the_bits_of_one(
         ):
             several, _ = learned(True, 20)
     assert same(several, one)
-    assert max(sizes) == 6 * 33  # the largest weight
+    assert max(sizes) == 6 * 33  # numel of the largest weight
     assert len(sizes) == 20 * 6
 
 
@@ -211,11 +213,11 @@ def two_optimizers(is_split: bool) -> Bits:
         return everything(model, optimizer)
 
 
-def test_two_optimizers_as_one() -> None:
+def test_split_masters_match_float32_masters_with_two_optimizers() -> None:
     assert same(two_optimizers(True), two_optimizers(False))
 
 
-def test_a_step_tells_autograd_that_weights_were_written() -> None:
+def test_step_with_split_masters_updates_version_counters() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         for kernels in ("auto", "torch"):
             with using(kernels):
@@ -230,7 +232,7 @@ def test_a_step_tells_autograd_that_weights_were_written() -> None:
                     loss.backward()
 
 
-def test_the_loops_step_it_in_one_call() -> None:
+def test_split_masters_are_stepped_in_one_compiled_call() -> None:
     calls: list[int] = []
     update = again.update_by_loops
 
@@ -238,12 +240,13 @@ def test_the_loops_step_it_in_one_call() -> None:
         calls.append(sum(address != 0 for address in columns.rests or ()))
         update(loops, kind, columns, *rest)
 
-    with using("auto"), mock.patch.object(again, "update_by_loops", counted):  # whatever the environment says
+    with using("auto"), mock.patch.object(again, "update_by_loops", counted):  # overrides the environment variable
         learned(True, 3)
     assert calls == [6, 6, 6]
 
 
-# On ranks ---------------------------------------------------------------------------------------------------------------
+# Layouts and state placements
+# ----------------------------------------------------------------------------------------------
 
 RUNS: dict[str, tuple[str, tuple[Placement, ...], dict[str, Any]]] = {
     "grid": ("grid", (), {}),
@@ -284,7 +287,7 @@ def on_ranks(name: str, is_split: bool) -> Bits:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_layout_and_placement(world: World, name: str) -> None:
+def test_split_masters_match_float32_masters_on_every_layout_and_placement(world: World, name: str) -> None:
     ranks = LAYOUTS[RUNS[name][0]].topology.world_size
     for found, wanted in zip(
         world.run(ranks, on_ranks, name, True), world.run(ranks, on_ranks, name, False), strict=True
@@ -305,7 +308,7 @@ def fully_sharded(is_split: bool) -> Bits:
         return [*masters_of(optimizer).values()]
 
 
-def test_fully_shard(world: World) -> None:
+def test_split_masters_match_float32_masters_with_fully_shard(world: World) -> None:
     for found, wanted in zip(world.run(2, fully_sharded, True), world.run(2, fully_sharded, False), strict=True):
         assert same(found, wanted)
 
@@ -317,13 +320,13 @@ def skipped(name: str, first: bool) -> bool:
         before = everything(model, optimizer)
         run_skipped_step(model, optimizer, 3)
         after = everything(model, optimizer)
-        made_by_it = after[len(before) :]  # states of zeros, in a first step
+        made_by_it = after[len(before) :]  # states created by a first step are zeros
         return same(before, after[: len(before)]) and not any(bool(value.any()) for value in made_by_it)
 
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-1, half states", "offload"])
-def test_a_skipped_step_changes_nothing_to_the_bit(world: World, name: str, first: bool) -> None:
+def test_skipped_step_with_split_masters_changes_nothing(world: World, name: str, first: bool) -> None:
     assert all(world.run(LAYOUTS[RUNS[name][0]].topology.world_size, skipped, name, first))
 
 
@@ -349,14 +352,14 @@ def turned(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["remainder", "exp_avg"])
-def test_a_turned_bit_in_a_remainder_is_seen(world: World, what: str) -> None:
+def test_fingerprints_detect_flipped_bit_in_remainder(world: World, what: str) -> None:
     assert [kind.endswith(what) for kind in world.run(2, turned, what)] == [True, True]
 
 
 # Memory -----------------------------------------------------------------------------------------------------------------
 
 
-def test_weight_master_and_states_of_adamw_are_twelve_bytes_an_element() -> None:
+def test_split_masters_with_adamw_need_twelve_bytes_per_element() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         for states, nbytes in (((), 12), ((HalfStates(),), 8)):
             model = SPLIT.prepare(nn.Linear(64, 64, bias=False))
@@ -394,14 +397,14 @@ def continued(name: str, path: str | None) -> bool:
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-2, offload, half states"])
-def test_what_was_saved_goes_on_bit_for_bit(world: World, tmp_path: Path, name: str, checkpoint: bool) -> None:
+def test_split_masters_resume_bitwise_identically(world: World, tmp_path: Path, name: str, checkpoint: bool) -> None:
     ranks = LAYOUTS[RUNS[name][0]].topology.world_size
     path = str(tmp_path) if checkpoint else None
     assert all(world.run(ranks, continued, name, path))
 
 
 def write(path: str, is_split: bool) -> dict[str, Tensor]:
-    """Whole states on two data ranks; the masters by name."""
+    """Save replicated states on two data ranks. Return the master weights by name."""
     with ProcessGroupRegistry(LAYOUTS["data"].topology) as registry:
         model, optimizer = made(registry, "replicas", SPLIT if is_split else Bf16())
         go_on(model, optimizer, "replicas", range(5))
@@ -411,7 +414,8 @@ def write(path: str, is_split: bool) -> dict[str, Tensor]:
 
 
 def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Tensor, Tensor]], set[torch.dtype]]:
-    """Of each piece its name, region, master and weight; and the dtypes of the states. A step is made with them."""
+    """Load, and return name, region, master and weight of each shard, and the dtypes of the states; then run a
+    step."""
     layout = LAYOUTS[RUNS[name][0]]
     with ProcessGroupRegistry(layout.topology) as registry:
         model, optimizer = made(registry, name, SPLIT if is_split else Bf16())
@@ -427,10 +431,10 @@ def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Ten
 
 
 @pytest.mark.parametrize("is_split", [True, False])
-def test_checkpoints_of_whole_and_of_split_masters_load_into_each_other(
+def test_checkpoints_of_float32_and_split_masters_load_into_each_other(
     world: World, tmp_path: Path, is_split: bool
 ) -> None:
-    """On the mesh of the checkpoint, and on another one with sharded states."""
+    """On the mesh of the checkpoint, and on another mesh with ZeRO."""
     masters = world.run(2, write, str(tmp_path), not is_split)[0]
     for name, ranks in (("replicas", 2), ("ZeRO-1", 4)):
         for found, dtypes in world.run(ranks, read, str(tmp_path), is_split, name):
@@ -441,7 +445,7 @@ def test_checkpoints_of_whole_and_of_split_masters_load_into_each_other(
                 assert torch.equal(weight, split_master(master)[0] if is_split else master.bfloat16())
 
 
-def test_states_that_were_there_and_frozen_weights_and_groups_that_come() -> None:
+def test_split_masters_support_existing_states_frozen_weights_and_added_groups() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         first, frozen, late = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3))
         frozen.requires_grad_(False)
@@ -465,7 +469,8 @@ def test_states_that_were_there_and_frozen_weights_and_groups_that_come() -> Non
         assert all(bool((master != 1).all()) for master in masters_of(optimizer).values())
 
 
-# Written weights --------------------------------------------------------------------------------------------------------
+# Overwritten weights
+# ----------------------------------------------------------------------------------------------------
 
 STATES: dict[str, tuple[Placement, ...]] = {
     "whole": (),
@@ -477,7 +482,7 @@ STATES: dict[str, tuple[Placement, ...]] = {
 
 
 def write_weights(how: str, model: nn.Module, registry: ProcessGroupRegistry, path: str) -> None:
-    """Write weights as a user does between two steps; zeros among them."""
+    """Write weights like user code between two steps, including zeros."""
     generator = torch.Generator().manual_seed(7)
     params = dict(model.named_parameters())
     values = {name: torch.randn(param.shape, generator=generator).bfloat16() for name, param in params.items()}
@@ -501,7 +506,8 @@ def write_weights(how: str, model: nn.Module, registry: ProcessGroupRegistry, pa
 
 
 def stepped_from_written(how: str, states: str, kernels: Kernels, path: str) -> tuple[bool, bool, bool]:
-    """Whether remainders were there; all is finite after the next step; and it stepped from the written values."""
+    """Return whether remainders existed, whether all is finite after the next step, and whether it used the written
+    values."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, using(kernels), small_buckets(64):
         torch.manual_seed(4)
         model = SPLIT.prepare(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5)), registry)
@@ -539,7 +545,7 @@ VISIBLE = ["copy_", "mask", "negative zeros", "load_state_dict", "load_checkpoin
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_written_weights_drop_their_remainders(world: World, states: str, kernels: Kernels, tmp_path: Path) -> None:
+def test_remainders_of_written_weights_are_dropped(world: World, states: str, kernels: Kernels, tmp_path: Path) -> None:
     for how in VISIBLE:
         if "half states" in states and how != "mask":
             continue
@@ -551,7 +557,7 @@ def test_written_weights_drop_their_remainders(world: World, states: str, kernel
 
 @pytest.mark.parametrize("states", ["whole", "ZeRO-1", "ZeRO-2"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_zeros_written_through_data_stay_numbers(world: World, states: str, kernels: Kernels) -> None:
+def test_zeros_written_through_data_do_not_become_nan(world: World, states: str, kernels: Kernels) -> None:
     for had, finite, _ in world.run(2, stepped_from_written, ".data", states, kernels, ""):
         assert had
         assert finite
@@ -575,7 +581,7 @@ def step_with_ones(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
     optimizer.step()
 
 
-def test_state_dict_after_a_write_has_the_written_masters() -> None:
+def test_state_dict_after_write_contains_written_weights_as_masters() -> None:
     weight, optimizer = one_weight()
     assert not torch.equal(masters_of(optimizer)[0], weight.float())
     with torch.no_grad():
@@ -586,7 +592,7 @@ def test_state_dict_after_a_write_has_the_written_masters() -> None:
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_model_loaded_after_the_optimizer_keeps_masters_if_equal(changed: bool) -> None:
+def test_weights_loaded_after_optimizer_keep_masters_if_equal(changed: bool) -> None:
     weight, optimizer = one_weight()
     saved, kept = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
     step_with_ones(weight, optimizer)
@@ -598,7 +604,7 @@ def test_model_loaded_after_the_optimizer_keeps_masters_if_equal(changed: bool) 
     optimizer.registry.close()
 
 
-def test_weights_written_in_three_steps_in_a_row_warn_once() -> None:
+def test_weights_written_before_three_steps_in_a_row_warn_once() -> None:
     weight, optimizer = one_weight()
 
     def write_and_step() -> None:
@@ -616,7 +622,7 @@ def test_weights_written_in_three_steps_in_a_row_warn_once() -> None:
     optimizer.registry.close()
 
 
-def test_written_weights_in_a_captured_step_are_an_error() -> None:
+def test_written_weights_in_captured_step_raise() -> None:
     weight, optimizer = one_weight()
     link = next(link for link in optimizer._states.links if isinstance(link, SplitMasters))
     optimizer._window.captured = True
@@ -629,7 +635,7 @@ def test_written_weights_in_a_captured_step_are_an_error() -> None:
 
 
 def tied_masters(path: str, is_split: bool) -> Tensor:
-    """Write a checkpoint of a master halfway between two bfloat16 numbers, of whole masters; or read it as split ones."""
+    """Save float32 master weights halfway between two bfloat16 values, or load them as split master weights."""
     with ProcessGroupRegistry(Topology()) as registry:
         model = Bf16().prepare(nn.Linear(2, 1, bias=False))
         declare(model, {"*": P()})
@@ -646,12 +652,13 @@ def tied_masters(path: str, is_split: bool) -> Tensor:
         return masters_of(optimizer)[0].clone()
 
 
-def test_ties_in_a_checkpoint_of_whole_masters_load_exactly(tmp_path: Path) -> None:
+def test_masters_halfway_between_bfloat16_values_load_exactly(tmp_path: Path) -> None:
     written = tied_masters(str(tmp_path), False)
     assert torch.equal(tied_masters(str(tmp_path), True), written)
 
 
-# What looks on ------------------------------------------------------------------------------------------------------------
+# Telemetry
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def measured(is_split: bool) -> dict[str, float]:
@@ -664,11 +671,11 @@ def measured(is_split: bool) -> dict[str, float]:
         return dict(zip(telemetry.last.names, telemetry.last.values.tolist(), strict=True))
 
 
-def test_telemetry_measures_masters(world: World) -> None:
+def test_telemetry_with_split_masters_matches_float32_masters(world: World) -> None:
     assert world.run(2, measured, True) == world.run(2, measured, False)
 
 
-# What it is given -----------------------------------------------------------------------------------------------------
+# Rejected options -----------------------------------------------------------------------------------------------------
 
 
 def refusal(what: str) -> str:
@@ -683,7 +690,7 @@ def refusal(what: str) -> str:
             options["states"] = Replayable()
         inner: Any = Muon(model.named_parameters()) if what == "Muon" else torch.optim.AdamW(model.named_parameters())
         before = [*inner.param_groups[0]["params"]]
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (its words are compared)
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (the test compares the message)
             ParallelOptimizer(inner, registry, precision=SPLIT, **options)
         assert all(a is b for a, b in zip(before, inner.param_groups[0]["params"], strict=True))
         return str(error.value)
@@ -698,14 +705,12 @@ def refusal(what: str) -> str:
         ("Muon", "steps bucket by bucket"),
     ],
 )
-def test_what_does_not_go_together_is_an_error_on_every_rank_that_says_what_to_write(
-    world: World, what: str, words: str
-) -> None:
+def test_split_masters_reject_unsupported_options_on_every_rank(world: World, what: str, words: str) -> None:
     for told in world.run(2, refusal, what):
         assert words in told
 
 
-def test_fp16_has_no_such_option() -> None:
+def test_fp16_mode_has_no_split_masters_option() -> None:
     options: Any = {"split_masters": True}
     with pytest.raises(TypeError, match="split_masters"):
         NaiveFp16(**options)

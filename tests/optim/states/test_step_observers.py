@@ -14,7 +14,7 @@ from world import World
 
 
 class Recorder(StepObserver):
-    """Notes the gradient and the weight at each call."""
+    """Records the gradient or the weight at each call."""
 
     def __init__(self, name: str, log: list[tuple[str, str, float]], weight: torch.Tensor) -> None:
         self.name, self.log, self.weight = name, log, weight
@@ -58,7 +58,7 @@ def observed(options: dict[str, Any]) -> list[tuple[str, str, float]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_states": "data"}, {"offload": 1.0}], ids=str)
-def test_observers_see_gradients_and_weights_in_order(world: World, options: dict[str, Any]) -> None:
+def test_observers_are_called_in_order_with_gradients_and_weights(world: World, options: dict[str, Any]) -> None:
     for rank, log in enumerate(world.run(2, observed, options)):
         calls = [(name, what) for name, what, _ in log]
         assert calls[:4] == [("first", "local"), ("second", "local"), ("first", "reduced"), ("second", "reduced")]
@@ -76,19 +76,19 @@ def one_optimizer() -> ParallelOptimizer[Any]:
     return ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()))
 
 
-def test_other_object_is_no_observer() -> None:
+def test_add_observer_rejects_object_of_other_type() -> None:
     with pytest.raises(TypeError, match="give an instance of a subclass of StepObserver"):
         one_optimizer().add_observer(StepObserver)  # type: ignore[arg-type]
 
 
-def test_observer_added_twice_is_an_error() -> None:
+def test_adding_observer_twice_raises() -> None:
     optimizer, observer = one_optimizer(), StepObserver()
     optimizer.add_observer(observer)
     with pytest.raises(ValueError, match="StepObserver is an observer of this optimizer already: add it once"):
         optimizer.add_observer(observer)
 
 
-def test_observer_stays_when_a_param_group_is_added() -> None:
+def test_observer_stays_when_param_group_is_added() -> None:
     optimizer, observer = one_optimizer(), StepObserver()
     optimizer.add_observer(observer)
     new = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Parameters that get no gradient on any rank in the first windows are named once."""
+"""Parameters without a gradient on any rank in the first windows are reported once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[int, str]]:
-    """The warnings, and in which step they came."""
+    """Return the warnings with the step in which they came."""
     options = OPTIONS[option]
     found = []
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings(record=True) as caught:
@@ -52,7 +52,7 @@ def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[in
             optimizer.zero_grad()
             for _ in range(options.get("accumulation_steps", 1)):
                 x = torch.ones(3, 4, dtype=model.body.weight.dtype)
-                # "now and then": of the head on the second rank, in one step.
+                # "now and then": the head is used on the second rank in one step only.
                 used = how != "now and then" or (registry.global_rank == 1 and step == WINDOWS - 2)
                 optimizer.backward((model(x) if used else model.body(x)).float().square().mean())
             optimizer.step()
@@ -62,7 +62,7 @@ def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[in
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_replaced_module_is_named_once(world: World, option: str) -> None:
+def test_parameters_of_replaced_module_are_reported_once(world: World, option: str) -> None:
     first, second = world.run(2, warned, "replaced", option)
     ((step, text),) = first
     assert step == WINDOWS - 1
@@ -73,12 +73,12 @@ def test_replaced_module_is_named_once(world: World, option: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("how", ["kept", "now and then", "frozen later"])
-def test_parameters_with_a_gradient_on_any_rank_are_not_named(world: World, how: str, option: str) -> None:
+def test_parameters_with_gradient_on_any_rank_are_not_reported(world: World, how: str, option: str) -> None:
     assert world.run(2, warned, how, option) == [[], []]
 
 
 def experts(used: bool) -> list[str]:
-    """Each tensor rank owns one of two; ``used``: the second is."""
+    """Train two experts, one owned by each tensor rank; the second one only if ``used``."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rank = registry.global_rank
@@ -93,14 +93,14 @@ def experts(used: bool) -> list[str]:
         return [str(warning.message) for warning in caught]
 
 
-def test_an_expert_without_tokens_is_named(world: World) -> None:
+def test_expert_without_tokens_is_reported(world: World) -> None:
     assert world.run(2, experts, True) == [[], []]
     (text,), nothing = world.run(2, experts, False)
     assert "no rank had a gradient for expert 1: the" in text
     assert nothing == []
 
 
-def test_single_process_names_a_replaced_module() -> None:
+def test_parameters_of_replaced_module_are_reported_in_single_process() -> None:
     model = Net()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.01), ProcessGroupRegistry(Topology()))
     model.head = nn.Linear(4, 2)

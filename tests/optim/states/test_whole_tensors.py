@@ -1,4 +1,4 @@
-"""An optimizer that needs whole tensors gets no pieces without a word, whoever cut them; others step as one rank does."""
+"""Optimizers that need full tensors are rejected on sharded parameters; elementwise optimizers are accepted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "8-bit, paged": under_the_name("bitsandbytes", "PagedAdamW8bit"),
     "8-bit, by an option": lambda params: under_the_name("bitsandbytes", "AdamW")(params, optim_bits=8),
     "8-bit, a subclass": type("MyAdamW", (under_the_name("torchao", "AdamW8bit"),), {}),
-    # From here on right on pieces.
+    # Elementwise optimizers, which are correct on shards, follow.
     "AdamW": torch.optim.AdamW,
     "a subclass of AdamW": type("MyAdamW", (torch.optim.AdamW,), {}),
     "Lion": under_the_name("lion_pytorch", "Lion"),
@@ -55,7 +55,7 @@ def said(optimizer: torch.optim.Optimizer, elementwise: bool) -> torch.optim.Opt
 
 
 def made(kind: str, where: str) -> str:
-    """What constructing says, and that it leaves the optimizer as it was where it says something."""
+    """Return the error of construction, after checking that the optimizer is unchanged in that case."""
     from dtensors import registry_of
 
     axes = {"split": (("data", 1), ("tensor", 2)), "pipeline": (("pipe", 2),)}.get(where, (("data", 2),))
@@ -93,7 +93,7 @@ def made(kind: str, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
-def test_whoever_cuts_the_parameters_an_optimizer_that_needs_whole_ones_is_refused(world: World, where: str) -> None:
+def test_optimizers_that_need_full_tensors_are_rejected_on_shards(world: World, where: str) -> None:
     for kind, texts in zip(WHOLE, world.run_each(made, [(2, (kind, where)) for kind in WHOLE]), strict=True):
         for text in texts:
             assert "optimizer.elementwise = True" in text, kind
@@ -103,7 +103,7 @@ def test_whoever_cuts_the_parameters_an_optimizer_that_needs_whole_ones_is_refus
 
 
 @pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
-def test_quantized_states_are_refused_on_pieces(world: World, where: str) -> None:
+def test_optimizers_with_quantized_states_are_rejected_on_shards(world: World, where: str) -> None:
     for kind, texts in zip(QUANTIZED, world.run_each(made, [(2, (kind, where)) for kind in QUANTIZED]), strict=True):
         name = "optim_bits=8" if kind == "8-bit, by an option" else "8bit" if "8-bit" in kind else "4bit"
         for text in texts:
@@ -114,13 +114,13 @@ def test_quantized_states_are_refused_on_pieces(world: World, where: str) -> Non
 
 
 @pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
-def test_elementwise_optimizers_of_any_library_are_known(world: World, where: str) -> None:
+def test_elementwise_optimizers_are_accepted_on_shards(world: World, where: str) -> None:
     found = world.run_each(made, [(2, (kind, where)) for kind in PIECES])
     assert dict(zip(PIECES, found, strict=True)) == {kind: ["", ""] for kind in PIECES}
 
 
 @pytest.mark.parametrize("where", ["replicas", "frozen", "pipeline", "half states", "rounded"])
-def test_whole_tensors_are_left_to_any_optimizer(world: World, where: str) -> None:
+def test_any_optimizer_is_accepted_on_full_tensors(world: World, where: str) -> None:
     alone = ("Prodigy", "norm clipping") if where in ("pipeline", "half states", "rounded") else ("Prodigy",)
     kinds = [kind for kind in MAKE if kind not in (*alone, "Muon")]
     found = world.run_each(made, [(2, (kind, where)) for kind in kinds])
@@ -136,15 +136,15 @@ def test_whole_tensors_are_left_to_any_optimizer(world: World, where: str) -> No
         ("replicas", ""),
     ],
 )
-def test_an_estimate_from_all_parameters_needs_all_of_them(world: World, where: str, says: str) -> None:
+def test_optimizer_with_global_estimate_requires_all_parameters(world: World, where: str, says: str) -> None:
     for text in world.run(2, made, "Prodigy", where):
         assert text.startswith(says)
         assert bool(text) == bool(says)
 
 
 @pytest.mark.parametrize("where", ["pipeline", "half states", "rounded"])
-def test_a_norm_of_all_gradients_needs_all_of_them(world: World, where: str) -> None:
-    """Adan and LAMB clip by the norm of what they are given: of one stage, or of one bucket."""
+def test_optimizer_with_own_global_clipping_requires_all_parameters(world: World, where: str) -> None:
+    """Adan and LAMB clip by the norm of the gradients that they get, which may be those of one stage or one bucket."""
     for text in world.run(2, made, "norm clipping", where):
         assert "Adan with max_grad_norm=1.0 clips by the norm of all of its gradients" in text
 
@@ -163,12 +163,12 @@ def added() -> str:
         return str(caught.value)
 
 
-def test_a_param_group_that_is_added_is_asked_too(world: World) -> None:
+def test_added_param_group_with_shards_is_checked(world: World) -> None:
     world.run(2, added)
 
 
 def trained(axes: Axes, kind: type[SignDescent]) -> dict[str, Any]:
-    """The full parameters after five steps, with the optimizer believed to be elementwise."""
+    """Return the full parameters after five steps, with the optimizer declared elementwise."""
     registry = ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
     with registry:
         model = Split(axes, registry)
@@ -183,12 +183,12 @@ def trained(axes: Axes, kind: type[SignDescent]) -> dict[str, Any]:
 
 
 def apart(world: World, kind: type[SignDescent]) -> float:
-    """How far a split run ends from one process, relative."""
+    """Return the relative difference between a sharded run and a single process."""
     (dense,), split = world.run(1, trained, (), kind), world.run(2, trained, (("tensor", 2),), kind)[0]
     return max(float((split[name] - dense[name]).abs().max() / dense[name].abs().max()) for name in dense)
 
 
-def test_the_refusal_is_for_a_reason(world: World) -> None:
-    """What is called elementwise steps pieces as one process steps the whole; what is refused does not."""
+def test_shards_give_dense_result_only_for_elementwise_optimizer(world: World) -> None:
+    """Shows why other optimizers are rejected."""
     assert apart(world, SignDescent) < 1e-6
     assert apart(world, TrustRatio) > 1e-3

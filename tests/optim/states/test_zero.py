@@ -1,4 +1,4 @@
-"""Sharded optimizer states and gradients do what replicated ones do, in every mode, layout and norm."""
+"""ZeRO-1 and ZeRO-2 give the results of replicated states, in every mode, layout and norm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zero_models import (
 def train(
     axes: Axes, mode: str, kind: str, steps: int, options: dict[str, Any], micro: int = 1, bucket: int = 256
 ) -> tuple[dict[str, Tensor], list[float], dict[str, float]]:
-    """Full parameters, norms, and the last norms of all parameters, after some steps."""
+    """Return full parameters, norms per step, and the last norms per parameter."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry, small_buckets(bucket):
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)
@@ -74,7 +74,7 @@ def fifty_replicated_steps(world: World, axes: Axes) -> tuple[dict[str, Tensor],
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("options", [ZERO1, ZERO2], ids=["zero1", "zero2"])
 @pytest.mark.parametrize("axes", [DATA2, DATA4, BOTH, REPLICAS], ids=str)
-def test_fifty_steps_equal_replicated_ones(world: World, axes: Axes, options: dict[str, Any]) -> None:
+def test_fifty_zero_steps_match_replicated_steps(world: World, axes: Axes, options: dict[str, Any]) -> None:
     expected, norms = fifty_replicated_steps(world, axes)
     sharded = {"max_norm": 0.3, **options}
     for found, measured, _ in world.run(size_of(axes), train, axes, "fp32", "sgd", 50, sharded):
@@ -82,7 +82,7 @@ def test_fifty_steps_equal_replicated_ones(world: World, axes: Axes, options: di
         assert measured == pytest.approx(norms, rel=1e-6)
 
 
-# In units of the largest parameter: what one gradient sum in another order may make of the model.
+# In units of the largest parameter: the possible effect of another summation order of one gradient.
 TOLERANCE = {
     "fp32": 1e-6,
     "fp16": 1e-4,
@@ -96,7 +96,7 @@ TOLERANCE = {
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", TOLERANCE)
-def test_every_precision(world: World, mode: str) -> None:
+def test_zero_matches_replicated_steps_in_every_precision(world: World, mode: str) -> None:
     clip = {"max_norm": 0.3}
     expected, norms, _ = world.run(4, train, BOTH, mode, "adamw", 10, clip)[0]
     for options in (ZERO1, ZERO2):
@@ -108,7 +108,7 @@ def test_every_precision(world: World, mode: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
-def test_norms_count_slices_once(world: World, p: float, reduction: str) -> None:
+def test_norms_with_zero_equal_norms_of_replicated_states(world: World, p: float, reduction: str) -> None:
     options = {"max_norm": 1e6, "norm_type": p, "reduction": reduction, "per_parameter_norms": True}
     _, norms, each = world.run(4, train, BOTH, "fp32", "plain sgd", 2, options)[0]
     for _, found, found_each in world.run(4, train, BOTH, "fp32", "plain sgd", 2, {**options, **ZERO2}):
@@ -121,15 +121,15 @@ def test_norms_count_slices_once(world: World, p: float, reduction: str) -> None
 @pytest.mark.parametrize(
     ("name", "axis"),
     [
-        ("data x sequence parallel", "tensor"),  # sums the partial norms over it, takes slices of the rest
-        ("grid, bias on row 0", "row"),  # where a bias is whole
+        ("data x sequence parallel", "tensor"),  # partial gradients are summed over this axis
+        ("grid, bias on row 0", "row"),  # one bias is replicated over this axis
         ("grid, bias on columns", "col"),
-        ("data x pipe, tied", "data"),  # both stages must cut the tied table in the same places
+        ("data x pipe, tied", "data"),  # both stages must shard the tied table equally
         ("a rank without gradients", "data"),
         ("a stage without parameters", "tensor"),
     ],
 )
-def test_any_axis_of_any_layout(world: World, name: str, axis: str) -> None:
+def test_zero_over_any_axis_matches_replicated_steps(world: World, name: str, axis: str) -> None:
     size = SCENARIOS[name].topology.world_size
     runs = world.run(size, train_scenario, name, {})
     for options in ({"shard_states": axis}, {"shard_states": axis, "shard_gradients": True}):
@@ -160,7 +160,7 @@ def train_scenario(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor
         return full_tensors(scenario, model, registry, gradients=False), norms
 
 
-def test_ddp_averages_and_states_are_sharded(world: World) -> None:
+def test_zero_with_ddp_matches_ddp_alone(world: World) -> None:
     expected, norms, _ = world.run(2, train, DATA2, "bf16", "adamw", 10, {"data_parallel": True})[0]
     options = {"data_parallel": True, **ZERO1}
     for found, measured, _ in world.run(2, train, DATA2, "bf16", "adamw", 10, options, 2):
@@ -169,7 +169,7 @@ def test_ddp_averages_and_states_are_sharded(world: World) -> None:
 
 
 def train_dtensors(options: dict[str, Any]) -> list[Tensor]:
-    """A DTensor that is sharded over tensor, beside plain parameters, for four steps: the local parameters."""
+    """Train a DTensor sharded over tensor and a plain parameter for four steps. Return the local parameters."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
@@ -189,7 +189,7 @@ def train_dtensors(options: dict[str, Any]) -> list[Tensor]:
         return [model.weight.to_local().detach().clone(), model.bias.detach().clone()]
 
 
-def test_dtensors_beside_plain_parameters(world: World) -> None:
+def test_zero_with_dtensors_and_plain_parameters_matches_replicated_steps(world: World) -> None:
     expected = world.run(4, train_dtensors, {})
     for options in (ZERO1, ZERO2):
         for found, wanted in zip(world.run(4, train_dtensors, options), expected, strict=True):
@@ -199,7 +199,7 @@ def test_dtensors_beside_plain_parameters(world: World) -> None:
 
 
 def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
-    """Windows of three micro-batches, of which the last has only two, left out of the synchronisation by DDP."""
+    """Train windows of three micro-batches. DDP does not synchronize the last window, which has only two."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = wide_model()
         if by_ddp:
@@ -215,7 +215,7 @@ def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
 
-def test_a_tail_that_ddp_left_out(world: World) -> None:
+def test_zero_with_ddp_reduces_shorter_last_window(world: World) -> None:
     expected = world.run(2, train_tail, False, {})[0]
     for found in world.run(2, train_tail, True, ZERO1):
         for one, other in zip(found, expected, strict=True):

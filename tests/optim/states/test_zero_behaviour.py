@@ -1,4 +1,4 @@
-"""Sharded optimizer states and gradients: odd parameters, skips, resuming, and weights that others changed."""
+"""ZeRO-1 and ZeRO-2: unusual parameters, skipped steps, resuming, and weights changed by other code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def test_parameters_of_all_kinds(world: World) -> None:
+def test_zero_with_unusual_parameters_matches_replicated_steps(world: World) -> None:
     runs = world.run(2, train_odd, {})
     for options in (ZERO1, ZERO2):
         for found, expected in zip(world.run(2, train_odd, options), runs, strict=True):
@@ -41,7 +41,7 @@ def test_parameters_of_all_kinds(world: World) -> None:
 
 
 def cover(options: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """Checks the pieces of this rank against the model, and tells what they cover."""
+    """Check the shards of this rank against the model, and return the ranges that they cover."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(256):
         model = Odd(registry, torch.bfloat16)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision="bf16", **options))
@@ -60,7 +60,7 @@ def cover(options: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("options", [{}, ZERO2, {"offload": 0.5}, {**ZERO1, "offload": 0.5}], ids=str)
-def test_pieces_say_what_the_optimizer_steps(world: World, options: dict[str, Any]) -> None:
+def test_pieces_match_model_and_cover_each_parameter(world: World, options: dict[str, Any]) -> None:
     covered = world.run(2, cover, options)
     if "shard_states" not in options:
         covered = covered[:1]
@@ -71,11 +71,12 @@ def test_pieces_say_what_the_optimizer_steps(world: World, options: dict[str, An
         assert sum(count for _, count in spans) == numel
 
 
-# Behaviour ---------------------------------------------------------------------------------------------------------------
+# Steps, states and weights
+# --------------------------------------------------------------------------------------------------
 
 
 def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
-    """Skips of three steps, in the second of which one element of one rank's slice is not finite."""
+    """Return the skip flags of three steps; in the second, one element of one rank's slice is not finite."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model, mode = Odd(registry, torch.float16), NaiveFp16(init_scale=4.0)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **options))
@@ -100,7 +101,7 @@ def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_overflow_in_one_slice_skips_everywhere(world: World, gradients: bool) -> None:
+def test_overflow_in_one_zero_slice_skips_step_on_all_ranks(world: World, gradients: bool) -> None:
     for found, unchanged, skipped in world.run(2, overflow, {**ZERO1, "shard_gradients": gradients}):
         assert found == [0.0, 1.0, 0.0]
         assert unchanged
@@ -108,7 +109,7 @@ def test_overflow_in_one_slice_skips_everywhere(world: World, gradients: bool) -
 
 
 def resume(mode: str, options: dict[str, Any]) -> bool:
-    """Six steps, and three steps, a new process' objects, three more: whether all bits are the same."""
+    """Compare six steps with three steps, a reload into new objects, and three more steps."""
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
     with ProcessGroupRegistry(Topology(data=2)) as registry:
 
@@ -137,12 +138,12 @@ def resume(mode: str, options: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16 stochastic"])
 @pytest.mark.parametrize("options", [ZERO1, {**ZERO2, "offload": 0.5}], ids=str)
-def test_training_resumes_bit_for_bit(world: World, mode: str, options: dict[str, Any]) -> None:
+def test_zero_resumes_bitwise_identically(world: World, mode: str, options: dict[str, Any]) -> None:
     assert world.run(2, resume, mode, options) == [True, True]
 
 
 def restored_model(mode: str) -> bool:
-    """Loading the optimizer's state alone brings the masters' weights back into the model, on all ranks."""
+    """Load only the optimizer state; its master weights must be copied to the model on all ranks."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Odd(registry, torch.bfloat16)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **ZERO1))
@@ -156,12 +157,12 @@ def restored_model(mode: str) -> bool:
         return all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_loaded_masters_reach_the_whole_model(world: World) -> None:
+def test_loaded_master_weights_are_copied_to_model_on_all_ranks(world: World) -> None:
     assert world.run(2, restored_model, "bf16") == [True, True]
 
 
 def late(options: dict[str, Any]) -> dict[str, Tensor]:
-    """An optimizer that has stepped before it is wrapped, and gets a param group later."""
+    """Wrap an optimizer that has already stepped, and add a param group later."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Odd(registry)
         first = [param for name, param in model.named_parameters() if not name.startswith("head")]
@@ -183,7 +184,7 @@ def late(options: dict[str, Any]) -> dict[str, Tensor]:
         }
 
 
-def test_states_and_groups_that_come_before_and_after(world: World) -> None:
+def test_zero_and_offload_support_existing_states_and_added_groups(world: World) -> None:
     for options in (ZERO1, ZERO2, {"offload": 0.6}, {**ZERO2, "offload": 1.0}):
         for found, expected in zip(world.run(2, late, options), world.run(2, late, {}), strict=True):
             names = {name for name in expected if "frozen" not in name}
@@ -200,7 +201,7 @@ def changed_from_outside(mode: str) -> str:
         odd_steps(model, optimizer, registry, range(1, 2))
         with torch.no_grad():
             for param in model.parameters():
-                param.data = param.data + 1  # other values, in other memory
+                param.data = param.data + 1  # new values in new memory
                 param.mul_(1)
         try:
             odd_steps(model, optimizer, registry, range(2, 3))
@@ -212,7 +213,7 @@ def changed_from_outside(mode: str) -> str:
         return f"{float(model.gain.detach()):.1f}"
 
 
-def test_weights_that_were_changed_are_stepped_or_refused(world: World) -> None:
+def test_weights_changed_by_other_code_are_used_or_rejected(world: World) -> None:
     assert world.run(2, changed_from_outside, "fp32") == ["2.5", "2.5"]
     for text in world.run(2, changed_from_outside, "bf16"):
         assert "was changed since the last step" in text

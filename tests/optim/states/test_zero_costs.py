@@ -1,4 +1,4 @@
-"""What sharded states save and cost: memory, collectives, and the order in which they are issued while backward runs."""
+"""Cost of ZeRO: memory, collectives, and their order during backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cost(shards: bool, gradients: bool, mode: str) -> dict[str, Any]:
         )
         x = torch.randn(8, 64)
         for step in range(3):
-            watched = step == 2  # after all that only a first step does
+            watched = step == 2  # the first steps do additional work
             with collectives() as seen, no_host_reads() if watched else nullcontext():
                 for _ in range(2):
                     optimizer.backward(model(x).float().square().mean())
@@ -48,17 +48,18 @@ def cost(shards: bool, gradients: bool, mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_memory_and_collectives(world: World, mode: str) -> None:
+def test_zero_memory_and_collectives_per_step(world: World, mode: str) -> None:
     whole = world.run(4, cost, False, False, mode)[0]
     numel = sum(param.numel() for param in wide_model().parameters())
     assert whole["states"] == pytest.approx(8 * numel, rel=0.001)
     assert whole["masters"] == (4 * numel if mode == "bf16" else 0)
-    assert whole["collectives"] == {"all_reduce": 2}  # gradients, and the norm
+    assert whole["collectives"] == {"all_reduce": 2}  # gradients and norm
     for gradients in (False, True):
         for found in world.run(4, cost, True, gradients, mode):
             assert found["states"] == pytest.approx(whole["states"] / 4, rel=0.05)
             assert found["masters"] == pytest.approx(whole["masters"] / 4, rel=0.05)
-            # One bucket: reduced once a window, or once a micro-batch where gradients are sharded; measured once.
+            # One bucket: reduced once per window, or per micro-batch with sharded gradients; one collective for the
+            # norm.
             reduced = 2 if gradients else 1
             assert found["collectives"] == {
                 "reduce_scatter_single": reduced,
@@ -69,7 +70,8 @@ def test_memory_and_collectives(world: World, mode: str) -> None:
 
 
 def backward_order(uses_all: bool) -> tuple[list[list[str]], int]:
-    """The buckets that ZeRO-2 reduces, in order, by the names of their parameters; and how many of them in backward."""
+    """Return the buckets that ZeRO-2 reduces, in order, as parameter names; and how many are reduced during
+    backward."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(64 * 128 * 4):
         model = wide_model()
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(**ZERO2))
@@ -94,11 +96,11 @@ def backward_order(uses_all: bool) -> tuple[list[list[str]], int]:
         return order, in_backward[0]
 
 
-def test_gradients_are_reduced_while_backward_runs_in_one_order(world: World) -> None:
+def test_zero2_reduces_buckets_during_backward_in_same_order_on_all_ranks(world: World) -> None:
     everything = [["2.bias", "4.weight", "4.bias", "5.weight", "5.bias"], ["2.weight"], ["0.bias"], ["0.weight"]]
     for uses_all in (True, False):
         (first, while_running), (second, meanwhile) = world.run(2, backward_order, uses_all)
         assert first == second == everything
         assert while_running >= 2
-        # Without the last layers' gradients a rank can't begin; it does its part when backward ends.
+        # A rank without gradients of the last layers cannot start early; it joins when its backward ends.
         assert meanwhile == (while_running if uses_all else 0)

@@ -1,4 +1,4 @@
-"""What sharded states and gradients can't do is refused, and what they must not be used for is an error."""
+"""Unsupported options and misuse of ZeRO-1 and ZeRO-2 raise errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refused(kind: str) -> str:
         ("cut", "in 0 shards"),
     ],
 )
-def test_what_cannot_work_is_refused_on_all_ranks(world: World, kind: str, says: str) -> None:
+def test_zero_rejects_unsupported_options_and_states_on_all_ranks(world: World, kind: str, says: str) -> None:
     for text in world.run(2, refused, kind):
         assert says in text
 
@@ -98,6 +98,6 @@ def misused(kind: str) -> None:
         ("twice in one backward", "second gradient in one backward"),
     ],
 )
-def test_misuse_of_sharded_gradients_is_an_error(world: World, kind: str, says: str) -> None:
+def test_misuse_of_zero2_gradients_raises(world: World, kind: str, says: str) -> None:
     with pytest.raises(WorldError, match=says):
         world.run(2, misused, kind)

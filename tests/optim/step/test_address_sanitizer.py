@@ -1,4 +1,4 @@
-"""The compiled loops, built with AddressSanitizer, in the tests of the row cache: no access outside of tensors."""
+"""The tests of the row cache with the compiled loops built with AddressSanitizer: no access outside of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshstep.optim.kernels.native import Native
 
 library, *arguments = sys.argv[1:]
 loops = Native(library)
-if "beyond" in arguments:  # the control
+if "beyond" in arguments:  # negative control
     import torch
     x, found = torch.ones(1000), torch.empty(1, dtype=torch.float64)
     at, numel = (torch.tensor([number]) for number in (x.data_ptr(), 2000))
@@ -31,7 +31,7 @@ sys.exit(pytest.main(["-n", "0", "-W", "ignore::pytest.PytestAssertRewriteWarnin
 
 
 def runtimes() -> str | None:
-    """Return the paths of gcc's AddressSanitizer and of the C++ runtime, whose exceptions it intercepts; None: not here."""
+    """Return the paths of gcc's AddressSanitizer and of the C++ runtime, or None if they are not installed."""
     paths = list[str]()
     for name in ("libasan.so", "libstdc++.so.6"):
         try:

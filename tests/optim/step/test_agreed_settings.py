@@ -1,4 +1,4 @@
-"""Ranks that are told different things, or start from different weights, find out before anything is stepped."""
+"""Ranks with different settings or different initial weights raise before the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from small_models import parameter
 from torch import Tensor, nn
 from world import World
 
-# By setting: what the two ranks give, and what the error says of it.
+# Per setting: the values of the two ranks, and the expected error.
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "max_norm": (1.0, 2.0, "max_norm is ByNorm(max_norm=1, norm_type=None) on rank 0 and ByNorm(max_norm=2"),
     "rule": (ByNorm(1.0), None, "max_norm is ByNorm(max_norm=1, norm_type=None) on rank 0 and None on rank 1"),
@@ -57,7 +57,7 @@ def told(setting: str, values: tuple[Any, Any]) -> str:
 
 @pytest.mark.default_cases(99)
 @pytest.mark.parametrize("setting", DIFFERENT)
-def test_a_setting_that_differs_is_an_error_with_both_values_on_every_rank(world: World, setting: str) -> None:
+def test_setting_that_differs_between_ranks_raises_on_every_rank(world: World, setting: str) -> None:
     first, second, said = DIFFERENT[setting]
     texts = world.run(2, told, setting, (first, second))
     assert said in texts[0]
@@ -66,7 +66,7 @@ def test_a_setting_that_differs_is_an_error_with_both_values_on_every_rank(world
 
 
 @pytest.mark.parametrize("other", range(4))
-def test_a_setting_that_differs_on_any_one_of_four_ranks_is_found(other: int) -> None:
+def test_setting_that_differs_on_one_of_four_ranks_is_found(other: int) -> None:
     rates = ["0.2" if rank == other else "0.1" for rank in range(4)]
     first, rank, value = (0, other, "0.2") if other else (0, 1, "0.1")
     message = f"lr is {rates[first]} on rank {first} and {value} on rank {rank}: "
@@ -74,7 +74,7 @@ def test_a_setting_that_differs_on_any_one_of_four_ranks_is_found(other: int) ->
         check_all_say_the_same([{"lr": rate} for rate in rates])
 
 
-def test_the_same_setting_in_another_spelling_is_the_same(world: World) -> None:
+def test_equivalent_spellings_of_a_setting_are_accepted(world: World) -> None:
     assert world.run(2, told, "max_norm", (1, ByNorm(1.0))) == ["no error"] * 2
 
 
@@ -85,11 +85,11 @@ def stages_with_rates_of_their_own() -> str:
         return "no error"
 
 
-def test_pipeline_stages_may_have_rates_of_their_own(world: World) -> None:
+def test_pipeline_stages_may_have_different_learning_rates(world: World) -> None:
     assert world.run(2, stages_with_rates_of_their_own) == ["no error"] * 2
 
 
-# Starting weights -----------------------------------------------------------------------------------------------------
+# Initial weights -----------------------------------------------------------------------------------------------------
 
 STATES: dict[str, Any] = {
     "whole": (),
@@ -100,7 +100,7 @@ STATES: dict[str, Any] = {
 
 
 def other_seeds(states: str, check: Any) -> tuple[str, bool]:
-    """The error of two steps, and whether all ranks ended with the same weights."""
+    """Return the error of two steps, and whether the weight is unchanged."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         torch.manual_seed(registry.rank("data"))
         model = nn.Linear(6, 5)
@@ -121,7 +121,7 @@ def other_seeds(states: str, check: Any) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_replicas_of_different_seeds_are_found_in_the_first_step(world: World, states: str) -> None:
+def test_replicas_initialized_with_different_seeds_raise_in_first_step(world: World, states: str) -> None:
     for text, unchanged in world.run(4, other_seeds, states, "first"):
         assert "weight: the parameter differs along axis 'data'" in text
         assert "tensor" not in text
@@ -131,7 +131,7 @@ def test_replicas_of_different_seeds_are_found_in_the_first_step(world: World, s
 
 
 class Block(nn.Module):
-    """Column-parallel, then row-parallel, with a replicated norm before."""
+    """A column-parallel and a row-parallel layer after a replicated norm."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -178,13 +178,15 @@ def silent_bug(bug: str) -> str:
         ("batch", "norm.weight: the gradient differs along axis 'tensor'"),
     ],
 )
-def test_the_first_step_finds_what_would_train_wrongly(world: World, bug: str, found: str) -> None:
+def test_first_step_finds_wrong_specs_missing_all_reduce_and_different_batches(
+    world: World, bug: str, found: str
+) -> None:
     for text in world.run(2, silent_bug, bug):
         assert found in text
 
 
 def one_tensor_rank_without_a_loss() -> str:
-    """Its peer gives one: each computes the gradient of all of the replicated parameter."""
+    """Call backward with a loss on one tensor rank only; each rank should compute the complete replicated gradient."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         w = parameter("w", 3, value=2.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=0.1), registry, max_norm=0.5)
@@ -196,7 +198,7 @@ def one_tensor_rank_without_a_loss() -> str:
         return "no error"
 
 
-def test_a_loss_on_one_of_two_tensor_ranks_is_found_in_the_first_step(world: World) -> None:
+def test_loss_on_one_of_two_tensor_ranks_raises_in_first_step(world: World) -> None:
     assert world.run(2, one_tensor_rank_without_a_loss) == ["w: the gradient differs along axis 'tensor'"] * 2
 
 
@@ -216,11 +218,11 @@ def added_later() -> str:
         return ", ".join(map(str, caught.value.mismatches))
 
 
-def test_parameters_that_are_added_are_compared_in_their_first_step(world: World) -> None:
+def test_added_parameters_are_compared_in_their_first_step(world: World) -> None:
     assert world.run(2, added_later) == ["b: the parameter differs along axis 'data'"] * 2
 
 
-def test_copies_of_one_rank_have_nothing_to_be_compared_with() -> None:
+def test_replica_check_on_one_rank_passes() -> None:
     with ProcessGroupRegistry(Topology(data=1)) as registry:
         a = parameter("a", value=1.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([a], lr=0.1), registry, check_replicas=True)

@@ -1,4 +1,4 @@
-"""Bad input is a clear error on every rank, changes nothing, and leaves nobody waiting."""
+"""Invalid input raises a clear error on every rank, changes nothing, and causes no hang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wrap(*params: nn.Parameter, **options: Any) -> Callable[[ProcessGroupRegistr
     return lambda registry: ParallelOptimizer(torch.optim.SGD(params, lr=1.0), registry, **arguments(**options))
 
 
-# Each makes its parameters on its rank and returns what must raise there.
+# Each entry creates parameters on its rank and returns a call that must raise.
 MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]], str]] = {
     "undeclared": (lambda: wrap(parameter(None, 4)), r"no spec for parameter 0 of group 0 \(shape \(4,?\)\).*declare"),
     "a foreign parameter": (
@@ -117,13 +117,13 @@ def mistake(name: str) -> str:
         try:
             attempt(registry)
         except (ValueError, TypeError) as error:
-            dist.barrier()  # nobody is left in a collective
+            dist.barrier()  # no rank is left in a collective
             return str(error)
         return "no error"
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_construction_fails_on_every_rank(world: World, name: str) -> None:
+def test_invalid_construction_raises_on_every_rank(world: World, name: str) -> None:
     messages = world.run(4, mistake, name)
     for message in messages:
         assert re.search(MISTAKES[name][1], message), message
@@ -150,14 +150,14 @@ def sparse_gradient(step_of_mistake: int) -> tuple[list[str], bool]:
         return found, unchanged
 
 
-def test_a_sparse_gradient_in_the_first_step_is_an_error_on_every_rank(world: World) -> None:
+def test_sparse_gradient_in_first_step_raises_on_every_rank(world: World) -> None:
     for found, unchanged in world.run(2, sparse_gradient, 0):
         assert "the gradient of weight is sparse" in found[0]
         assert unchanged
         assert found[1:] == ["stepped, found_inf=0"] * 2
 
 
-def test_a_sparse_gradient_later_is_an_error_on_its_rank_and_a_skip_elsewhere(world: World) -> None:
+def test_sparse_gradient_in_later_step_raises_on_its_rank_and_skips_on_others(world: World) -> None:
     (first, unchanged), (second, also_unchanged) = world.run(2, sparse_gradient, 1)
     assert unchanged
     assert also_unchanged
@@ -208,7 +208,9 @@ def standalone(name: str) -> tuple[str, bool]:
         ("norm_type", "norm_type=0.0", True),
     ],
 )
-def test_standalone_functions(world: World, name: str, message: str, unchanged: bool) -> None:
+def test_standalone_clip_and_norm_functions_reject_invalid_input(
+    world: World, name: str, message: str, unchanged: bool
+) -> None:
     for found, same in world.run(2, standalone, name):
         assert message in found
         assert same == unchanged
@@ -227,14 +229,14 @@ def failed_group() -> tuple[str, int, bool]:
         return message, len(optimizer.param_groups), bool((first == 0.5).all())
 
 
-def test_a_group_that_does_not_fit_is_not_added(world: World) -> None:
+def test_invalid_param_group_is_not_added(world: World) -> None:
     for message, groups, stepped in world.run(2, failed_group):
         assert "no spec for" in message
         assert groups == 1
         assert stepped
 
 
-def test_a_closure_is_refused() -> None:
+def test_step_rejects_closure() -> None:
     optimizer = ParallelOptimizer(torch.optim.SGD([parameter(P(), 4)]), ProcessGroupRegistry(Topology()))
     with pytest.raises(ValueError, match="takes no closure"):
         optimizer.step(lambda: Tensor())

@@ -1,4 +1,4 @@
-"""A fused optimizer's counts of steps: one pass over them, and what torch's own two passes would have left."""
+"""Step counts of fused optimizers are updated in one pass, with the results of torch's two passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Operators(TorchDispatchMode):
 
 
 def run(kind: str, ours: bool) -> tuple[list[Tensor], list[str]]:
-    """Parameters and states after some steps, of which some are skipped, and the operators of the last one."""
+    """Return parameters and states after some steps, some skipped, and the operators of the last step."""
     params = [nn.Parameter(torch.full((3,), 1.0 + i)) for i in range(4)]
     optimizer = OPTIMIZERS[kind]([{"params": params[:1]}, {"params": params[1:], "lr": 0.2}])
     log = Operators()
@@ -48,7 +48,7 @@ def run(kind: str, ours: bool) -> tuple[list[Tensor], list[str]]:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_parameters_states_and_counts_are_those_of_torch(kind: str) -> None:
+def test_step_count_mode_gives_parameters_and_counts_of_torch(kind: str) -> None:
     (found, names), (expected, torchs) = run(kind, ours=True), run(kind, ours=False)
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
@@ -58,8 +58,8 @@ def test_parameters_states_and_counts_are_those_of_torch(kind: str) -> None:
     assert names.count("aten._foreach_add_.Scalar") == 0
 
 
-def test_what_hooks_count_themselves_is_left_alone() -> None:
-    """They see torch's operators, and may add 1 to lists of their own, or take what was found from them."""
+def test_step_count_mode_ignores_tensors_counted_by_hooks() -> None:
+    """Hooks see torch's operators, and may use the same operators on lists of their own."""
     param, mine = nn.Parameter(torch.ones(2)), [torch.zeros(()), torch.zeros(())]
     param.grad = torch.ones(2)
     optimizer, found_inf = torch.optim.Adam([param], fused=True), torch.ones(())
@@ -76,8 +76,8 @@ def test_what_hooks_count_themselves_is_left_alone() -> None:
     assert float(optimizer.state[param]["step"]) == 0.0
 
 
-def test_a_torch_that_counts_in_another_way_is_left_alone() -> None:
-    """One that takes the skipped step back, but has counted it by itself."""
+def test_step_count_mode_ignores_other_ways_of_counting() -> None:
+    """A future torch might subtract the skipped step but count in another way."""
     param = nn.Parameter(torch.ones(2))
     optimizer, found_inf = torch.optim.Adam([param], fused=True), torch.ones(())
     optimizer.state[param]["step"] = torch.tensor(3.0)

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` as ``data_parallel=``: its process group must be that of the data axes."""
+"""`DistributedDataParallel` as ``data_parallel=``: its process group must cover exactly the data axes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ddp_over_world(topology: Topology, remedy: str) -> None:
     ],
     ids=str,
 )
-def test_ddp_over_more_ranks_is_an_error(world: World, topology: Topology, remedy: str) -> None:
+def test_ddp_over_more_than_data_ranks_raises(world: World, topology: Topology, remedy: str) -> None:
     world.run(4, ddp_over_world, topology, remedy)
 
 
@@ -54,7 +54,7 @@ def ddp_over_some_data_ranks() -> None:
         wrap(registry, registry.group("outer", "inner"))
 
 
-def test_ddp_over_fewer_ranks_is_an_error(world: World) -> None:
+def test_ddp_over_fewer_than_data_ranks_raises(world: World) -> None:
     world.run(4, ddp_over_some_data_ranks)
 
 
@@ -86,13 +86,13 @@ def stepped_by_unnamed_ddp(topology: Topology, axes: tuple[str, ...], options: d
         return "no error"
 
 
-UNCOMPARED: dict[str, Any] = {"check_replicas": False}  # sums over "tensor" are missing in the model
+UNCOMPARED: dict[str, Any] = {"check_replicas": False}  # the model lacks all-reduces over "tensor"
 
 
 @pytest.mark.parametrize(
     "options", [UNCOMPARED, {**UNCOMPARED, "states": Sharded("data")}, {**UNCOMPARED, "bucket_bytes": 64}]
 )
-def test_unnamed_ddp_over_shards_is_an_error(world: World, options: dict[str, Any]) -> None:
+def test_undeclared_ddp_over_tensor_shards_raises(world: World, options: dict[str, Any]) -> None:
     topology = Topology(data=2, tensor=2)
     for text in world.run(4, stepped_by_unnamed_ddp, topology, ("data", "tensor"), options):
         assert "a DistributedDataParallel over the ranks [0, 1, 2, 3] wraps" in text
@@ -100,7 +100,7 @@ def test_unnamed_ddp_over_shards_is_an_error(world: World, options: dict[str, An
         assert "wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes" in text
 
 
-def test_unnamed_ddp_over_the_data_axes_is_accepted(world: World) -> None:
+def test_undeclared_ddp_over_data_axes_is_accepted(world: World) -> None:
     topology = Topology(data=2, tensor=2)
     assert world.run(4, stepped_by_unnamed_ddp, topology, ("data",), UNCOMPARED) == ["no error"] * 4
 
@@ -127,7 +127,7 @@ def fully_sharded_over_the_world(dims: tuple[str, ...], shape: tuple[int, ...], 
     ],
     ids=["data", "world", "tensor"],
 )
-def test_fully_shard_over_shards_is_an_error(
+def test_fully_shard_over_tensor_shards_raises(
     world: World, dims: tuple[str, ...], shape: tuple[int, ...], spec: P, text: str
 ) -> None:
     for found in world.run(4, fully_sharded_over_the_world, dims, shape, spec):

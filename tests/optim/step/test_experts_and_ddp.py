@@ -1,4 +1,5 @@
-"""Experts in a `DistributedDataParallel`: it would average different experts, or leave those that it ignores undivided."""
+"""Experts in a `DistributedDataParallel` are rejected: it would average different experts, or not divide ignored
+ones."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def refused(topology: Topology, spec: P, ignored: bool) -> None:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_experts_and_ddp_are_refused_on_all_ranks(world: World, ignored: bool) -> None:
+def test_experts_inside_ddp_are_rejected_on_all_ranks(world: World, ignored: bool) -> None:
     roles: dict[str, Any] = {"expert": "data"}
     folded = Topology(mid=2, tensor=1, aliases={"data": ("mid",), "expert": ("mid", "tensor")})
     for topology, spec in (

@@ -1,4 +1,4 @@
-"""First states that the library makes itself are those that torch makes."""
+"""Optimizer states created by the library equal those created by torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def adagrad(params: list[nn.Parameter]) -> torch.optim.Adagrad:
 
 
 def added_states(registry: ProcessGroupRegistry, options: dict[str, Any]) -> list[Tensor]:
-    """Weights of a parameter that was added later, and of one whose optimizer was made with it."""
+    """Return the weights of a parameter added later, and of a parameter that was there from the start."""
     first, later, alone = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
     declare(nn.ParameterList([first, later]), {"*": P()})
     optimizer = ParallelOptimizer(adagrad([first]), registry, **options)
@@ -42,7 +42,7 @@ def added_states(registry: ProcessGroupRegistry, options: dict[str, Any]) -> lis
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_adagrad_starts_added_parameters_at_its_initial_value(kernels: Kernels) -> None:
+def test_adagrad_state_of_added_parameter_has_initial_value(kernels: Kernels) -> None:
     with using(kernels):
         close(*added_states(ProcessGroupRegistry(Topology()), {}))
 
@@ -52,14 +52,14 @@ def added_on_ranks() -> list[Tensor]:
         return added_states(registry, {"states": Sharded("data")})
 
 
-def test_adagrad_starts_added_pieces_at_its_initial_value(world: World) -> None:
+def test_adagrad_state_of_added_zero_shards_has_initial_value(world: World) -> None:
     for found in world.run(2, added_on_ranks):
         close(*found)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta"])
-def test_states_made_for_saving_leave_the_first_update_unchanged(name: str) -> None:
-    """`TorchStates` makes states before the first step."""
+def test_states_created_for_saving_do_not_change_first_update(name: str) -> None:
+    """`TorchStates` creates states before the first step."""
     found = []
     for makes in (True, False):
         param = nn.Parameter(torch.ones(2, 3))
@@ -82,9 +82,9 @@ def test_states_made_for_saving_leave_the_first_update_unchanged(name: str) -> N
 
 
 def idle_piece(path: Path, ranks: int) -> list[Tensor]:
-    """The step sizes of a parameter in two pieces, of which one has had no gradient when the checkpoint was written.
+    """Return the step sizes of a parameter in two shards, one of which had no gradient before the checkpoint.
 
-    Version 0.2 wrote such checkpoints: it stepped only the piece with a gradient.
+    Version 0.2 wrote such checkpoints: it stepped only the shard with a gradient.
     """
     topology = Topology(tensor=ranks)
     without_counts = mock.patch.object(MissingShards, "field", return_value={})
@@ -103,7 +103,7 @@ def idle_piece(path: Path, ranks: int) -> list[Tensor]:
         return [state["step_size"] for state in optimizer.state.values()]
 
 
-def test_rprop_starts_idle_pieces_at_the_rate_on_another_mesh(world: World, tmp_path: Path) -> None:
+def test_rprop_state_of_idle_shard_is_initialized_on_another_mesh(world: World, tmp_path: Path) -> None:
     (busy,), idle = world.run(2, idle_piece, tmp_path, 2)
     assert idle == []
     ((whole,),) = world.run(1, idle_piece, tmp_path, 1)

@@ -1,4 +1,4 @@
-"""Gradients that came past `backward`, or not at all, are an error on every rank and not a model that doesn't learn."""
+"""Gradients that bypass `optimizer.backward`, or missing gradients, raise on every rank."""
 
 from __future__ import annotations
 
@@ -48,19 +48,17 @@ def bypassed(mode: Mode, options: dict[str, Any], zeros: bool) -> str:
         ("bf16", {"accumulation_steps": 2, **ZERO1}),
     ],
 )
-def test_a_bypassed_backward_is_an_error_that_says_what_to_write(
-    world: World, mode: Mode, options: dict[str, Any]
-) -> None:
+def test_bypassing_optimizer_backward_in_first_step_raises(world: World, mode: Mode, options: dict[str, Any]) -> None:
     for text in world.run(2, bypassed, mode, options, False):
         assert text.startswith("there are gradients, but ")
         assert "optimizer.backward(loss)" in text
         assert "with optimizer.window()" in text
-    # States are made by such a step before they are loaded.
+    # Zero gradients are allowed, because such a step creates states before loading.
     assert world.run(2, bypassed, mode, options, True) == ["no error"] * 2
 
 
 def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> list[Any]:
-    """[error, how many steps after the first bypass] by one rank's bypasses, after three good windows."""
+    """Return [error, steps after the first bypass] for bypasses on one rank after three correct windows."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -83,7 +81,7 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
             window(False)
             optimizer.zero_grad()
         if "accumulation_steps" in options:
-            assert optimizer.step(last=True) is None, "the window before has ended: there is nothing to find yet"
+            assert optimizer.step(last=True) is None, "no window is open"
         window(False)
         before, found = model.weight.detach().clone(), []
         for step in range(40):
@@ -118,7 +116,7 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
         ("bf16", {"accumulation_steps": 2, **ZERO1}, 0, True),
     ],
 )
-def test_a_backward_that_is_bypassed_in_a_later_step_changes_nothing_and_is_an_error_on_every_rank(
+def test_bypassing_optimizer_backward_in_later_step_raises_on_every_rank_and_changes_nothing(
     world: World, mode: Mode, options: dict[str, Any], late: int, by_optimizer: bool
 ) -> None:
     for text, step in world.run(2, bypassed_later, mode, options, by_optimizer):
@@ -146,14 +144,13 @@ def stepped_twice(mode: Mode, options: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("mode", "options"), [("fp16", {}), ("fp16_naive", ZERO1), ("fp32", {"accumulation_steps": 1}), ("bf16", ZERO1)]
 )
-def test_to_step_again_with_the_gradients_of_the_last_step_is_no_bypass(
-    world: World, mode: Mode, options: dict[str, Any]
-) -> None:
+def test_second_step_with_same_gradients_is_accepted(world: World, mode: Mode, options: dict[str, Any]) -> None:
     assert world.run(2, stepped_twice, mode, options) == [0, 0]
 
 
 def by_others(mode: Mode, options: dict[str, Any], way: str) -> list[float]:
-    """Weights after three windows; in each micro-batch somebody else makes two backward calls, or we one of their sum."""
+    """Return weights after three windows; each micro-batch has two backward calls in `window()`, or one of their
+    sum."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -178,7 +175,9 @@ def by_others(mode: Mode, options: dict[str, Any], way: str) -> list[float]:
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, ZERO1, ZERO2, {"accumulation_steps": 3}])
 @pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16"])
-def test_a_window_is_for_backward_calls_of_others(world: World, mode: Mode, options: dict[str, Any]) -> None:
+def test_backward_calls_inside_window_context_match_optimizer_backward(
+    world: World, mode: Mode, options: dict[str, Any]
+) -> None:
     window, own = (world.run(2, by_others, mode, options, way) for way in ("window", "backward"))
     assert window[0] == window[1]
     assert window[0] == pytest.approx(
@@ -186,7 +185,7 @@ def test_a_window_is_for_backward_calls_of_others(world: World, mode: Mode, opti
     )
     without = world.run(2, by_others, mode, {}, "backward")
     if "accumulation_steps" in options:
-        assert own[0] != pytest.approx(without[0], rel=1e-5), "other micro-batches, and their mean"
+        assert own[0] != pytest.approx(without[0], rel=1e-5), "accumulation must average over micro-batches"
 
 
 def interrupted_window() -> list[str]:
@@ -212,7 +211,7 @@ def interrupted_window() -> list[str]:
         return [*said, str(float(a.detach()[0]))]
 
 
-def test_a_window_that_was_given_up_leaves_nothing_behind() -> None:
+def test_zero_grad_after_failed_window_restarts_window() -> None:
     said, value = interrupted_window()
     assert "repeat the window" in said
     assert float(value) == -3.0
@@ -250,7 +249,7 @@ OVERLAP: dict[str, Any] = {"overlap": True}
         *(("replaced", "model.parameters() after", options) for options in (*WHOLE, ZERO2, OVERLAP)),
     ],
 )
-def test_no_gradient_anywhere_is_an_error(world: World, cause: str, said: str, options: dict[str, Any]) -> None:
+def test_step_with_no_gradient_on_any_rank_raises(world: World, cause: str, said: str, options: dict[str, Any]) -> None:
     for text in world.run(2, without_gradients, cause, options):
         assert text.startswith("no parameter of the optimizer has a gradient on any rank")
         assert said in text
@@ -258,12 +257,15 @@ def test_no_gradient_anywhere_is_an_error(world: World, cause: str, said: str, o
 
 @pytest.mark.parametrize("options", [ZERO2, OVERLAP], ids=["ZeRO-2", "overlap"])
 @pytest.mark.parametrize("one_rank", [False, True])
-def test_gradients_that_backward_has_reduced_are_seen(world: World, options: dict[str, Any], one_rank: bool) -> None:
+def test_gradients_reduced_during_backward_count_as_gradients(
+    world: World, options: dict[str, Any], one_rank: bool
+) -> None:
     cause = "none on rank 1" if one_rank else "nothing"
     assert world.run(2, without_gradients, cause, options) == ["no error"] * 2
 
 
-# Modes and scalers ----------------------------------------------------------------------------------------------------
+# Precision modes and gradient scalers
+# ------------------------------------------------------------------------------------
 
 
 def unprepared(mode: Mode, prepared: bool) -> str:
@@ -281,16 +283,16 @@ def unprepared(mode: Mode, prepared: bool) -> str:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16_naive"])
-def test_a_mode_without_its_prepare_is_an_error(world: World, mode: Mode) -> None:
+def test_precision_mode_without_prepare_raises(world: World, mode: Mode) -> None:
     for text in world.run(2, unprepared, mode, False):
         assert "prepare(model)" in text
         assert repr(mode) in text
-    # One stage may have nothing but what the mode leaves in float32.
+    # A stage may contain only modules that the mode leaves in float32.
     assert world.run(2, unprepared, mode, True) == ["no error"] * 2
 
 
 def scaled_by(kind: str, overflow: bool, options: dict[str, Any]) -> tuple[str, float, float]:
-    """The error, the weight after two steps, and the scale."""
+    """Return the error, the weight after two steps, and the scale."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", 3, value=1.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=0.5, fused=True), registry, **arguments(**options))
@@ -311,20 +313,20 @@ def scaled_by(kind: str, overflow: bool, options: dict[str, Any]) -> tuple[str, 
         return text, float(w.detach()[0]), scaler.get_scale()
 
 
-def test_torchs_scaler_is_refused_on_every_rank_and_ours_is_taken(world: World) -> None:
+def test_torch_grad_scaler_is_rejected_and_meshstep_grad_scaler_accepted(world: World) -> None:
     for text, weight, _ in world.run(2, scaled_by, "torch", True, {}):
         assert "meshstep.amp.GradScaler(registry)" in text
         assert weight == 1.0
     assert world.run(2, scaled_by, "ours", False, {}) == [("no error", 0.25, 8.0)] * 2
     assert world.run(2, scaled_by, "ours", True, {}) == [("no error", 0.5, 4.0)] * 2
-    # 0.5 times the norm of (1, 1, 1), then once more.
+    # 0.5 times the norm of (1, 1, 1), twice.
     clipped = 1.0 - 0.5 * 0.5 / 3**0.5 * 2
     for text, weight, _ in world.run(2, scaled_by, "ours", False, {"max_norm": 0.5}):
         assert text == "no error"
         assert weight == pytest.approx(clipped, rel=1e-5)
 
 
-def test_a_scaler_that_can_not_see_the_gradients_is_refused(world: World) -> None:
+def test_grad_scaler_with_zero_states_is_rejected(world: World) -> None:
     for text, weight, _ in world.run(2, scaled_by, "ours", False, ZERO1):
         assert "can't see the gradients" in text
         assert weight == 1.0
@@ -346,7 +348,7 @@ def late_gradient(fused: bool) -> list[float]:
         return [float(value) for param in (a, b) for value in param.detach()]
 
 
-def test_a_first_gradient_that_comes_later_starts_its_momentum_then(world: World) -> None:
+def test_momentum_of_parameter_starts_with_its_first_gradient(world: World) -> None:
     fused, plain = (world.run(2, late_gradient, kind) for kind in (True, False))
     for one, other in zip(fused, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-6)
@@ -378,7 +380,7 @@ def step_without_gradients(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, ZERO1, ZERO2, {"overlap": True}])
-def test_first_step_without_gradients_is_an_error(world: World, options: dict[str, Any]) -> None:
+def test_first_step_without_backward_raises(world: World, options: dict[str, Any]) -> None:
     for text in world.run(2, step_without_gradients, options):
         assert text.startswith(
             "step() or a clip was called before any backward: no parameter of the optimizer has a gradient"
@@ -400,5 +402,5 @@ def step_after_a_group_was_added() -> float:
         return float(optimizer.step().total_norm)
 
 
-def test_later_step_without_gradients_is_none(world: World) -> None:
+def test_later_step_without_backward_does_not_raise(world: World) -> None:
     assert world.run(2, step_after_a_group_was_added) == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""A bit that turns in one copy of a weight, a gradient or a state is found in time, named, and not stepped with."""
+"""A flipped bit in one replica of a weight, gradient or state is detected, named, and not used in an update."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from world import World
 
 SIZES = {name: layout.topology.world_size for name, layout in LAYOUTS.items()}
 STATES: list[What] = ["parameter", "gradient", "exp_avg", "exp_avg_sq", "step"]
-# In place of `LAG` where more steps would show nothing more: until the error comes, each stands still as the one before.
+# Shorter than `LAG`, for tests in which more steps add nothing: until the error comes, every step is skipped.
 SOON = 3
 
 
 def flipped(
     name: str, what: What, parameter: str, bit: int, victim: int, at: int, lag: int = SOON
 ) -> tuple[list[tuple[str, str, str, tuple[int, ...]]], int, bool]:
-    """(mismatches, in which step the error came, weights and states are those of the step that compared). Step -1: the
-    gradients were not finite in the step of the flip.
+    """Return the mismatches, the step of the error, and whether state equals that of the comparing step.
 
-    Args:
-        lag: In place of `LAG`.
+    Step -1 means that the gradients were non-finite in the step of the flip. ``lag`` replaces `LAG`.
     """
     with LAYOUTS[name].registry() as registry, mock.patch.object(skips, "LAG", lag):
         run = Run(name, registry)
@@ -65,20 +63,20 @@ def kind_of(name: str, what: What) -> str:
     return what if what == "gradient" else f"state {what}"
 
 
-# What is stepped is a part of the model's own, or all of it.
+# The stepped tensor is a part of the model's parameter, or all of it.
 WITHIN = ("ZeRO-1, copied over tensor", "one of two offloaded")
 
 
 @pytest.mark.parametrize("what", STATES)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fp16 masters"])
-def test_a_flipped_bit_is_named_and_the_step_is_not_made(world: World, name: str, what: What) -> None:
-    """The lowest bit of a float32 mantissa, in the step that compares; the error comes as late as it may."""
+def test_flipped_bit_is_named_and_steps_are_skipped(world: World, name: str, what: What) -> None:
+    """Flips the lowest mantissa bit in the comparing step; the error comes at the latest possible step."""
     layout, parameter = LAYOUTS[name], LAYOUTS[name].bit_of
-    victim = 1 if "ZeRO" in name else SIZES[name] - 1  # which holds the piece
+    victim = 1 if "ZeRO" in name else SIZES[name] - 1  # a rank that holds the shard
     copies = layout.copies(parameter, victim)
     lag = LAG if what == "parameter" else SOON
     for found, step, kept in world.run(SIZES[name], flipped, name, what, parameter, 0, victim, EVERY, lag):
-        # Three copies tell which of them is wrong.
+        # With three replicas, the majority tells which one is wrong.
         expected = {(parameter, kind_of(name, what), (victim,) if len(copies) > 2 else copies)}
         if name in WITHIN and what == "parameter":
             expected.add((parameter, "parameter", (victim,)))
@@ -89,16 +87,16 @@ def test_a_flipped_bit_is_named_and_the_step_is_not_made(world: World, name: str
 
 
 @pytest.mark.parametrize("name", ["bf16 masters", "ZeRO-1, copied over tensor"])
-def test_a_bit_of_the_model_s_own_weight_is_seen_beside_what_is_stepped(world: World, name: str) -> None:
-    """On a rank that steps no piece of it."""
+def test_flipped_bit_in_model_weight_is_named_with_zero_and_masters(world: World, name: str) -> None:
+    """On a rank that steps no shard of this weight."""
     for found, step, kept in world.run(4, flipped, name, "model", "bias", 3, 3, EVERY):
         assert {(of, kind, ranks) for of, _, kind, ranks in found} == {("bias", "parameter", (3,))}
         assert step == EVERY + SOON
         assert kept
 
 
-def test_a_bit_that_turned_between_comparisons_is_found_in_the_next_one(world: World) -> None:
-    """By then moments and gradients have followed the weight; the error says so of all of them."""
+def test_bit_flipped_between_comparisons_is_found_in_next_comparison(world: World) -> None:
+    """By then moments and gradients differ, too, and the error lists all of them."""
     for found, step, kept in world.run(2, flipped, "data", "exp_avg", "matrix", 20, 1, EVERY + 1, LAG):
         assert ("matrix", "data", "state exp_avg", (0, 1)) in found
         assert {of for of, *_ in found} == {"matrix"}
@@ -108,36 +106,40 @@ def test_a_bit_that_turned_between_comparisons_is_found_in_the_next_one(world: W
 
 @st.composite
 def flips(draw: st.DrawFn) -> tuple[str, What, str, int, int, int]:
-    """Arguments of `flipped`: a bit of what has copies, in the step that compares. (Later than that an update may have
-    rounded a last bit away.)"""
+    """Draw arguments of `flipped`: a bit of a replicated tensor, in the comparing step. An update after a later
+    flip might round away the last bit."""
     name = draw(st.sampled_from(sorted(LAYOUTS)))
     what = draw(st.sampled_from(STATES))
     parameter = "bias" if "ZeRO" in name else draw(st.sampled_from(["bias", "matrix"]))
-    victim = draw(st.integers(0, 1 if "ZeRO" in name else SIZES[name] - 1))  # data rank 0 has the bias's piece
+    victim = draw(st.integers(0, 1 if "ZeRO" in name else SIZES[name] - 1))  # data rank 0 holds the shard of the bias
     bit = draw(st.sampled_from([0, 22, 30, 31]) | st.integers(0, 31))
     return name, what, parameter, bit, victim, EVERY
 
 
 @random_cases(flips(), 60)
-def test_any_flipped_bit_of_any_copy_is_found(world: World, drawn: list[tuple[str, What, str, int, int, int]]) -> None:
-    """Signs, exponents and lowest bits; but for gradients that are not finite any more, with which nobody steps anyway."""
+def test_random_flipped_bit_in_any_replica_is_found(
+    world: World, drawn: list[tuple[str, What, str, int, int, int]]
+) -> None:
+    """Signs, exponents and lowest bits. A flip that makes a gradient non-finite skips the step anyway."""
     results = world.run_each(flipped, [(SIZES[case[0]], case) for case in drawn])
     for (name, what, parameter, _, victim, _), by_rank in zip(drawn, results, strict=True):
         assert len({repr((found, step)) for found, step, _ in by_rank}) == 1
         found, step, _ = by_rank[0]
-        # A kernel of torch's counts a skipped step up and down again: not to the same number, where a bit has made it tiny.
+        # torch's kernel counts a skipped step up and down again, which does not restore a count that the flip made
+        # tiny.
         assert all(kept for rank, (*_, kept) in enumerate(by_rank) if what != "step" or rank != victim)
         if step < 0:
             assert what == "gradient"
             continue
-        assert {of.partition("@")[0] for of, *_ in found} == {parameter}  # with the stage that it is of
+        assert {of.partition("@")[0] for of, *_ in found} == {parameter}  # the name may have a stage as suffix
         assert all(victim in ranks for *_, ranks in found)
         assert kind_of(name, what) in {kind for _, _, kind, _ in found}
         assert step == EVERY + SOON
 
 
 def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tuple[int, int, bytes]:
-    """(steps, skipped ones, weights) of a clean run; every fourth step is of a loss that is ``scale`` times as large."""
+    """Return (steps, skipped steps, weights) of a clean run; the loss of every fourth step is ``scale`` times as
+    large."""
     with LAYOUTS[name].registry() as registry, mock.patch.object(skips, "LAG", SOON):
         run = Run(name, registry, **options)
         for step in range(steps):
@@ -147,8 +149,8 @@ def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tup
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_a_clean_run_is_the_same_with_and_without_a_watch(world: World, name: str) -> None:
-    """With accumulated micro-batches and clipping; in fp16 with overflows as well."""
+def test_fingerprints_do_not_change_clean_run(world: World, name: str) -> None:
+    """Includes accumulation and clipping, and overflows in fp16."""
     scale = 1e6 if "fp16" in name else 1.0
     runs = [
         world.run(SIZES[name], watched, 4 * SOON, name, {"accumulation_steps": 2, "every": every}, scale)
@@ -158,7 +160,7 @@ def test_a_clean_run_is_the_same_with_and_without_a_watch(world: World, name: st
     assert all((skipped > 2) is ("fp16" in name) for _, skipped, _ in runs[0])
 
 
-def test_where_nothing_has_a_copy_a_warning_says_so(world: World) -> None:
+def test_fingerprints_without_replicated_tensor_warn(world: World) -> None:
     for warned in world.run(2, uncopied):
         assert warned == ["no tensor"]
 
@@ -174,7 +176,7 @@ def uncopied() -> list[str]:
 
 
 def overhead(every: int | None) -> list[list[str]]:
-    """The collectives of each step."""
+    """Return the collectives of each step."""
     with ProcessGroupRegistry(LAYOUTS["data x tensor"].topology) as registry:
         run, logs = Run("data x tensor", registry, every=every), []
         for step in range(5):
@@ -185,20 +187,21 @@ def overhead(every: int | None) -> list[list[str]]:
         return logs
 
 
-def test_a_comparison_takes_no_collective_more_and_no_host_read(world: World) -> None:
+def test_fingerprints_need_no_additional_collective_or_host_read(world: World) -> None:
     for with_watch, without in zip(world.run(6, overhead, 2), world.run(6, overhead, None), strict=True):
         assert list(map(len, with_watch)) == list(map(len, without))
         assert min(map(len, without)) > 0
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_a_number_of_steps_that_is_none_is_refused(every: Any) -> None:
+def test_fingerprints_reject_invalid_interval(every: Any) -> None:
     with pytest.raises(ValueError, match=r"Fingerprints\(every=.*\): give a whole number of steps >= 1"):
         Fingerprints(every=every).check()
 
 
 def healed() -> tuple[list[tuple[int, ...]], int]:
-    """(ranks of each error, steps skipped for good) of a run that goes on after an error."""
+    """Return the ranks of each error, and the number of skipped steps, of a run that repairs the bit after the
+    error."""
     with ProcessGroupRegistry(LAYOUTS["data x tensor"].topology) as registry:
         run, errors = Run("data x tensor", registry), []
         for step in range(2 * EVERY + LAG):
@@ -215,10 +218,10 @@ def healed() -> tuple[list[tuple[int, ...]], int]:
         return errors, run.optimizer.skipped_steps
 
 
-def test_who_mends_the_copy_goes_on(world: World) -> None:
+def test_run_continues_after_flipped_bit_is_repaired(world: World) -> None:
     for errors, skipped in world.run(6, healed):
         assert set(errors) == {(4,)}
-        assert skipped == LAG + 1  # the one that compared to the one that told
+        assert skipped == LAG + 1  # from the comparing step to the step of the error
 
 
 def polled(what: str) -> str:
@@ -251,8 +254,8 @@ def polled(what: str) -> str:
     ("what", "when"),
     [("poll", "poll"), ("raise", f"in step {EVERY}"), ("load", "next step")],
 )
-def test_what_was_found_is_told_where_the_host_looks(world: World, what: str, when: str) -> None:
-    """After a state was loaded copies are compared anew."""
+def test_flipped_bit_is_reported_by_poll_by_raise_mode_or_after_loading(world: World, what: str, when: str) -> None:
+    """Loading a state starts a new comparison."""
     told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, without a majority"
     assert world.run(2, polled, what) == [f"{when}: {told}"] * 2
 
@@ -281,13 +284,13 @@ def a_stage_without_weights() -> str:
         return "nothing"
 
 
-def test_a_stage_without_weights_says_as_much_as_the_others(world: World) -> None:
-    """The packed vector is as long on ranks that have no masters, whatever they step."""
+def test_fingerprints_support_stage_without_weights(world: World) -> None:
+    """The packed vector must have the same length on ranks without master weights."""
     assert world.run(4, a_stage_without_weights) == ["w, master, (0, 2)"] * 4
 
 
 def tied_beside_others(fraction: float) -> str:
-    """On the first stage the table is the largest parameter, on the last one another is."""
+    """The table is the largest parameter on the first stage, but not on the last one."""
     with ProcessGroupRegistry(Topology(data=2, pipe=2)) as registry:
         first = registry.coordinate["pipe"] == 0
         model = nn.ParameterDict({"table": torch.ones(4, 3), "own": torch.ones(2 if first else 20)})
@@ -312,7 +315,7 @@ def tied_beside_others(fraction: float) -> str:
         return "nothing"
 
 
-def test_copies_that_may_be_stepped_in_different_places_are_refused(world: World) -> None:
+def test_fingerprints_reject_replicas_offloaded_on_some_ranks_only(world: World) -> None:
     for told in world.run(4, tied_beside_others, 0.5):
         assert "compares replicas of table bitwise, but ranks 0 and 1 have different other parameters" in told
         assert "use states=Offloaded(1.0)" in told

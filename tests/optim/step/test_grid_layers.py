@@ -1,4 +1,4 @@
-"""Models of layers on grids and cubes are stepped as the dense model is; a table on a diagonal is one parameter."""
+"""Models of 2D, 2.5D and 3D layers match the dense model; a table sharded on a diagonal is one parameter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def optimizer_of(model: Lm, registry: ProcessGroupRegistry, **options: Any) -> P
 
 
 def dense_run(steps: int, width: int, tied: bool) -> tuple[Lm, list[float]]:
-    """The dense model after some steps, and the norm of each step's gradient."""
+    """Return the dense model after some steps, and the gradient norm of each step."""
     model = Lm(None, None, width, tied)
     adamw = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     norms = []
@@ -70,7 +70,7 @@ def assert_is_dense(model: Lm, dense: Lm) -> None:
 
 def stepped(kind: str, topology: Topology, width: int, tied: bool, options: dict[str, Any]) -> None:
     dense, expected = dense_run(3, width, tied)
-    assert min(expected) > MAX_NORM, "every step should be clipped"
+    assert min(expected) > MAX_NORM, "every step must be clipped"
     with ProcessGroupRegistry(topology) as registry:
         model = Lm(kind, registry, width, tied)
         optimizer = optimizer_of(model, registry, **options)
@@ -95,7 +95,7 @@ def stepped(kind: str, topology: Topology, width: int, tied: bool, options: dict
         ("3-D", CUBE, 8, False),
     ],
 )
-def test_a_model_is_stepped_as_the_dense_one(
+def test_grid_model_matches_dense_model(
     world: World, kind: str, topology: Topology, width: int, tied: bool, reduction: str
 ) -> None:
     world.run(topology.world_size, stepped, kind, topology, width, tied, {"reduction": reduction})
@@ -110,7 +110,7 @@ def test_a_model_is_stepped_as_the_dense_one(
     ],
 )
 @pytest.mark.parametrize("gradients", [False, True])
-def test_states_are_sharded_over_copies(
+def test_zero_over_replicating_axis_of_grid_matches_dense_model(
     world: World, kind: str, topology: Topology, axis: str, gradients: bool
 ) -> None:
     options = {"shard_states": axis, "shard_gradients": gradients}
@@ -118,7 +118,7 @@ def test_states_are_sharded_over_copies(
 
 
 def one_parameter() -> tuple[tuple[str, ...], str, int]:
-    """All names, where this rank's part of the table lies in it, and how many tensors of it the optimizer steps here."""
+    """Return all names, the region of this rank's part of the table, and the number of its stepped tensors."""
     with ProcessGroupRegistry(HALF) as registry:
         model = Lm("3-D", registry, 6, False)
         optimizer = optimizer_of(model, registry)
@@ -126,7 +126,7 @@ def one_parameter() -> tuple[tuple[str, ...], str, int]:
         return LogicalParameters(model, registry).names, "".join(pieces), len(pieces)
 
 
-def test_a_table_on_a_diagonal_is_one_parameter(world: World) -> None:
+def test_table_sharded_on_diagonal_is_one_parameter(world: World) -> None:
     dense = Lm(None, None, 6, False)
     names, places, counts = zip(*world.run(4, one_parameter), strict=True)
     assert all(set(found) == dict(dense.named_parameters()).keys() for found in names)
@@ -156,8 +156,8 @@ def goes_on(path: Path, width: int, kind: str, topology: Topology, steps: range,
 
 
 @pytest.mark.default_cases(1)
-@pytest.mark.parametrize("width", [6, 7])  # of 7 features ranks have unequal pieces
-def test_a_checkpoint_goes_on_in_another_family_and_back(world: World, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("width", [6, 7])  # 7 features give uneven shards
+def test_checkpoint_moves_between_grid_layouts(world: World, tmp_path: Path, width: int) -> None:
     world.run(4, saves, tmp_path, width)
     world.run(4, goes_on, tmp_path, width, "2.5-D", GRIDS, range(2, 4), {"shard_states": "depth"})
     world.run(1, goes_on, tmp_path, width, "2-D", Topology(row=1, col=1), range(4, 5), {})
@@ -184,7 +184,7 @@ def copies_differ(topology: Topology, axis: str) -> tuple[str, bool]:
     ("topology", "axis"),
     [(Topology(weight=2, input=2, output=2), "weight"), (Topology(data=2, input=2, weight=1, output=2), "data")],
 )
-def test_copies_of_a_table_on_a_diagonal_that_differ_are_found(world: World, topology: Topology, axis: str) -> None:
+def test_diverged_replicas_of_table_on_diagonal_are_found(world: World, topology: Topology, axis: str) -> None:
     text = f"head.weight: the parameter differs along axis '{axis}'"
     assert world.run(8, copies_differ, topology, axis) == [(text, True), (text, False), (text, False), (text, True)] * 2
 
@@ -199,7 +199,7 @@ def states_for_torch() -> str:
         return str(error.value)
 
 
-def test_states_on_a_diagonal_are_no_dtensors_and_that_is_an_error_on_every_rank(world: World) -> None:
+def test_torch_states_reject_shards_on_diagonal_on_every_rank(world: World) -> None:
     assert all("use save_checkpoint" in message for message in world.run(4, states_for_torch))
 
 
@@ -215,6 +215,6 @@ def wrongly_held() -> str:
         return str(error.value)
 
 
-def test_a_rank_off_the_diagonal_that_has_the_table_is_an_error_on_every_rank(world: World) -> None:
+def test_table_on_rank_off_the_diagonal_is_rejected_on_every_rank(world: World) -> None:
     messages = world.run(4, wrongly_held)
     assert all("but P(None, 'output', owned={'input': 'output'}) places it" in message for message in messages)

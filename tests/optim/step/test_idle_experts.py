@@ -1,4 +1,4 @@
-"""Experts that no token came to: without a gradient, with one of zeros, on some of the ranks that copy them or on all."""
+"""Experts without tokens: no gradient or a zero gradient, on some or all of the ranks that replicate them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from small_models import parameter
 from world import World
 
 ROLES: dict[str, Any] = {"expert": "data"}
-# What the tokens of a rank say of its expert: of the second one on the first data coordinate, of all others nothing.
+# Gradient factor of a rank's expert: nonzero only for the second expert on the first data coordinate.
 SAID = {"one data coordinate": (0.0, 8.0), "no rank": (0.0, 0.0)}
 
 
 def stepped(copies: int, idle: str, zeros: bool, options: dict[str, Any]) -> tuple[float, list[float], list[float]]:
-    """Norm, the expert and the router after two steps with momentum; in the first all experts have tokens."""
+    """Return the norm, the expert and the router after two steps with momentum; all experts have tokens in the
+    first step."""
     with ProcessGroupRegistry(Topology(roles=ROLES, data=copies, expert=4 // copies)) as registry:
         expert, router = parameter("expert", 2, P("expert"), value=1.0), parameter("router", 2, value=1.0)
         sgd = torch.optim.SGD([expert, router], lr=1.0, momentum=0.5)
@@ -37,10 +38,10 @@ def stepped(copies: int, idle: str, zeros: bool, options: dict[str, Any]) -> tup
 @pytest.mark.parametrize("options", [{}, {"states": Sharded("data")}, {"states": Sharded("data", gradients=True)}])
 @pytest.mark.parametrize("idle", SAID)
 @pytest.mark.parametrize("zeros", [False, True])
-def test_idle_experts_count_as_zeros_where_they_have_copies(
+def test_replicated_expert_without_gradient_is_stepped_with_zero_gradient(
     world: World, idle: str, zeros: bool, options: dict[str, Any]
 ) -> None:
-    # First step: experts have 1/4 of the ranks' 1 each, two copies summed; the router has 1.
+    # First step: each expert gets 1/4 of each rank's gradient of 1, summed over two replicas; the router gets 1.
     found = world.run(4, stepped, 2, idle, zeros, options)
     said = sum(SAID[idle]) / 4
     norm = sqrt(2 * said**2 + 2 * 2.0**2)

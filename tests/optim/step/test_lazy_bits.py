@@ -1,4 +1,4 @@
-"""Tensors whose memory holds other values than their own: torch's negative bit, and zeros that have no memory."""
+"""Tensors whose memory differs from their values: torch's lazy negative bit, and zero tensors without memory."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def made(name: str, options: dict[str, Any], weight: Tensor | None = None) -> tu
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*MAKE, *OTHERS])
-def test_lazy_gradients_step_as_their_values_do(name: str, mode: str, kind: str) -> None:
+def test_lazy_gradients_give_same_step_as_resolved_gradients(name: str, mode: str, kind: str) -> None:
     if name in OTHERS and mode == "half states":
-        pytest.skip("its draws are not of these")
+        pytest.skip("uses other random numbers")
     found = []
     for lazy in (True, False):
         param, optimizer = made(name, MODES[mode])
@@ -73,7 +73,7 @@ def test_lazy_gradients_step_as_their_values_do(name: str, mode: str, kind: str)
     close(*found)
 
 
-def test_gradient_of_zeros_without_memory_is_zero() -> None:
+def test_zero_gradient_without_memory_gives_same_step() -> None:
     found = []
     for lazy in (True, False):
         param, optimizer = made("AdamW", {})
@@ -87,7 +87,7 @@ def test_gradient_of_zeros_without_memory_is_zero() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "not fused"])
-def test_parameters_with_the_negative_bit_keep_their_values(name: str) -> None:
+def test_parameter_with_negative_bit_is_stepped_correctly(name: str) -> None:
     found = []
     for lazy in (True, False):
         param, optimizer = made(name, {}, LAZY["negative bit"](values()) if lazy else values())
@@ -98,7 +98,7 @@ def test_parameters_with_the_negative_bit_keep_their_values(name: str) -> None:
     close(*found)
 
 
-def test_parameter_given_the_negative_bit_between_steps_keeps_its_values() -> None:
+def test_parameter_that_gets_negative_bit_between_steps_is_stepped_correctly() -> None:
     with using("auto"):
         found = []
         for lazy in (True, False):
@@ -112,7 +112,7 @@ def test_parameter_given_the_negative_bit_between_steps_keeps_its_values() -> No
         close(*found)
 
 
-def test_states_with_the_negative_bit_keep_their_values() -> None:
+def test_state_with_negative_bit_is_updated_correctly() -> None:
     found = []
     for lazy in (True, False):
         param, optimizer = made("SGD, Nesterov", {})
@@ -126,7 +126,7 @@ def test_states_with_the_negative_bit_keep_their_values() -> None:
     close(*found)
 
 
-def test_learning_rates_with_the_negative_bit_are_their_values() -> None:
+def test_learning_rate_tensor_with_negative_bit_is_read_correctly() -> None:
     found = []
     for rate in (torch._neg_view(torch.tensor(-0.01)), torch.tensor(0.01)):
         param, optimizer = made("Adam, tensor rate", {})
@@ -143,7 +143,7 @@ def test_learning_rates_with_the_negative_bit_are_their_values() -> None:
     ]
 
 
-def test_clipping_functions_change_lazy_gradients_as_their_values() -> None:
+def test_clipping_functions_clip_lazy_gradients_correctly() -> None:
     registry = ProcessGroupRegistry(Topology())
     clips: list[Callable[[nn.Parameter], object]] = [
         lambda param: clip_grad_norm_([param], 0.7, registry),
@@ -160,7 +160,7 @@ def test_clipping_functions_change_lazy_gradients_as_their_values() -> None:
         close(*found)
 
 
-def test_norm_of_zeros_without_memory_is_zero() -> None:
+def test_norm_of_zero_gradient_without_memory_is_zero() -> None:
     registry = ProcessGroupRegistry(Topology())
     param = nn.Parameter(values())
     declare(nn.ParameterList([param]), {"*": P()})
@@ -168,13 +168,13 @@ def test_norm_of_zeros_without_memory_is_zero() -> None:
     assert float(clip_grad_norm_([param], 0.7, registry).total_norm) == 0.0
 
 
-def test_digest_tells_a_lazy_negative_from_its_memory() -> None:
+def test_digest_uses_values_of_lazy_negative_tensor() -> None:
     tensor = values()
     assert digest(torch._neg_view(tensor)) == digest(-tensor) != digest(tensor)
 
 
 def lazy_on_ranks(options: dict[str, Any]) -> float:
-    """How far weights that were stepped with lazy gradients are from those of resolved ones."""
+    """Return the distance of weights stepped with lazy gradients from weights stepped with resolved gradients."""
     found = []
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         for lazy in (True, False):
@@ -194,5 +194,5 @@ def lazy_on_ranks(options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"states": Sharded("data")}])
-def test_lazy_gradients_are_reduced_as_their_values(world: World, options: dict[str, Any]) -> None:
+def test_lazy_gradients_are_reduced_correctly(world: World, options: dict[str, Any]) -> None:
     assert world.run(2, lazy_on_ranks, options) == [0.0, 0.0]

@@ -1,4 +1,5 @@
-"""Parameters in other memory formats, stepped with states, masters and remainders that were loaded or made before."""
+"""Parameters in other memory formats, with states, master weights and remainders that were loaded or created
+before."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ EVENTS = ("checkpoint", "state dict", "state dict of torch")
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
-    """A view between whose elements are others."""
+    """Return a copy that is a strided view with other elements in between."""
     return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., ::2].copy_(tensor)
 
 
 def expanded_then_cloned(tensor: Tensor) -> Tensor:
-    """The values that are the same along the first dim, in the memory that torch gives a clone of an expanded tensor."""
+    """Return values that are equal along the first dim, in the layout of a clone of an expanded tensor."""
     return tensor[:1].expand(tensor.shape).clone()
 
 
@@ -49,16 +50,14 @@ LAYOUTS: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "contiguous": ((7,), torch.clone),
 }
 GAPS = ((4, 3), with_gaps)
-"""Fused kernels would write between its elements: without copies none steps any parameter beside it."""
+"""Fused kernels would write between its elements; the optimizer must not use them on this parameter without a copy."""
 
 
 class Model(nn.ParameterList):
-    """A parameter of each layout.
+    """One parameter per layout.
 
-    Args:
-        options: Of its optimizer.
-        lying: Else all are contiguous until `lay_out`.
-        gaps: One more with gaps.
+    Args: options: Options of its optimizer. lying: Whether parameters have their layout from the start, or are
+    contiguous until `lay_out`. gaps: Whether to add a parameter with gaps.
     """
 
     def __init__(self, options: Mapping[str, Any], *, lying: bool = True, gaps: bool = False) -> None:
@@ -72,7 +71,7 @@ class Model(nn.ParameterList):
         declare(self, {"*": P()})
 
     def lay_out(self) -> None:
-        """Give contiguous parameters their layouts: what ``model.to(memory_format=...)`` does to those of its kind."""
+        """Give contiguous parameters their layouts, as ``model.to(memory_format=...)`` does."""
         for param, change in zip(self, self.changes, strict=True):
             new = param.detach().clone()
             param.data = change(new)
@@ -104,7 +103,7 @@ def optimizer_of(
 def loaded(
     event: str, name: str, options: Mapping[str, Any], old: tuple[Model, ParallelOptimizer[Any]], path: Path
 ) -> tuple[Model, ParallelOptimizer[Any]]:
-    """A new model and its optimizer, which go on where the old ones are."""
+    """Return a new model and optimizer that continue from the state of the old ones."""
     model = Model(options, gaps=len(old[0]) > len(LAYOUTS))
     optimizer = optimizer_of(model, name, options)
     if event == "checkpoint":
@@ -121,7 +120,7 @@ def loaded(
 
 
 def contiguous(value: Any) -> Any:
-    """A state dict as another program may have written it."""
+    """Make all tensors of a state dict contiguous, as another program may write it."""
     if isinstance(value, Tensor):
         return value.contiguous()
     if isinstance(value, dict):
@@ -143,21 +142,23 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_loaded_states_are_paired_by_element(name: str, mode: str, event: str, tmp_path: Path) -> None:
+def test_loaded_states_match_elements_of_parameters_in_other_layouts(
+    name: str, mode: str, event: str, tmp_path: Path
+) -> None:
     options = MODES[mode]
     if event == "state dict of torch" and mode != "fp32":
-        pytest.skip("torch's own state dict has no masters")
+        pytest.skip("torch's state dict has no master weights")
     check_resumed(Model(options), name, options, event, tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_loaded_states_beside_a_parameter_with_gaps_are_paired(mode: str, tmp_path: Path) -> None:
+def test_loaded_states_match_elements_next_to_parameter_with_gaps(mode: str, tmp_path: Path) -> None:
     for name in ("AdamW", "SGD, Nesterov"):
         check_resumed(Model(MODES[mode], gaps=True), name, MODES[mode], "checkpoint", tmp_path / name)
 
 
 def check_resumed(model: Model, name: str, options: Mapping[str, Any], event: str, tmp_path: Path) -> None:
-    """Compare the bits of a run that goes on with those of one that is loaded in between."""
+    """Compare a continued run bitwise with a run that was saved and loaded."""
     optimizer = optimizer_of(model, name, options)
     train(model, optimizer, range(STEPS))
     again, resumed = loaded(event, name, options, (model, optimizer), tmp_path)
@@ -168,8 +169,8 @@ def check_resumed(model: Model, name: str, options: Mapping[str, Any], event: st
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "half states"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_laid_out_anew_keep_their_states_by_element(name: str, mode: str) -> None:
-    """``model.to(memory_format=torch.channels_last)`` with the optimizer made earlier."""
+def test_parameters_changed_to_other_layout_keep_states_per_element(name: str, mode: str) -> None:
+    """As ``model.to(memory_format=torch.channels_last)`` after the optimizer was made."""
     found = []
     for changes in (True, False):
         model = Model(MODES[mode], lying=False)
@@ -183,8 +184,8 @@ def test_parameters_laid_out_anew_keep_their_states_by_element(name: str, mode: 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_given_before_wrapping_are_paired_by_element(name: str) -> None:
-    """The torch optimizer has stepped, and the parameters were laid out anew, before it is wrapped."""
+def test_existing_torch_states_match_elements_after_layout_change(name: str) -> None:
+    """The torch optimizer steps, the parameters change their layout, and then the optimizer is wrapped."""
     found = []
     for changes in (True, False):
         model = Model({}, lying=False)
@@ -204,7 +205,7 @@ def test_states_given_before_wrapping_are_paired_by_element(name: str) -> None:
 
 
 def laid_out_anew_on_ranks(mode: str, name: str, gradients_too: bool) -> list[float]:
-    """How far the weights of each layout are from those of contiguous parameters."""
+    """Return the distance of the weights of each layout from those of contiguous parameters."""
     options = {**MODES[mode], "states": Sharded("data", gradients=gradients_too)}
     found = []
     with ProcessGroupRegistry(Topology(data=2)) as registry:
@@ -232,14 +233,14 @@ def laid_out_anew_on_ranks(mode: str, name: str, gradients_too: bool) -> list[fl
 
 @pytest.mark.parametrize("gradients_too", [False, True])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split masters"])
-def test_pieces_follow_parameters_that_are_laid_out_anew(world: World, mode: str, gradients_too: bool) -> None:
+def test_zero_shards_follow_parameters_changed_to_other_layout(world: World, mode: str, gradients_too: bool) -> None:
     for name in ("AdamW", "SGD, Nesterov"):
         for far in world.run(2, laid_out_anew_on_ranks, mode, name, gradients_too):
             assert max(far) < 1e-6, (name, far)
 
 
-def test_a_view_with_other_strides_at_the_same_address_is_seen() -> None:
-    """The memory is the same, and the elements lie in another order."""
+def test_replaced_view_with_other_strides_at_same_address_is_detected() -> None:
+    """The memory is the same, but the elements have another order."""
     for states in ((), Offloaded()):
         found = []
         for transposed in (True, False):
@@ -258,8 +259,8 @@ def test_a_view_with_other_strides_at_the_same_address_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gaps_in_a_parameter_change_no_bits_of_any_parameter(name: str) -> None:
-    """Replicas may lie differently in memory, or beside other parameters."""
+def test_gaps_in_parameter_do_not_change_any_update_bitwise(name: str) -> None:
+    """Replicas may have other layouts in memory, or neighbors with other layouts."""
     found = []
     for change in (with_gaps, torch.clone):
         params = [

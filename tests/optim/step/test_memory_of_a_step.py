@@ -1,4 +1,4 @@
-"""A warm step reads nothing on the host, and makes no memory but for a few numbers, however large the model is."""
+"""A warm step does not read on the host, and allocates only a few numbers, independent of model size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def memory_of_a_step(width: int, precision: str, clip: float | Clip | None) -> tuple[int, int]:
-    """The operators of the fourth step, and the bytes that they made, of a model of three square layers of this width."""
+    """Return the number of operators of the fourth step and the bytes that they allocate, for three square layers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
     mode = PRECISIONS[precision]
@@ -36,22 +36,22 @@ def memory_of_a_step(width: int, precision: str, clip: float | Clip | None) -> t
     for step in range(4):
         optimizer.zero_grad()
         optimizer.backward(model(x).float().square().mean())
-        # The second step reads whether master weights are those of the model.
+        # The second step reads whether master weights equal the model's weights.
         with nullcontext() if step == 1 and mode.masters else no_host_reads(), MadeMemory() as made:
             optimizer.step()
     return made.operators, made.bytes
 
 
 RULES: list[float | Clip | None] = [None, 0.3, ByValue(0.01), PerParameter(0.1)]
-# A rule that writes to gradients has them in float32 first: that is what main gradients are for.
+# A rule that changes gradients converts them to float32 first; main gradients avoid this.
 WRITES_TO_HALF = [("bf16, half gradients", clip) for clip in RULES if isinstance(clip, Clip)]
 
 
 @pytest.mark.parametrize(
     ("precision", "clip"), [case for case in product(PRECISIONS, RULES) if case not in WRITES_TO_HALF]
 )
-def test_it_does_not_grow_with_the_model(precision: str, clip: float | Clip | None) -> None:
-    with using("auto"):  # whatever the environment says
+def test_operators_and_memory_of_step_do_not_grow_with_model(precision: str, clip: float | Clip | None) -> None:
+    with using("auto"):  # overrides the environment variable
         small, large = (memory_of_a_step(width, precision, clip) for width in (32, 128))
     assert small == large
     operators, made = large
@@ -59,8 +59,8 @@ def test_it_does_not_grow_with_the_model(precision: str, clip: float | Clip | No
     assert made <= (640 if isinstance(clip, PerParameter) else 160)
 
 
-def test_torchs_kernels_make_temporaries_as_large_as_gradients() -> None:
-    """Which shows that the probe would see them."""
+def test_torch_kernels_allocate_temporaries_as_large_as_gradients() -> None:
+    """Negative control for the memory probe."""
     with using("torch"):
         _, made = memory_of_a_step(32, "fp32", 0.3)
-    assert made > 3 * 32 * 32 * 8  # float64 of the small ones
+    assert made > 3 * 32 * 32 * 8  # float64 copies of the small gradients

@@ -1,4 +1,4 @@
-"""A sharded parameter of which some shards have no gradient in a step is stepped as the dense parameter."""
+"""A sharded parameter with some shards without gradient in a step is stepped like the dense parameter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from world import World
 
 EXPERTS, WIDTH = 4, 3
-# The experts that get tokens, in each step. In the fourth step no expert does, except where gradients are averaged over
-# data ranks: there a tensor without a gradient on any rank gets zeros, as with torch's DistributedDataParallel.
+# The experts that get tokens in each step. No expert gets tokens in the fourth step, except if gradients are averaged
+# over data ranks: there a tensor without gradient on any rank gets zeros, as with DistributedDataParallel.
 TOKENS: Sequence[tuple[int, ...]] = ((0, 1, 2, 3), (0,), (3, 2), (), (1,), (0, 3), (2,))
 AVERAGED_TOKENS = tuple(tokens or (1,) for tokens in TOKENS)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -44,7 +44,7 @@ def steps(
     dtype: torch.dtype,
     tokens_of_steps: Sequence[tuple[int, ...]] = TOKENS,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Step grouped experts and a bias, and return this rank's parts and the norms."""
+    """Step grouped experts and a bias. Return this rank's parameters and the norms."""
     with ProcessGroupRegistry(topology) as registry:
         size, index = topology.size("expert") if "expert" in topology.axes else 1, registry.coordinate.get("expert", 0)
         generator = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def steps(
         experts = nn.Parameter(full[own.start : own.stop].to(dtype, copy=True))
         params = {"bias": nn.Parameter(bias.to(dtype, copy=True))}
         annotate(params["bias"], P(), "bias")
-        if registry.coordinate.get("pipe", 1) == 1:  # an earlier pipeline stage has the bias alone
+        if registry.coordinate.get("pipe", 1) == 1:  # the first pipeline stage has only the bias
             params["experts"] = experts
             annotate(experts, P("expert", None) if size > 1 else P(), "experts")
         optimizer = ParallelOptimizer(OPTIMIZERS[kind]([*params.values()]), registry, **arguments(**options))
@@ -73,7 +73,7 @@ def steps(
 
 
 def scaled(topology: Topology) -> bool:
-    """Whether the gradient of an expert is divided by the number of expert ranks, because they are data ranks."""
+    """Return True if expert ranks are data ranks, so that gradients are divided by their number."""
     return "expert" in topology.data_axes
 
 
@@ -101,7 +101,7 @@ def assert_dense(world: World, mesh: str, kind: str, options: dict[str, Any], ru
 @pytest.mark.default_cases(8)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "pipe" not in mesh])
-def test_every_optimizer_steps_all_shards_of_a_tensor_or_none(world: World, mesh: str, kind: str) -> None:
+def test_every_optimizer_steps_all_shards_of_tensor_or_none(world: World, mesh: str, kind: str) -> None:
     assert assert_dense(world, mesh, kind, {}, [0.7]) < 1e-6
 
 
@@ -120,16 +120,16 @@ def test_every_optimizer_steps_all_shards_of_a_tensor_or_none(world: World, mesh
     ids=str,
 )
 @pytest.mark.default_cases(8)
-def test_every_state_placement_steps_all_shards_of_a_tensor(world: World, mesh: str, options: dict[str, Any]) -> None:
+def test_every_state_placement_steps_all_shards_of_tensor(world: World, mesh: str, options: dict[str, Any]) -> None:
     assert assert_dense(world, mesh, "fused AdamW", options, [0.7]) < (0.02 if "precision" in options else 1e-6)
 
 
 @pytest.mark.parametrize("rule", [PerParameter(0.5), ByGroup((0.5,)), {"experts": 0.3, "*": ByNorm(0.6)}], ids=str)
-def test_every_clip_rule_sees_the_norm_of_all_shards(world: World, rule: Any) -> None:
+def test_every_clip_rule_uses_norm_of_all_shards(world: World, rule: Any) -> None:
     assert assert_dense(world, "expert=2", "fused AdamW", {}, [rule]) < 1e-6
 
 
-def test_a_pipeline_stage_without_the_tensor_takes_part(world: World) -> None:
+def test_missing_shards_are_stepped_if_a_pipeline_stage_lacks_the_tensor(world: World) -> None:
     topology = MESHES["pipe=2,expert=2"]
     found = world.run(4, steps, topology, "fused AdamW", {}, [None], torch.float32)
     ((dense, _),) = world.run(1, steps, Topology(), "fused AdamW", {}, [None], torch.float32)
@@ -139,8 +139,8 @@ def test_a_pipeline_stage_without_the_tensor_takes_part(world: World) -> None:
             torch.testing.assert_close(parts["experts"], dense["experts"].chunk(2)[at["expert"]], rtol=0, atol=1e-6)
 
 
-def test_without_the_counts_a_shard_would_fall_behind(world: World) -> None:
-    """Negative control: this was how shards were stepped before."""
+def test_shards_diverge_from_dense_model_if_missing_shards_are_not_counted(world: World) -> None:
+    """Negative control."""
     for kind, least in (("fused AdamW", 0.1), ("SGD with momentum", 0.1)):
         found = world.run(2, steps_without_counts, kind)
         ((dense, _),) = world.run(1, steps, Topology(), kind, {}, [0.7], torch.float32)
@@ -154,7 +154,7 @@ def steps_without_counts(kind: str) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def muon_steps(topology: Topology) -> Tensor:
-    """Step grouped matrices by Muon, some of which get no tokens on a rank."""
+    """Step grouped matrices by Muon; some get no tokens on a rank."""
     with ProcessGroupRegistry(topology) as registry:
         size, index = topology.world_size, registry.global_rank
         full = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(1))
@@ -170,6 +170,6 @@ def muon_steps(topology: Topology) -> Tensor:
         return weight.detach().clone()
 
 
-def test_optimizers_of_full_tensors_take_missing_gradients_for_zeros(world: World) -> None:
+def test_full_tensor_optimizer_treats_missing_shard_gradients_as_zeros(world: World) -> None:
     (dense,) = world.run(1, muon_steps, Topology())
     torch.testing.assert_close(torch.cat(world.run(2, muon_steps, Topology(expert=2))), dense, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""torch's optimizers, stepped by the compiled loops on torch's own states: what changes meanwhile is seen."""
+"""Updates of torch's optimizers by the compiled loops, on torch's states; changes between steps are detected."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KERNELS: tuple[Kernels, ...] = ("auto", "torch")
 
 @pytest.fixture(autouse=True)
 def _the_loops() -> Iterator[None]:
-    """Whatever the environment says."""
+    """Use the compiled loops, overriding the environment variable."""
     with using("auto"):
         yield
 
 
 class Calls:
-    """Counts how many tensors the loops step."""
+    """Counts the tensors that the compiled loops step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows, update = 0, again.update_by_loops
@@ -47,8 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_states_and_weights_are_torchs(name: str, calls: Calls) -> None:
-    """Same keys, dtypes and shapes, values to rounding, over ten steps of which one is skipped."""
+def test_compiled_update_gives_states_and_weights_of_torch(name: str, calls: Calls) -> None:
+    """Equal keys, dtypes and shapes, and values up to rounding, over ten steps with one skipped step."""
     found = dict[str, tuple[dict[str, Any], list[Tensor]]]()
     for kernels in KERNELS:
         with using(kernels):
@@ -57,13 +57,13 @@ def test_states_and_weights_are_torchs(name: str, calls: Calls) -> None:
             for step in range(10):
                 gradients(model, step)
                 if step in (3, 4):
-                    model[1].grad = None  # comes and goes
+                    model[1].grad = None  # missing in two steps
                 if step == 6:
                     model[0].grad[1, 1] = torch.nan
                 optimizer.step()
             found[kernels] = optimizer.optimizer.state_dict(), [param.detach() for param in model]
         if kernels == "auto":
-            # torch 2.11's Adagrad does not take the factor and the skip.
+            # torch 2.11's Adagrad supports neither the factor nor the skip flag.
             assert calls.rows >= 8 * len(SHAPES) - 2 or not steps_on_device(optimizer.optimizer)
             calls.rows = 0
     assert calls.rows == 0
@@ -71,8 +71,8 @@ def test_states_and_weights_are_torchs(name: str, calls: Calls) -> None:
     close(found["auto"], found["torch"])
 
 
-def test_what_is_no_row_for_the_loops_torch_steps(calls: Calls) -> None:
-    """float64 and half-precision parameters beside float32 ones."""
+def test_parameters_of_other_dtypes_are_stepped_by_torch(calls: Calls) -> None:
+    """float64 and half-precision parameters next to float32 parameters."""
     wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
     plain, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     params = [wide, plain, half]
@@ -89,7 +89,7 @@ def test_what_is_no_row_for_the_loops_torch_steps(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD, Nesterov", "Adagrad"])
-def test_elements_that_do_not_lie_densely_are_stepped_and_what_is_between_is_not(name: str) -> None:
+def test_parameter_with_gaps_is_stepped_without_writing_between_elements(name: str) -> None:
     """torch's fused kernels would write there."""
     memory = torch.ones(4, 6)
     param, dense = nn.Parameter(memory[:, ::2]), nn.Parameter(torch.ones(4, 3))
@@ -104,9 +104,9 @@ def test_elements_that_do_not_lie_densely_are_stepped_and_what_is_between_is_not
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD, dampening"])
-def test_elements_in_another_order_of_memory_are_stepped_as_they_are(calls: Calls, name: str) -> None:
-    """channels_last weights with states like them, and gradients that lie in another order than their parameter; by torch's
-    fused kernels alone elements are stepped by gradients of others."""
+def test_channels_last_parameters_and_gradients_are_stepped_correctly(calls: Calls, name: str) -> None:
+    """States may be channels_last too, and gradients may have other strides than their parameter; torch's fused
+    kernels alone would pair wrong elements."""
     found = []
     for kernels in ("auto", "torch", "not fused"):
         with using("auto" if kernels == "auto" else "torch"):
@@ -124,28 +124,28 @@ def test_elements_in_another_order_of_memory_are_stepped_as_they_are(calls: Call
                     model[1].grad = grads[1].contiguous(memory_format=torch.channels_last)
                 optimizer.step()
             found.append([param.detach() for param in model])
-    assert calls.rows in (3 * len(SHAPES), 2 * len(SHAPES))  # the first with dampening is torch's
+    assert calls.rows in (3 * len(SHAPES), 2 * len(SHAPES))  # torch makes the first step with dampening
     close(found[0], found[2])
     close(found[1], found[2])
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_between_steps_is_seen(change: str) -> None:
-    """By the addresses that are kept from step to step: nothing is written to memory that is nobody's any more."""
+def test_changes_of_tensors_between_steps_are_detected(change: str) -> None:
+    """Cached addresses must not be used after a change."""
     found = changed(change, KERNELS)
     close(found[0], found[1])
 
 
 @pytest.mark.parametrize("betas", [(0.7, 0.95), [0.7, 0.95], torch.tensor([0.7, 0.95], dtype=torch.float64)])
-def test_betas_are_two_numbers_in_whatever_holds_them(betas: Any) -> None:
+def test_betas_can_be_tuple_list_or_tensor(betas: Any) -> None:
     model = model_of()
     optimizer = of(model, MAKE["AdamW"])
     optimizer.param_groups[0]["betas"] = betas
     assert numbers_in(optimizer.param_groups[0], ADAM) == [0.01, 0.7, 0.95, 1e-8, 0.1, 1.0, 0.0]
 
 
-def test_a_momentum_that_is_set_to_0_later_leaves_the_buffers_alone() -> None:
-    """As torch does it: they are no states any more, and dampening is of nothing."""
+def test_momentum_set_to_zero_leaves_momentum_buffers_unchanged() -> None:
+    """As in torch, the buffers are then no longer used."""
     found = []
     for kernels in KERNELS:
         with using(kernels):
@@ -160,8 +160,8 @@ def test_a_momentum_that_is_set_to_0_later_leaves_the_buffers_alone() -> None:
     close(found[0], found[1])
 
 
-def test_a_view_of_fewer_elements_at_the_same_address_is_seen(calls: Calls) -> None:
-    """Rows are of the memory that a parameter had; torch's kernels step what it has now."""
+def test_smaller_view_at_same_address_is_detected(calls: Calls) -> None:
+    """Cached rows describe the previous memory of a parameter."""
     whole = torch.ones(4, 6)
     param = nn.Parameter(whole)
     declare(nn.ParameterList([param]), {"*": P()})
@@ -171,12 +171,12 @@ def test_a_view_of_fewer_elements_at_the_same_address_is_seen(calls: Calls) -> N
         before = whole.clone()
         param.grad = torch.ones(view.shape)
         optimizer.step()
-        param.data.add_(0.1)  # by the rate
+        param.data.add_(0.1)  # undoes the step of lr=0.1
         close(whole, before)
-    assert calls.rows == 4  # of a dense copy, where the view has gaps
+    assert calls.rows == 4  # for the view with gaps, of a dense copy
 
 
-def test_a_state_that_somebody_takes_away_begins_anew() -> None:
+def test_deleted_state_is_created_again() -> None:
     found = []
     for kernels in KERNELS:
         with using(kernels):
@@ -192,7 +192,7 @@ def test_a_state_that_somebody_takes_away_begins_anew() -> None:
     close(found[0], found[1])
 
 
-def test_hooks_and_schedules_of_the_optimizer_itself_see_its_step(calls: Calls) -> None:
+def test_optimizer_with_own_hooks_or_schedule_is_stepped_by_torch(calls: Calls) -> None:
     model = model_of()
     inner = MAKE["AdamW"](list(model))
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()))
@@ -203,23 +203,23 @@ def test_hooks_and_schedules_of_the_optimizer_itself_see_its_step(calls: Calls) 
     optimizer.step()
     assert (seen, calls.rows) == ([1], 0)
     hook.remove()
-    torch.optim.lr_scheduler.StepLR(inner, 1)  # it counts calls of its step
+    torch.optim.lr_scheduler.StepLR(inner, 1)  # the schedule wraps step() to count calls
     optimizer.step()
     assert (seen, calls.rows) == ([1], 0)
 
 
 class OtherRule(torch.optim.AdamW):
-    """Somebody's own."""
+    """A user-defined subclass."""
 
 
-def test_only_torchs_own_fused_classes_are_stepped_by_the_loops() -> None:
+def test_only_fused_torch_classes_are_stepped_by_compiled_loops() -> None:
     params = list(model_of())
     assert loops_for(OtherRule(params, fused=True)) is None
     assert loops_for(torch.optim.AdamW(params)) is None
     assert loops_for(torch.optim.NAdam(params)) is None
 
 
-def test_a_step_keeps_nothing_of_an_optimizer_that_is_gone() -> None:
+def test_row_cache_does_not_keep_states_of_deleted_optimizer_alive() -> None:
     import gc
     import weakref
 
@@ -249,8 +249,8 @@ def _agreed(topology: Topology) -> str:
         return _with_other_kernels(registry)
 
 
-def test_ranks_with_other_kernels_are_told_so_on_every_rank(world: World) -> None:
-    """Their copies would drift apart by rounding."""
+def test_different_kernels_on_ranks_raise_on_every_rank(world: World) -> None:
+    """Otherwise replicas would diverge by rounding."""
     for said in world.run(2, _agreed, Topology(data=2)):
         assert "kernels (use_kernels or MESHSTEP_KERNELS)" in said
         assert "'native'" in said

@@ -1,4 +1,5 @@
-"""Gradients that are not finite: every rank skips and nothing changes, or every rank raises with the names."""
+"""Non-finite gradients: every rank skips the step and nothing changes, or every rank raises with the parameter
+names."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from world import World
 def plant(
     name: str, kind: str, fused: bool, value: float, when: int, options: dict[str, Any]
 ) -> tuple[bool, list[float], int, list[Tensor]]:
-    """Train 4 steps, with ``value`` planted on the last rank before step ``when``; and without that batch at all."""
+    """Train 4 steps with ``value`` planted on the last rank before step ``when``, and without that batch; compare."""
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:
         results = []
@@ -40,7 +41,7 @@ def plant(
                 found.append(float(stats.found_inf))
                 if step == when:
                     after = snapshot(model, optimizer)
-                    # A first step that is skipped may have made states, of zeros; it must not have changed any.
+                    # A skipped first step may create states of zeros, but must not change any.
                     unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=when > 0)) and (
                         when > 0 or all(not state.any() for state in after[len(before) :])
                     )
@@ -52,7 +53,9 @@ def plant(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("kind", "fused"), [(k, True) for k in OPTIMIZERS] + [("adamw", False), ("sgd", False)])
-def test_every_rank_skips_and_nothing_changes(world: World, kind: str, fused: bool, value: float) -> None:
+def test_nonfinite_gradient_skips_step_on_every_rank_without_changes(
+    world: World, kind: str, fused: bool, value: float
+) -> None:
     for when in (0, 2):
         for fine, found, skipped, _ in world.run(2, plant, "tensor", kind, fused, value, when, {"max_norm": 0.4}):
             assert fine
@@ -62,7 +65,7 @@ def test_every_rank_skips_and_nothing_changes(world: World, kind: str, fused: bo
 
 @pytest.mark.parametrize("name", ["data x tensor", "grid, bias on row 0"])
 @pytest.mark.parametrize("options", [{"norm_type": float("inf"), "max_norm": 0.1}, {"reduction": "per_group"}])
-def test_every_rank_skips_in_every_reduction(world: World, name: str, options: dict[str, Any]) -> None:
+def test_nonfinite_gradient_skips_step_with_every_reduction(world: World, name: str, options: dict[str, Any]) -> None:
     for fine, found, skipped, _ in world.run(4, plant, name, "adamw", True, float("nan"), 1, options):
         assert fine
         assert (found, skipped) == ([0.0, 1.0, 0.0, 0.0], 1)
@@ -83,21 +86,21 @@ def raise_on_nonfinite(options: dict[str, Any], steps: int) -> str:
         return "no error"
 
 
-def test_nonfinite_raises_on_every_rank_with_the_names(world: World) -> None:
+def test_on_nonfinite_raise_raises_on_every_rank_with_parameter_names(world: World) -> None:
     for message in world.run(2, raise_on_nonfinite, {"on_nonfinite": "raise"}, 3):
         assert message.startswith("step 0: the gradient norm is nan")
         assert "not finite now: down.weight" in message
 
 
-def test_too_many_skips_in_a_row_are_an_error_on_every_rank(world: World) -> None:
+def test_too_many_skipped_steps_in_a_row_raise_on_every_rank(world: World) -> None:
     messages = world.run(2, raise_on_nonfinite, {"max_skips_in_a_row": 5}, 40)
     assert len(set(messages)) == 1
-    assert messages[0].startswith("step 20: 5 steps in a row were skipped")  # noticed 16 steps after the fifth
+    assert messages[0].startswith("step 20: 5 steps in a row were skipped")  # detected 16 steps after the fifth
     assert "down.weight" in messages[0]
 
 
 def skip_in_two_rows(most: int) -> tuple[str, int]:
-    """Skip three steps, make one, skip three more, and then make enough steps for the counts to arrive."""
+    """Skip three steps, apply one, skip three more, and run enough steps for the counts to arrive."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model, optimizer = optimizer_for("tensor", registry, max_skips_in_a_row=most)
         try:
@@ -112,7 +115,7 @@ def skip_in_two_rows(most: int) -> tuple[str, int]:
         return "no error", optimizer.skipped_steps
 
 
-def test_a_finite_step_ends_a_row_of_skips(world: World) -> None:
+def test_applied_step_resets_count_of_skipped_steps(world: World) -> None:
     assert world.run(2, skip_in_two_rows, 4) == [("no error", 6)] * 2
     for message, _ in world.run(2, skip_in_two_rows, 3):
         assert message.startswith("3 steps in a row were skipped")

@@ -1,4 +1,4 @@
-"""Text, bools and tensors with dims in place of numbers are errors on every rank, before anything changes."""
+"""Strings, bools and tensors with dims instead of numbers raise on every rank before anything changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def small() -> nn.Linear:
 
 
 def errors_of_options() -> dict[str, tuple[str, str]]:
-    """The error of each bad option, which rank 1 alone gives."""
+    """Return the error of each invalid option, given only on rank 1."""
     found = {}
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         for name, (options, _, _) in OPTIONS.items():
@@ -75,7 +75,7 @@ def errors_of_options() -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_option_of_wrong_type_is_refused_on_all_ranks(world: World) -> None:
+def test_option_of_wrong_type_is_rejected_on_all_ranks(world: World) -> None:
     for rank, found in enumerate(world.run(2, errors_of_options)):
         for name, (_, kind, text) in OPTIONS.items():
             assert name in found, f"{name} was accepted on rank {rank}"
@@ -84,7 +84,7 @@ def test_option_of_wrong_type_is_refused_on_all_ranks(world: World) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [1, 1.0, torch.tensor(1.0)], ids=["int", "float", "tensor"])
-def test_numbers_of_other_types_are_accepted(max_norm: Any) -> None:
+def test_max_norm_accepts_int_float_and_tensor(max_norm: Any) -> None:
     model = small()
     optimizer = ParallelOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()), max_norm=max_norm
@@ -111,7 +111,7 @@ def test_numbers_of_other_types_are_accepted(max_norm: Any) -> None:
     ],
     ids=["setter", "explicit", "value", "function", "group"],
 )
-def test_threshold_of_wrong_type_is_refused_later(
+def test_threshold_of_wrong_type_set_later_is_rejected(
     change: Callable[[ParallelOptimizer[Any]], object], text: str
 ) -> None:
     model = small()
@@ -134,7 +134,7 @@ def test_threshold_of_wrong_type_is_refused_later(
     ],
     ids=["bool", "text", "tensor"],
 )
-def test_weight_of_wrong_type_leaves_the_window_unchanged(weight: Any, text: str) -> None:
+def test_weight_of_wrong_type_leaves_window_unchanged(weight: Any, text: str) -> None:
     model = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()))
     for _ in range(2):
@@ -150,7 +150,7 @@ def losses(loss: Tensor) -> list[Any]:
     return [[loss], (loss, loss), loss.item(), {"loss": loss}, "loss"]
 
 
-def test_loss_of_wrong_type_leaves_the_window_unchanged() -> None:
+def test_loss_of_wrong_type_leaves_window_unchanged() -> None:
     model = small()
     optimizer = ParallelOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()), accumulation_steps=1

@@ -1,4 +1,4 @@
-"""The step on which the loss scale grows: its update is that of the scale which backward used."""
+"""A step in which the loss scale grows uses the scale of backward for its update."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from scenarios import SCENARIOS, Full, Scenario, batch, dense_loss
 from torch import Tensor, nn
 from world import World
 
-STEPS, LEARNING_RATE = 4, 1e-2  # as in "plain sgd", whose update is as wrong as its gradient
+STEPS, LEARNING_RATE = 4, 1e-2  # as in "plain sgd", whose update is proportional to the gradient
 
 
 class Step(NamedTuple):
-    """A step beside the dense one from the same weights; errors are relative."""
+    """A step compared with the dense step from the same weights; errors are relative."""
 
     grew: bool
     update_error: float
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 def whole(model: nn.Module, optimizer: ParallelOptimizer) -> Full:
-    """Full weights that the optimizer steps, masters where there are some."""
+    """Return the full weights that the optimizer steps; master weights if there are any."""
     names = [name for name, _ in model.named_parameters()]
     pairs = zip(names, stepped(optimizer), strict=True)
     return {name: unshard(param.detach(), spec_of(param), optimizer.registry) for name, param in pairs}
@@ -39,7 +39,7 @@ def flat(tensors: Full) -> Tensor:
 
 
 def dense_step(scenario: Scenario, start: Full, max_norm: float) -> tuple[Tensor, float]:
-    """torch's update and norm in float64."""
+    """Return torch's update and norm in float64."""
     params = {name: value.double().requires_grad_() for name, value in start.items()}
     dense_loss(scenario, params, batch(0)).backward()
     norm = nn.utils.clip_grad_norm_(list(params.values()), max_norm)
@@ -48,7 +48,8 @@ def dense_step(scenario: Scenario, start: Full, max_norm: float) -> tuple[Tensor
 
 
 def grow(name: str, mode: str, clip: bool, update_first: bool) -> list[Step]:
-    """Steps with a growth after every second one. ``update_first`` does what is wrong: the scale moves before the step."""
+    """Run steps with a growth after every second one. ``update_first`` plants a bug: the scale grows before the
+    step."""
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:
         model, optimizer = make(scenario, registry, MODES[mode], "plain sgd")
@@ -78,7 +79,7 @@ def grow(name: str, mode: str, clip: bool, update_first: bool) -> list[Step]:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("name", "mode"), [*(("tensor", mode) for mode in DYNAMIC), ("grid, bias on all", "O2")])
-def test_the_update_on_a_growth_step_is_right(world: World, name: str, mode: str, clip: bool) -> None:
+def test_update_in_step_with_growing_loss_scale_is_correct(world: World, name: str, mode: str, clip: bool) -> None:
     for steps in world.run(SCENARIOS[name].topology.world_size, grow, name, mode, clip, False):
         assert [step.grew for step in steps] == [False, True, False, True]
         for step in steps:
@@ -87,7 +88,7 @@ def test_the_update_on_a_growth_step_is_right(world: World, name: str, mode: str
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_updating_the_scale_first_would_be_noticed(world: World, clip: bool) -> None:
+def test_loss_scale_updated_before_step_is_detected(world: World, clip: bool) -> None:
     for steps in world.run(2, grow, "tensor", "fp16", clip, True):
         assert [step.grew for step in steps] == [False, True, False, True]
         for step in steps:

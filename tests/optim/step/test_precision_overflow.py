@@ -1,4 +1,5 @@
-"""A gradient that is not finite, on one rank, in one shard, in every mode: all ranks skip, only the scale moves."""
+"""A non-finite gradient in one shard on one rank, in every precision mode: all ranks skip, and only the scale
+changes."""
 
 from __future__ import annotations
 
@@ -17,23 +18,23 @@ from scenarios import SCENARIOS, Scenario, batch, dense_1d
 from world import World
 
 ONE_PROCESS = Scenario((("tensor", 1),), "1d", dense_1d)
-STEPS, BAD = 6, (0, 2)  # without optimizer states, and with some
+STEPS, BAD = 6, (0, 2)  # before and after optimizer states exist
 
 
 @dataclass
 class Report:
-    """What one rank saw."""
+    """Results of one rank."""
 
     skipped: list[int] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)  # before each step, and after the last
+    scales: list[float] = field(default_factory=list)  # before each step and after the last step
     changed: list[str] = field(default_factory=list)  # by a bad step
     moved: bool = True  # by every good step
     unlike_twin: list[str] = field(default_factory=list)
 
 
 def plant(name: str, mode: str, kind: str, value: float, options: dict[str, Any]) -> Report:
-    """Train with ``value`` planted in one shard of the last rank; then a twin that never sees those batches, but whose
-    scale is put where the other's was."""
+    """Train with ``value`` planted in one shard of the last rank; then train a twin without those batches, with the
+    same scales."""
     scenario, report = SCENARIOS[name], Report()
     with ProcessGroupRegistry(scenario.topology) as registry:
         ends = []
@@ -58,11 +59,11 @@ def plant(name: str, mode: str, kind: str, value: float, options: dict[str, Any]
                 stats = optimizer.step()
                 assert stats is not None
                 if scale is not None:
-                    assert stats.loss_scale == report.scales[step]  # that of backward, not the updated one
+                    assert stats.loss_scale == report.scales[step]  # the scale of backward, not the updated scale
                 after = snapshot(model, optimizer)
                 if planted and bool(stats.found_inf):
                     report.skipped.append(step)
-                    # A first step that is skipped may make states, of zeros.
+                    # A skipped first step may create states of zeros.
                     new = {key: value for key, value in after.items() if key not in before}
                     report.changed += [key for key, value in new.items() if value.any()]
                     report.changed += differences(before, {key: after[key] for key in before})
@@ -76,7 +77,7 @@ def plant(name: str, mode: str, kind: str, value: float, options: dict[str, Any]
     return report
 
 
-# Scales before each step and after the last, in units of the first; steps 0 and 2 overflow.
+# Scales before each step and after the last, relative to the first; steps 0 and 2 overflow.
 SCALES: dict[str, list[float]] = {
     "fp16": [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25],
     "fp16_naive": [1, 1, 1, 0.5, 0.5, 0.5, 0.5],  # hysteresis 2: the first overflow only counts
@@ -90,7 +91,9 @@ SCALES: dict[str, list[float]] = {
 @pytest.mark.parametrize(
     ("mode", "value"), [*((mode, inf) for mode in SCALES), ("bf16", nan), ("fp32", nan), ("O2", nan)]
 )
-def test_every_rank_skips_and_only_the_scale_moves(world: World, name: str, mode: str, value: float) -> None:
+def test_overflow_on_one_rank_skips_on_all_ranks_and_changes_only_loss_scale(
+    world: World, name: str, mode: str, value: float
+) -> None:
     check(world.run(SCENARIOS[name].topology.world_size, plant, name, mode, "adamw", value, {}), mode)
 
 
@@ -103,7 +106,9 @@ def test_every_rank_skips_and_only_the_scale_moves(world: World, name: str, mode
         ("sgd", {"norm_type": inf, "max_norm": 0.1}),
     ],
 )
-def test_with_clipping_and_without_fused_kernels(world: World, mode: str, kind: str, options: dict[str, Any]) -> None:
+def test_overflow_with_clipping_and_unfused_optimizer_changes_only_loss_scale(
+    world: World, mode: str, kind: str, options: dict[str, Any]
+) -> None:
     check(world.run(2, plant, "tensor", mode, kind, inf, options), mode)
 
 
@@ -115,13 +120,13 @@ def check(reports: list[Report], mode: str) -> None:
         assert (report.changed, report.moved, report.unlike_twin) == ([], True, [])
 
 
-def test_stochastic_rounding_skips_too(world: World) -> None:
+def test_nonfinite_gradient_with_stochastic_rounding_skips_step(world: World) -> None:
     for report in world.run(4, plant, "grid, bias on row 0", "bf16 stochastic", "adamw", nan, {}):
         assert (report.skipped, report.changed, report.moved) == (list(BAD), [], True)
 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp16_naive", "O2", "O3"])
-def test_clipping_called_before_the_step_hides_no_overflow(mode: str) -> None:
+def test_explicit_clip_before_step_does_not_hide_overflow(mode: str) -> None:
     with ProcessGroupRegistry(Topology(tensor=1)) as registry:
         model, optimizer = make(ONE_PROCESS, registry, MODES[mode])
         for call in (partial(optimizer.clip_grad_by_value, 0.1), partial(optimizer.clip_grad_by_norm, 0.1)):
@@ -134,7 +139,7 @@ def test_clipping_called_before_the_step_hides_no_overflow(mode: str) -> None:
             stats = call()
             assert stats is not None
             assert float(stats.found_inf) == 1
-            optimizer.clip_grad_by_value(0.01)  # leaves nothing that is not finite
+            optimizer.clip_grad_by_value(0.01)  # makes all gradients finite
             optimizer.step()
             after = snapshot(model, optimizer)
             assert differences(before, {key: after[key] for key in before}) == []
@@ -145,7 +150,8 @@ def test_clipping_called_before_the_step_hides_no_overflow(mode: str) -> None:
         assert float(optimizer.loss_scale.scale) == float(start.scale) * SCALES[mode][3]
 
 
-# Overflows of the model's own making ----------------------------------------------------------------------------------
+# Overflows caused by the loss scale
+# --------------------------------------------------------------------------------------
 
 TOO_HIGH = 2.0**40
 SEARCHING: dict[str, Precision] = {
@@ -155,7 +161,8 @@ SEARCHING: dict[str, Precision] = {
 
 
 def search(name: str, mode: str) -> tuple[list[float], list[float], list[str]]:
-    """Losses and scales of 36 steps that start from a scale far too high; what the skipped ones changed."""
+    """Return scales and losses of 36 steps that start with a much too large scale, and the changes by skipped
+    steps."""
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:
         model, optimizer = make(scenario, registry, SEARCHING[mode], max_norm=0.4)
@@ -178,7 +185,7 @@ def search(name: str, mode: str) -> tuple[list[float], list[float], list[str]]:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", SEARCHING)
-def test_a_scale_that_is_far_too_high_falls_alike_everywhere(world: World, mode: str) -> None:
+def test_too_large_initial_loss_scale_decreases_equally_on_all_ranks(world: World, mode: str) -> None:
     runs = world.run(4, search, "grid, bias on row 0", mode)
     scales = runs[0][0]
     assert all(run[0] == scales and run[2] == [] for run in runs)

@@ -1,4 +1,4 @@
-"""Whole steps in every precision mode: dtypes, costs, twenty of them against one process, backward called by others."""
+"""Steps in every precision mode: dtypes, cost, twenty steps compared with one process, `scale_loss`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ONE_PROCESS = Scenario((("tensor", 1),), "1d", dense_1d)
 
 
 @pytest.mark.parametrize("mode", TABLE)
-def test_dtypes_of_all_that_a_step_holds(mode: str) -> None:
+def test_gradients_states_and_masters_have_documented_dtypes_in_every_mode(mode: str) -> None:
     precision, row = TABLE[mode]
     torch.manual_seed(1)
     model = precision.prepare(Net())
     own = [param.dtype for param in model.parameters()]
     main = [F32 if row.masters else dtype for dtype in own]
-    held = own if precision.split_masters else main  # split masters are only there while they are stepped
+    held = own if precision.split_masters else main  # split masters exist only during the step
     optimizer = ParallelOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
         ProcessGroupRegistry(Topology()),
@@ -69,15 +69,16 @@ def test_dtypes_of_all_that_a_step_holds(mode: str) -> None:
 
 
 def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) -> tuple[Counter[str], bool]:
-    """Collectives of a step, and whether any step or backward read the host (where watched); of 20 one is skipped."""
+    """Return the collectives of a step, and whether any step or backward read on the host; one of 20 steps is
+    skipped."""
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:
         model, optimizer = make(scenario, registry, MODES[mode], kind, max_norm=0.3, norm_type=norm_type)
         counts = []
-        for step in range(20):  # further than the skip monitor looks back
+        for step in range(20):  # more steps than the delay of the skip monitor
             optimizer.zero_grad()
             loss = model(batch(step))
-            # The first step checks gradients with all ranks; the second and 16th compare master weights with the model's.
+            # The first step runs additional checks; steps 2 and 16 compare master weights with the model.
             compares = step in (1, 15) and MODES[mode].masters
             with no_host_reads() if step and watch and not compares else nullcontext():
                 optimizer.backward(loss)
@@ -98,26 +99,27 @@ def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) 
 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp16_naive", "bf16", "O2", "O1", "O3", "bf16 stochastic"])
-def test_one_collective_and_no_host_read(world: World, mode: str) -> None:
-    # Not SGD in O3: see test_fused_sgd_steps_half_precision_parameters.
+def test_step_in_every_mode_needs_one_collective_and_no_host_read(world: World, mode: str) -> None:
+    # Not SGD in O3: see test_fused_sgd_steps_all_elements_of_half_precision_parameters.
     other = "adamw" if mode == "O3" else "sgd"
     for kind, norm_type, expected in (("adamw", 2.0, "all_reduce"), (other, float("inf"), "all_gather_single")):
         assert world.run(2, cost, "tensor", mode, kind, norm_type) == [({expected: 1}, False)] * 2
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16"])
-def test_no_collective_more_than_in_fp32(world: World, mode: str) -> None:
-    name = "data x sequence parallel"  # data; data x tensor for partial ones; the norm
+def test_half_precision_step_needs_no_more_collectives_than_fp32(world: World, mode: str) -> None:
+    name = "data x sequence parallel"  # over data; over data x tensor for partial gradients; norm
     assert world.run(4, cost, name, mode, "adamw", 2.0, False) == [({"all_reduce": 3}, False)] * 4
 
 
-def test_a_host_read_would_be_noticed(world: World) -> None:
+def test_host_read_in_step_is_detected(world: World) -> None:
     assert [read for _, read in world.run(2, cost, "tensor", "O2", "adamw, not fused", 2.0)] == [True, True]
 
 
 # Twenty steps ---------------------------------------------------------------------------------------------------------
 
-# Relative: of losses, of norms and of the weights (to the largest one) after twenty steps, which move weights by 40%.
+# Relative tolerances of losses, norms and weights (to the largest weight) after twenty steps, which move weights by
+# 40%.
 TOLERANCE = {
     "fp32": (1e-6, 1e-6, 2e-6),
     "O0": (1e-6, 1e-6, 2e-6),
@@ -127,12 +129,12 @@ TOLERANCE = {
     "O2": (1e-4, 5e-4, 3e-3),
     "O3": (1e-4, 5e-4, 5e-3),
     "bf16": (5e-4, 5e-3, 2e-2),
-    "bf16 stochastic": (2e-3, 2e-2, 8e-2),  # other draws
+    "bf16 stochastic": (2e-3, 2e-2, 8e-2),  # other random numbers
 }
 
 
 def twenty(scenario: Scenario, mode: str) -> tuple[list[float], list[float], dict[str, Tensor], bytes]:
-    """Losses, norms, full weights at the end, and the bits of what is replicated over tensor."""
+    """Return losses, norms, full weights at the end, and the bytes of parameters replicated over tensor."""
     with ProcessGroupRegistry(scenario.topology) as registry:
         model, optimizer = make(scenario, registry, MODES[mode], "sgd", max_norm=0.4)
         losses, norms = [], []
@@ -146,7 +148,7 @@ def twenty(scenario: Scenario, mode: str) -> tuple[list[float], list[float], dic
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_twenty_steps_equal_one_process_in_the_same_mode(world: World, mode: str) -> None:
+def test_twenty_steps_match_single_process_in_every_mode(world: World, mode: str) -> None:
     losses, norms, weights, _ = twenty(ONE_PROCESS, mode)
     runs = world.run(2, twenty, SCENARIOS["tensor"], mode)
     of_loss, of_norm, of_weight = TOLERANCE[mode]
@@ -159,11 +161,11 @@ def test_twenty_steps_equal_one_process_in_the_same_mode(world: World, mode: str
             assert error <= of_weight, f"{name}: {error:.1e}"
 
 
-# Backward called by others --------------------------------------------------------------------------------------------
+# Backward without the optimizer --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16", "fp16_naive", "bf16", "O3"])
-def test_scale_loss_is_what_backward_does(mode: str) -> None:
+def test_backward_of_scale_loss_matches_optimizer_backward(mode: str) -> None:
     with ProcessGroupRegistry(Topology(tensor=1)) as registry:
         ends = []
         for by_hand in (True, False):
@@ -181,8 +183,8 @@ def test_scale_loss_is_what_backward_does(mode: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_loss_of_fp16_does_not_overflow(fused: bool) -> None:
-    """Its value times the scale would; its gradient, the scale, fits fp16 below 2^16: there the scale halves once."""
+def test_scaled_fp16_loss_does_not_overflow(fused: bool) -> None:
+    """The loss times the scale would overflow fp16. The gradient of 2^16 overflows once, so the scale halves once."""
     model = nn.Linear(3, 1, bias=False, dtype=F16)
     nn.init.constant_(model.weight, 0.5)
     optimizer = ParallelOptimizer(
@@ -204,13 +206,13 @@ def test_a_loss_of_fp16_does_not_overflow(fused: bool) -> None:
     assert torch.equal(stepped(optimizer)[0].detach(), torch.full((1, 3), 0.5 - 0.5 * 2.0**-7))
 
 
-# Half-precision parameters without masters ----------------------------------------------------------------------------
+# Half-precision parameters without master weights ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("mode", ["O3", "fp32"])
-def test_fused_sgd_steps_half_precision_parameters(mode: str, momentum: float) -> None:
-    """torch 2.12 and 2.13 lose the updates of all but the last few elements on a CPU (pytorch issue 191763)."""
+def test_fused_sgd_steps_all_elements_of_half_precision_parameters(mode: str, momentum: float) -> None:
+    """On a CPU, torch 2.12 and 2.13 lose the updates of all except the last few elements (pytorch issue 191763)."""
     dtype = BF16 if mode == "fp32" else F16  # a bfloat16 model that was not prepared
     weight, twin = nn.Parameter(torch.ones(67, dtype=dtype)), nn.Parameter(torch.ones(67, dtype=dtype))
     optimizer = ParallelOptimizer(
@@ -231,12 +233,13 @@ def test_fused_sgd_steps_half_precision_parameters(mode: str, momentum: float) -
     assert optimizer.param_groups[0]["fused"] is True
 
 
-# Stochastic rounding, and param groups that come later ----------------------------------------------------------------
+# Stochastic rounding, and added param groups
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_small_updates_arrive_on_average(stochastic: bool, fused: bool) -> None:
+def test_small_updates_are_applied_on_average_with_stochastic_rounding(stochastic: bool, fused: bool) -> None:
     weight = nn.Parameter(torch.ones(20000, dtype=BF16))
     optimizer = ParallelOptimizer(
         torch.optim.SGD([weight], lr=1e-3, fused=fused),
@@ -244,7 +247,7 @@ def test_small_updates_arrive_on_average(stochastic: bool, fused: bool) -> None:
         precision=Bf16(stochastic_rounding=stochastic),
         max_norm=0.5 * 20000**0.5,
     )
-    for step in range(21):  # each by 5e-4, an eighth of a unit in the last place; one is skipped
+    for step in range(21):  # each by 5e-4, 1/8 unit in the last place; one step is skipped
         weight.grad = torch.ones(20000, dtype=F32 if not stochastic else BF16)
         if step == 10:
             weight.grad[7] = torch.inf
@@ -261,7 +264,7 @@ def test_small_updates_arrive_on_average(stochastic: bool, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16", "fp16_naive", "bf16", "bf16 stochastic", "O3"])
-def test_a_param_group_that_comes_later_steps_like_one_from_the_start(mode: str) -> None:
+def test_added_param_group_is_stepped_like_initial_group(mode: str) -> None:
     with ProcessGroupRegistry(Topology(tensor=1)) as registry:
         ends = []
         for later in (True, False):

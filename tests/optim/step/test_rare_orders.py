@@ -1,4 +1,4 @@
-"""Rare orders of calls in a window: the right numbers or an error that says what to do, never something in between."""
+"""Unusual orders of calls in a window give the right numbers, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def alone() -> ProcessGroupRegistry:
 
 
 @pytest.mark.parametrize("precision", ["fp32", TorchFp16(init_scale=1024.0)])
-def test_a_groups_own_threshold_and_a_clip_value(precision: Any) -> None:
+def test_group_threshold_combines_with_clip_value(precision: Any) -> None:
     a, b = parameter("a"), parameter("b")
     groups = [{"params": [a]}, {"params": [b], "max_norm": 1.0}]
     optimizer = ParallelOptimizer(sgd(groups), alone(), **arguments(clip_value=2.0, precision=precision))
     optimizer.backward((a * 3).sum() + (b * 3).sum())
     optimizer.step()
     assert a.tolist() == [-2.0] * 4  # clamped
-    assert b.tolist() == pytest.approx([-0.5] * 4)  # its norm of 6 clipped to 1
+    assert b.tolist() == pytest.approx([-0.5] * 4)  # the norm of 6 is clipped to 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", TorchFp16(init_scale=1024.0)])
-def test_no_backward_after_clipping(precision: Any) -> None:
+def test_backward_after_explicit_clip_raises(precision: Any) -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone(), precision=precision)
     optimizer.backward((w * 3).sum())
@@ -53,13 +53,13 @@ def test_no_backward_after_clipping(precision: Any) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_micro_batch_with_nothing_in_it(first: bool) -> None:
+def test_micro_batch_without_loss_counts_as_zero(first: bool) -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone(), accumulation_steps=2)
     for empty in (first, not first):
         optimizer.backward(None if empty else (w * 3).sum())
     optimizer.step()
-    assert w.tolist() == [-1.5] * 4, "the mean over both: one without a loss counts as a loss of 0"
+    assert w.tolist() == [-1.5] * 4, "expected the mean over both; a missing loss counts as 0"
 
 
 def one_rank_runs_out() -> list[float]:
@@ -72,7 +72,7 @@ def one_rank_runs_out() -> list[float]:
         return w.tolist()
 
 
-def test_a_rank_that_runs_out_of_data(world: World) -> None:
+def test_rank_without_loss_in_last_micro_batch_counts_as_zero(world: World) -> None:
     assert world.run(2, one_rank_runs_out) == [[-3.0] * 4] * 2  # (3 + 6 + 3 + 0) / 4
 
 
@@ -87,7 +87,7 @@ class Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_a_window_whose_backward_failed_is_given_up(steps: int | None) -> None:
+def test_failed_backward_requires_zero_grad_before_next_window(steps: int | None) -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone(), accumulation_steps=steps)
     optimizer.backward((w * 3).sum())
@@ -127,11 +127,11 @@ def train_two_windows(options: dict[str, Any], fails: bool) -> list[list[float]]
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": TorchFp16(init_scale=64.0)}, ZERO1, ZERO2, {"overlap": True}])
-def test_an_error_between_two_micro_batches_gives_the_window_up(world: World, options: dict[str, Any]) -> None:
+def test_zero_grad_after_error_between_micro_batches_restarts_window(world: World, options: dict[str, Any]) -> None:
     assert world.run(2, train_two_windows, options, True) == world.run(2, train_two_windows, options, False)
 
 
-def test_an_error_that_was_there_before_the_micro_batch_leaves_the_window_alone() -> None:
+def test_exception_handled_before_window_does_not_reset_window() -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone(), accumulation_steps=2)
     try:
@@ -145,7 +145,7 @@ def test_an_error_that_was_there_before_the_micro_batch_leaves_the_window_alone(
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(torch.nan), torch.tensor(-1.0)])
-def test_a_weight_that_is_none_skips(weight: Tensor) -> None:
+def test_invalid_weight_tensor_skips_step(weight: Tensor) -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone())
     optimizer.backward(w.sum(), weight=weight)
@@ -157,7 +157,7 @@ def test_a_weight_that_is_none_skips(weight: Tensor) -> None:
         optimizer.backward(w.sum(), weight=float("inf"))
 
 
-def test_a_schedule_stays_where_a_step_raised() -> None:
+def test_schedule_does_not_advance_if_step_raised() -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone(), on_nonfinite="raise")
     schedule = PolynomialLR(optimizer, total_steps=10)

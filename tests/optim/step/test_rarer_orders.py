@@ -1,4 +1,4 @@
-"""Calls in an order that few make, on some ranks only, or after something raised: nothing is forgotten and nobody waits."""
+"""Unusual orders of calls, calls on some ranks only, and calls after an error: no state is lost and no rank hangs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("steps", [None, 1])
-def test_an_explicit_clip_does_not_make_a_broken_window_whole(steps: int | None) -> None:
+def test_explicit_clip_does_not_complete_window_after_failed_backward(steps: int | None) -> None:
     a, b = weight("a"), weight("b")
     optimizer = ParallelOptimizer(sgd([a, b]), ProcessGroupRegistry(Topology()), accumulation_steps=steps)
     with pytest.raises(ArithmeticError):
@@ -67,7 +67,7 @@ def changed_threshold() -> str:
         return "stepped"
 
 
-def test_a_threshold_changed_on_one_stage_keeps_no_other_waiting(world: World) -> None:
+def test_group_threshold_changed_on_one_stage_does_not_hang_other_stages(world: World) -> None:
     first, second = world.run(2, changed_threshold)
     assert "other pipeline stages have fewer groups" in first
     assert second == "stepped"
@@ -85,7 +85,7 @@ def clipped_sums() -> tuple[str, float]:
         return str(caught.value), float(global_norm([a, b], registry).total_norm)
 
 
-def test_sums_that_were_made_are_not_made_again_after_clipping_by_group(world: World) -> None:
+def test_partial_gradients_are_not_reduced_twice_after_clip_by_group(world: World) -> None:
     for _, norm in world.run(2, clipped_sums):
         assert norm == pytest.approx(5**0.5, rel=1e-5)
 
@@ -104,11 +104,11 @@ def added_without_a_name() -> tuple[str, int, float]:
         given = inner.param_groups[0]["params"][0]
         with pytest.raises(ValueError, match="has no name"):
             ParallelOptimizer(inner, registry, precision=mode, states=Offloaded(1.0))
-        assert inner.param_groups[0]["params"][0] is given, "the optimizer is left as it was"
+        assert inner.param_groups[0]["params"][0] is given, "the failed construction changed the optimizer"
         return str(caught.value), len(optimizer.param_groups), float(stats.total_norm)
 
 
-def test_a_group_that_cannot_be_added_leaves_no_trace(world: World) -> None:
+def test_rejected_param_group_leaves_optimizer_unchanged(world: World) -> None:
     for _, groups, norm in world.run(2, added_without_a_name):
         assert groups == 1
         assert norm == pytest.approx(6.0)
@@ -131,7 +131,7 @@ def added_within_no_sync(overlap: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_group_added_while_nothing_synchronises_does_not_turn_it_on(world: World, overlap: bool) -> None:
+def test_param_group_added_inside_no_sync_does_not_enable_reduction(world: World, overlap: bool) -> None:
     assert world.run(2, added_within_no_sync, overlap) == [[-1.5] * 4] * 2
 
 
@@ -147,7 +147,7 @@ def wrong_on_one_rank(kind: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "says"), [("wrapped", "already"), ("other name", "write max_norm=")])
-def test_a_wrong_call_on_one_rank_is_an_error_on_all(world: World, kind: str, says: str) -> None:
+def test_wrong_constructor_call_on_one_rank_raises_on_all_ranks(world: World, kind: str, says: str) -> None:
     for text in world.run(2, wrong_on_one_rank, kind):
         assert says in text
 
@@ -159,14 +159,14 @@ def cleared_by_the_inner_optimizer() -> str:
         optimizer = ParallelOptimizer(inner, registry, precision="bf16", overlap=True)
         optimizer.backward((a.float() * 3).sum())
         optimizer.step()
-        type(inner).zero_grad(inner)  # of the masters alone
+        type(inner).zero_grad(inner)  # clears gradients of the master weights only
         optimizer.backward((a.float() * 3).sum())
         with pytest.raises(RuntimeError) as caught:
             optimizer.step()
         return str(caught.value)
 
 
-def test_masters_notice_old_gradients_with_overlap_too(world: World) -> None:
+def test_stale_gradients_with_masters_and_overlap_are_detected(world: World) -> None:
     for text in world.run(2, cleared_by_the_inner_optimizer):
         assert "still contains the gradient of an earlier step" in text
 
@@ -184,17 +184,17 @@ def thawed_after_a_group_was_added() -> str:
         return str(caught.value)
 
 
-def test_what_was_frozen_when_a_group_came_is_frozen_for_good(world: World) -> None:
+def test_parameter_frozen_when_group_was_added_cannot_be_unfrozen(world: World) -> None:
     for text in world.run(2, thawed_after_a_group_was_added):
         assert "b was frozen when" in text
 
 
-def test_a_kind_of_placement_is_given_once() -> None:
+def test_duplicate_state_placement_is_rejected() -> None:
     with pytest.raises(ValueError, match="each kind of placement once"):
         ParallelOptimizer(sgd([weight("a")]), ProcessGroupRegistry(Topology(data=1)), states=(Sharded(), Sharded()))
 
 
-def test_a_rule_that_is_set_to_itself_stays_what_it_is() -> None:
+def test_setting_max_norm_to_its_own_value_keeps_rule() -> None:
     optimizer = ParallelOptimizer(sgd([weight("a")]), ProcessGroupRegistry(Topology()), max_norm=ByNorm(1.0, 3.0))
     optimizer.max_norm = optimizer.max_norm
     assert optimizer.clip == ByNorm(1.0, 3.0)

@@ -1,4 +1,4 @@
-"""The row cache of the compiled loops: a row is stepped as before only while its tensors are what they were."""
+"""The row cache of the compiled loops: a cached row is used only while its tensors are unchanged."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ CHANGES: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_signature_differs_for_every_property(change: str) -> None:
+def test_signature_detects_change_of_every_tensor_property(change: str) -> None:
     signature = Signature([base(), torch.ones(3)])
     assert signature.fits([base(), torch.ones(3)])
-    assert signature.fits([torch.ones(3, 4, 3, 3)[1:], torch.ones(3)])  # at another address
+    assert signature.fits([torch.ones(3, 4, 3, 3)[1:], torch.ones(3)])  # another address does not matter
     assert not signature.fits([CHANGES[change](), torch.ones(3)])
 
 
-def test_signature_fits_no_other_count_of_tensors() -> None:
+def test_signature_does_not_fit_other_number_of_tensors() -> None:
     signature = Signature([base()])
     assert not any([signature.fits([]), signature.fits([base(), base()]), signature.fits([None])])
     assert Signature([]).fits([])
@@ -78,8 +78,9 @@ def step(param: nn.Parameter, optimizer: ParallelOptimizer[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD, Nesterov", "Adagrad"])
-def test_memory_behind_a_parameter_remade_smaller_is_left_alone(name: str, dtype: torch.dtype) -> None:
-    """In half precision at the same address: stepped as float32 it would be read and written beyond its end."""
+def test_memory_behind_parameter_replaced_by_smaller_one_is_not_written(name: str, dtype: torch.dtype) -> None:
+    """The parameter gets half precision at the same address; stepping it as float32 would access memory beyond its
+    end."""
     whole = torch.ones(16)
     param = nn.Parameter(whole[:8])
     optimizer = made(param, name)
@@ -90,14 +91,14 @@ def test_memory_behind_a_parameter_remade_smaller_is_left_alone(name: str, dtype
     assert param.data_ptr() == whole.data_ptr()
     whole.fill_(1.0)
     param.data.fill_(0.5)
-    with suppress(RuntimeError):  # of torch's kernels: float32 states of a half-precision parameter
+    with suppress(RuntimeError):  # torch's kernels reject float32 states of a half-precision parameter
         step(param, optimizer)
     assert bool((whole[4:] == 1).all())
     close(param.detach().float() < 0.5 + 1e-6, torch.ones(8, dtype=torch.bool))
 
 
-def test_weights_and_remainders_remade_in_other_strides_are_paired() -> None:
-    """Of split masters, between two steps."""
+def test_split_masters_follow_weights_with_changed_strides() -> None:
+    """The strides change between two steps."""
     found = []
     for transposed in (True, False):
         param = nn.Parameter(torch.arange(1.0, 13.0).view(3, 4).bfloat16())
@@ -110,8 +111,8 @@ def test_weights_and_remainders_remade_in_other_strides_are_paired() -> None:
     assert torch.equal(*found)
 
 
-def test_gradients_of_changing_strides_and_dtypes_are_read_as_they_lie() -> None:
-    """Those of one step lie as those of another before, or not; in half precision or not."""
+def test_gradients_with_changing_strides_and_dtypes_are_read_correctly() -> None:
+    """Strides and dtypes differ between steps, and between gradient and parameter."""
     changes: list[Callable[[Tensor], Tensor]] = [
         Tensor.clone,
         Tensor.clone,

@@ -1,4 +1,5 @@
-"""What all ranks must agree on in a step: a difference skips the step everywhere and is an error that names it."""
+"""Settings on which all ranks must agree in a step: a difference skips the step on all ranks and raises a named
+error."""
 
 from __future__ import annotations
 
@@ -27,12 +28,10 @@ def adamw(*groups: Any, **options: Any) -> torch.optim.AdamW:
 
 
 class Run:
-    """One replicated parameter, trained until an error: its text, its step, and what had happened by then.
+    """Train one replicated parameter until an error; records the errors, their steps and skipped steps.
 
-    Args:
-        change: Called on the last rank before the backward of step `BAD` with this run; it returns True to leave out the
-            backward.
-        every, after: Called on every rank with this run and the step, before and after each backward.
+    Args: change: Called on the last rank before the backward of step `BAD`; returns True to omit the backward. every,
+    after: Called on every rank with this run and the step, before and after each backward.
     """
 
     def __init__(
@@ -133,8 +132,8 @@ def window_run(mesh: dict[str, int], case: str, options: dict[str, Any]) -> tupl
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", WINDOWS)
-def test_windows_that_differ_skip_the_step_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
-    """Sixteen steps later on every rank, and training can go on."""
+def test_windows_that_differ_between_ranks_skip_step_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
+    """The error comes sixteen steps later on every rank, and training can continue."""
     size = 4 if len(mesh) == 2 else 2
     results = world.run(size, window_run, mesh, case, {})
     for errors, disagreed, moved, skipped, _ in results:
@@ -150,7 +149,7 @@ def test_windows_that_differ_skip_the_step_and_raise(world: World, mesh: dict[st
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_windows_that_differ_raise_at_once_with_on_nonfinite_raise(world: World, mesh: dict[str, int]) -> None:
+def test_windows_that_differ_raise_immediately_with_on_nonfinite_raise(world: World, mesh: dict[str, int]) -> None:
     for errors, _, moved, skipped, _ in world.run(4 if len(mesh) == 2 else 2, window_run, mesh, "missing", AT_ONCE):
         assert [step for step, _ in errors] == [BAD]
         assert expected(WINDOWS["missing"][2], mesh) in errors[0][1]
@@ -162,7 +161,7 @@ AT_ONCE = {"on_nonfinite": "raise"}
 
 
 def one_more_for_tensor_rank() -> list[tuple[int, str]]:
-    """With weights data ranks may differ in the number of micro-batches; the last tensor rank of data=1 makes one more."""
+    """With weights, data ranks may have different numbers of micro-batches; here tensor ranks of data=1 differ."""
 
     def every(run: Run, step: int) -> None:
         if run.registry.coordinate["data"]:
@@ -171,7 +170,7 @@ def one_more_for_tensor_rank() -> list[tuple[int, str]]:
     return Run({"data": 2, "tensor": 2}, make_one_more, every=every, weight=2.0).errors
 
 
-def test_weighted_windows_are_compared_within_a_data_coordinate(world: World) -> None:
+def test_weighted_windows_are_compared_within_data_coordinate(world: World) -> None:
     for ((step, text),) in world.run(4, one_more_for_tensor_rank):
         assert step == BAD + LAG
         assert "the number of micro-batches at data=1 is 2 on rank 2 and 3 on rank 3. Every rank must call" in text
@@ -183,7 +182,7 @@ def unchanged(mesh: dict[str, int]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_equal_windows_are_never_skipped(world: World, mesh: dict[str, int]) -> None:
+def test_equal_windows_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
     assert world.run(4 if len(mesh) == 2 else 2, unchanged, mesh) == [([], 0, 0)] * (4 if len(mesh) == 2 else 2)
 
 
@@ -200,7 +199,7 @@ def first_step(weighted: bool) -> str:
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_windows_that_differ_in_the_first_step_raise_there(world: World, weighted: bool) -> None:
+def test_windows_that_differ_in_first_step_raise_immediately(world: World, weighted: bool) -> None:
     said = (
         "weight= of the window is not given on" if weighted else "the number of micro-batches is 1 on rank 0 and 2 on"
     )
@@ -213,14 +212,14 @@ def polled() -> tuple[int, list[str]]:
     return len(run.errors), run.polled
 
 
-def test_poll_raises_once_for_windows_that_differed(world: World) -> None:
+def test_poll_raises_once_for_windows_that_differ(world: World) -> None:
     for errors, (text,) in world.run(2, polled):
         assert errors == 0
         assert "the number of micro-batches is 1 on rank 0 and 0 on rank 1" in text
 
 
 def loss_scales() -> tuple[list[float], list[float]]:
-    """(loss scales, found_inf) of steps of which the second has windows that differ, the third overflows."""
+    """Return loss scales and found_inf of steps; in the second, windows differ; the third overflows."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = nn.Parameter(torch.ones(4, dtype=torch.float16))
         annotate(w, P(), "w")
@@ -237,14 +236,14 @@ def loss_scales() -> tuple[list[float], list[float]]:
         return scales, found
 
 
-def test_windows_that_differ_are_no_overflow(world: World) -> None:
+def test_windows_that_differ_do_not_count_as_overflow(world: World) -> None:
     for scales, found in world.run(2, loss_scales):
         assert found == [0, 0, 1, 0]
         assert scales[0] == scales[1] > scales[2]
 
 
 def costs() -> tuple[int, int]:
-    """Collectives of a step, as the lr moves; and the norms that steps without host reads found."""
+    """Return the collectives of a step with a changing learning rate, and the number of skipped steps."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", value=1.0)
         optimizer = ParallelOptimizer(adamw(w), registry, max_norm=0.5)
@@ -257,8 +256,8 @@ def costs() -> tuple[int, int]:
         return sum(seen.values()), optimizer.skipped_steps
 
 
-def test_comparing_costs_no_collective_and_no_host_read(world: World) -> None:
-    assert world.run(2, costs) == [(2, 0)] * 2  # the gradients, and the norm
+def test_comparing_windows_and_hyper_parameters_needs_no_collective_or_host_read(world: World) -> None:
+    assert world.run(2, costs) == [(2, 0)] * 2  # gradients and norm
 
 
 # Hyper-parameters -----------------------------------------------------------------------------------------------------
@@ -321,7 +320,9 @@ def hyper_run(mesh: dict[str, int], case: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", HYPER)
-def test_hyper_parameters_that_differ_skip_steps_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
+def test_hyper_parameters_that_differ_between_ranks_skip_steps_and_raise(
+    world: World, mesh: dict[str, int], case: str
+) -> None:
     if "ZeRO" in case and "data" not in mesh:
         pytest.skip("nothing to shard over")
     size = 4 if len(mesh) == 2 else 2
@@ -338,7 +339,7 @@ def test_hyper_parameters_that_differ_skip_steps_and_raise(world: World, mesh: d
 
 
 def own_plateau() -> tuple[list[tuple[int, str]], float]:
-    """A schedule that each rank feeds with its own loss: rank 1's never falls."""
+    """Give each rank's plateau schedule its own loss; the loss of rank 1 never decreases."""
     rates: list[Any] = []
 
     def every(run: Run, step: int) -> None:
@@ -351,7 +352,7 @@ def own_plateau() -> tuple[list[tuple[int, str]], float]:
     return run.errors, float(run.w.detach().sum())
 
 
-def test_a_schedule_fed_with_a_ranks_own_loss_is_found(world: World) -> None:
+def test_plateau_schedule_with_rank_local_metric_is_detected(world: World) -> None:
     (first, one), (second, other) = world.run(2, own_plateau)
     assert first == second
     assert one == other
@@ -359,7 +360,7 @@ def test_a_schedule_fed_with_a_ranks_own_loss_is_found(world: World) -> None:
 
 
 def same_schedule(mesh: dict[str, int]) -> tuple[Any, ...]:
-    """All ranks of a stage change everything alike; stages have rates of their own."""
+    """Change hyper-parameters equally on all ranks of a stage; stages have different learning rates."""
 
     def every(run: Run, step: int) -> None:
         stage = run.registry.rank("pipe") if "pipe" in mesh else 0
@@ -373,7 +374,7 @@ def same_schedule(mesh: dict[str, int]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_schedules_that_move_alike_are_never_skipped(world: World, mesh: dict[str, int]) -> None:
+def test_equal_schedules_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
     assert world.run(4 if len(mesh) == 2 else 2, same_schedule, mesh) == [([], 0, 0)] * (4 if len(mesh) == 2 else 2)
 
 
@@ -388,13 +389,13 @@ def in_place_list() -> list[tuple[int, str]]:
     return Run({"data": 2}, change, every=every).errors
 
 
-def test_a_list_written_to_in_place_is_found(world: World) -> None:
+def test_in_place_change_of_betas_list_on_one_rank_is_detected(world: World) -> None:
     for errors in world.run(2, in_place_list):
         assert "betas of param group 0 is (0.9, 0.99) on rank 0 and (0.9, 0.5) on rank 1" in errors[0][1]
 
 
 def group_of_some_ranks(differs: bool) -> tuple[list[str], int]:
-    """Group 1 is owned by tensor=1: on tensor=0 it is empty, whatever its lr."""
+    """Use a group owned by tensor=1, which is empty on tensor=0 and has another lr there."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         w, owned = parameter("w", value=1.0), nn.Parameter(torch.ones(3))
         annotate(owned, P(owned={"tensor": 1}), "owned")
@@ -415,7 +416,7 @@ def group_of_some_ranks(differs: bool) -> tuple[list[str], int]:
         return texts, optimizer.skipped_steps
 
 
-def test_a_group_is_compared_where_it_has_parameters(world: World) -> None:
+def test_param_groups_are_compared_only_on_ranks_with_parameters(world: World) -> None:
     assert world.run(4, group_of_some_ranks, False) == [([], 0)] * 4
     for (text,), skipped in world.run(4, group_of_some_ranks, True):
         assert "lr of param group 1 is 0.3 on rank 1 and 0.9 on rank 3. Give all ranks" in text
@@ -439,7 +440,7 @@ def frozen_run(mesh: dict[str, int], everywhere: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_parameter_frozen_on_one_rank_is_an_error(world: World, mesh: dict[str, int]) -> None:
+def test_parameter_frozen_during_training_on_one_rank_raises(world: World, mesh: dict[str, int]) -> None:
     size = 4 if len(mesh) == 2 else 2
     results = world.run(size, frozen_run, mesh, False)
     for errors, skipped, _ in results:
@@ -471,8 +472,8 @@ def thawed_run(everywhere: bool) -> tuple[list[list[tuple[int, str]]], list[floa
         return [errors], w.tolist(), b.tolist() == [1.0] * 4
 
 
-def test_a_parameter_unfrozen_on_one_rank_stops_no_rank_from_stepping(world: World) -> None:
-    """It was an error there before the collectives of the step, in which the others waited."""
+def test_parameter_unfrozen_on_one_rank_does_not_stop_other_ranks(world: World) -> None:
+    """The error must not be raised before the collectives of the step, in which the other ranks would wait."""
     ((first,), one, kept), ((second,), other, _) = world.run(2, thawed_run, False)
     assert [step for step, _ in first] == [BAD + LAG]
     assert [step for step, _ in second] == [*range(BAD, BAD + LAG + 1)]
@@ -536,7 +537,9 @@ def threshold_run(mesh: dict[str, int], case: str) -> tuple[Any, ...]:
     [*((MESHES[0], case) for case in THRESHOLDS), *((mesh, "max_norm") for mesh in MESHES[1:])],
     ids=str,
 )
-def test_thresholds_that_differ_skip_steps_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
+def test_clip_thresholds_that_differ_between_ranks_skip_steps_and_raise(
+    world: World, mesh: dict[str, int], case: str
+) -> None:
     size = 4 if len(mesh) == 2 else 2
     results = world.run(size, threshold_run, mesh, case)
     first = "s 0-2" if size == 4 else " 0"
@@ -596,7 +599,9 @@ def explicit_run(case: str, options: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("case", EXPLICIT)
 @pytest.mark.parametrize("options", [{}, {"on_nonfinite": "raise", "max_norm": 1.5}], ids=["late", "at once"])
-def test_explicit_clips_that_differ_skip_the_step_and_raise(world: World, case: str, options: dict[str, Any]) -> None:
+def test_explicit_clips_that_differ_between_ranks_skip_step_and_raise(
+    world: World, case: str, options: dict[str, Any]
+) -> None:
     results = world.run(2, explicit_run, case, options)
     found = BAD if options else BAD + LAG
     for errors, disagreed, moved, skipped, weights in results:
@@ -610,7 +615,7 @@ def test_explicit_clips_that_differ_skip_the_step_and_raise(world: World, case: 
 
 
 def equal_clips() -> tuple[Any, ...]:
-    """Ranks that give the same numbers as other types and by new objects, in every step others."""
+    """Use equal thresholds of other types and in new objects, which change in every step."""
 
     def number(run: Run, value: float) -> Any:
         return numpy.float64(value) if run.rank else value
@@ -632,12 +637,12 @@ def equal_clips() -> tuple[Any, ...]:
     return run.errors, sum(run.disagreed), run.skipped
 
 
-def test_equal_thresholds_are_never_skipped(world: World) -> None:
+def test_equal_clip_thresholds_are_not_skipped(world: World) -> None:
     assert world.run(2, equal_clips) == [([], 0, 0)] * 2
 
 
 def managed_clips() -> tuple[list[str], float]:
-    """An explicit clip in the middle of a window, which its step makes, on rank 1 only."""
+    """Call an explicit clip inside a window on rank 1 only."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w, texts = parameter("w", value=1.0), []
         optimizer = ParallelOptimizer(adamw(w), registry, accumulation_steps=2, on_nonfinite="raise")
@@ -653,14 +658,14 @@ def managed_clips() -> tuple[list[str], float]:
         return texts, optimizer.skipped_steps
 
 
-def test_a_clip_asked_for_on_one_rank_in_a_managed_window_is_found(world: World) -> None:
+def test_explicit_clip_on_one_rank_inside_managed_window_is_detected(world: World) -> None:
     for (text,), skipped in world.run(2, managed_clips):
         assert "explicit clipping is none on rank 0 and clip_grad_by_norm(0.5) on rank 1" in text
         assert skipped == 1
 
 
 def explicit_costs() -> tuple[int, int]:
-    """As `costs`, of explicit clips by thresholds that move."""
+    """As `costs`, with explicit clips by changing thresholds."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", value=1.0)
         optimizer = ParallelOptimizer(adamw(w), registry, max_norm=0.5)
@@ -673,7 +678,7 @@ def explicit_costs() -> tuple[int, int]:
         return sum(seen.values()), optimizer.skipped_steps
 
 
-def test_comparing_explicit_clips_costs_no_collective_and_no_host_read(world: World) -> None:
+def test_comparing_explicit_clips_needs_no_collective_or_host_read(world: World) -> None:
     assert world.run(2, explicit_costs) == [(2, 0)] * 2
 
 
@@ -695,7 +700,7 @@ def weights_run(mesh: dict[str, int], kinds: tuple[str, str], difference: float)
 
 @pytest.mark.parametrize("kinds", [("number", "number"), ("tensor", "tensor"), ("tensor", "number")], ids=str)
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}], ids=str)
-def test_weights_that_differ_at_a_data_coordinate_skip_the_step(
+def test_weights_that_differ_within_data_coordinate_skip_step(
     world: World, mesh: dict[str, int], kinds: tuple[str, str]
 ) -> None:
     size = 4 if len(mesh) == 2 else 2
@@ -715,7 +720,7 @@ def test_weights_that_differ_at_a_data_coordinate_skip_the_step(
     [({"data": 2}, 0.5), ({"tensor": 2}, 0.0), ({"data": 2, "tensor": 2}, 0.0), ({"pipe": 2, "data": 2}, 0.5)],
     ids=str,
 )
-def test_weights_of_data_ranks_may_differ(world: World, mesh: dict[str, int], difference: float) -> None:
+def test_weights_may_differ_between_data_ranks(world: World, mesh: dict[str, int], difference: float) -> None:
     for errors, _, skipped, _ in world.run(
         4 if len(mesh) == 2 else 2, weights_run, mesh, ("number", "tensor"), difference
     ):
@@ -728,7 +733,7 @@ WINDOWS_OF: list[int | None] = [None, 1, 2]
 
 
 def owned_norm(mesh: dict[str, int], steps: int | None) -> float:
-    """A parameter of gradient (3, 4) that tensor=0 owns; the other tensor ranks have nothing to compute."""
+    """Return the norm of a parameter with gradient (3, 4) that tensor=0 owns; other tensor ranks have no loss."""
     with ProcessGroupRegistry(Topology(roles=None, **mesh)) as registry:
         mine = registry.coordinate["tensor"] == 0
         w = nn.Parameter(torch.zeros(2))
@@ -744,13 +749,13 @@ def owned_norm(mesh: dict[str, int], steps: int | None) -> float:
 
 @pytest.mark.parametrize("steps", WINDOWS_OF)
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}, {"tensor": 3}], ids=str)
-def test_backward_none_on_model_ranks_leaves_the_norm(world: World, mesh: dict[str, int], steps: int | None) -> None:
+def test_backward_none_on_model_ranks_gives_correct_norm(world: World, mesh: dict[str, int], steps: int | None) -> None:
     size = 4 if len(mesh) == 2 else mesh["tensor"]
     assert world.run(size, owned_norm, mesh, steps) == [pytest.approx(5.0, rel=1e-12)] * size
 
 
 def mean_with_gaps(steps: int | None, weighted: bool) -> list[float]:
-    """Losses 3, 6 on rank 0 and 12, none on rank 1, each a sum over two samples."""
+    """Use losses 3 and 6 on rank 0, 12 and none on rank 1, each a sum over two samples."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", 1)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=1.0), registry, accumulation_steps=steps)
@@ -765,18 +770,18 @@ def mean_with_gaps(steps: int | None, weighted: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("steps", WINDOWS_OF)
-def test_backward_none_on_a_data_rank_counts_as_zero(world: World, steps: int | None) -> None:
+def test_backward_none_on_data_rank_counts_as_zero(world: World, steps: int | None) -> None:
     expected = -(3.0 + 6.0 + 12.0 + 0.0) / 4
     assert world.run(2, mean_with_gaps, steps, False) == [[expected]] * 2
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_weights_make_the_mean_over_the_samples(world: World, steps: int | None) -> None:
+def test_weights_give_mean_over_all_samples(world: World, steps: int | None) -> None:
     assert world.run(2, mean_with_gaps, steps, True) == [[pytest.approx(-(3.0 + 6.0 + 12.0) / 6, rel=1e-6)]] * 2
 
 
 def weights_of_last_stage(steps: int | None) -> list[float]:
-    """Only the last of two stages knows the weights, which are smaller than the number of micro-batches."""
+    """Give weights, smaller than the number of micro-batches, only on the last of two stages."""
     with ProcessGroupRegistry(Topology(pipe=2, data=2)) as registry:
         w, last = nn.Parameter(torch.zeros(1)), registry.coordinate["pipe"] == 1
         annotate(w, P(), f"w{int(last)}")
@@ -789,12 +794,12 @@ def weights_of_last_stage(steps: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_stages_that_know_no_weight_divide_by_the_last_stages(world: World, steps: int | None) -> None:
+def test_stages_without_weight_use_weight_of_last_stage(world: World, steps: int | None) -> None:
     assert world.run(4, weights_of_last_stage, steps) == [[-(4 * 3.0) / 1.5]] * 4
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_backward_none_without_weight_in_a_weighted_window_is_an_error(steps: int | None) -> None:
+def test_backward_none_without_weight_in_weighted_window_raises(steps: int | None) -> None:
     w = parameter("w")
     sgd = torch.optim.SGD([w], lr=1.0)
     optimizer = ParallelOptimizer(sgd, ProcessGroupRegistry(Topology()), accumulation_steps=steps)
@@ -820,7 +825,7 @@ def step_without_backward() -> str:
         return "no error"
 
 
-def test_a_managed_step_without_backward_on_one_rank_ends_in_an_error(world: World) -> None:
+def test_step_without_backward_on_one_rank_with_accumulation_raises(world: World) -> None:
     first, second = world.run(2, step_without_backward)
     assert "rank 0 got no reply in step (its 3rd); rank 1: in " in first
     assert second.startswith("rank 1 called step() before any backward of its window of accumulation_steps=1")

@@ -1,4 +1,4 @@
-"""How a step behaves: its collectives and host reads, and what of torch's goes on around it."""
+"""Collectives and host reads of a step, schedulers, hooks and state dicts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,22 @@ def count_collectives(name: str, options: dict[str, Any]) -> list[Counter[str]]:
         ("tensor", {}, {"all_reduce": 1}),
         ("tensor", {"max_norm": 0.3, "per_parameter_norms": True}, {"all_reduce": 1}),
         ("tensor", {"norm_type": float("inf")}, {"all_gather_single": 1}),
-        ("grid, bias on row 0", {"max_norm": 1.0}, {"all_reduce": 2}),  # the partial table's sum, and the norm
+        ("grid, bias on row 0", {"max_norm": 1.0}, {"all_reduce": 2}),  # partial gradient of the table, norm
         (
             "data x tensor",
             {"max_norm": 0.3, "check_replicas": True},
             {"all_reduce": 3},
-        ),  # data average of split and of copied ones; the norm
-        ("data x sequence parallel", {}, {"all_reduce": 3}),  # data; data x tensor for partial ones; the norm
+        ),  # over data for sharded and for replicated gradients; norm
+        (
+            "data x sequence parallel",
+            {},
+            {"all_reduce": 3},
+        ),  # over data; over data x tensor for partial gradients; norm
     ],
 )
-def test_one_collective_measures(world: World, name: str, options: dict[str, Any], expected: dict[str, int]) -> None:
+def test_norm_needs_one_collective_per_step(
+    world: World, name: str, options: dict[str, Any], expected: dict[str, int]
+) -> None:
     for counts in world.run(SCENARIOS[name].topology.world_size, count_collectives, name, options):
         assert counts[1:] == [expected, expected]
 
@@ -55,7 +61,7 @@ def test_one_collective_measures(world: World, name: str, options: dict[str, Any
 def step_without_reading(name: str, kind: str, fused: bool, options: dict[str, Any]) -> bool:
     with ProcessGroupRegistry(SCENARIOS[name].topology) as registry:
         model, optimizer = optimizer_for(name, registry, kind, fused, **options)
-        for step in range(20):  # further than the skip monitor looks back
+        for step in range(20):  # more steps than the delay of the skip monitor
             optimizer.zero_grad()
             backward(SCENARIOS[name], model, optimizer, batch(step))
             if step == 0:
@@ -70,25 +76,28 @@ def step_without_reading(name: str, kind: str, fused: bool, options: dict[str, A
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_fused_step_reads_nothing(world: World, kind: str) -> None:
+def test_fused_step_needs_no_host_read(world: World, kind: str) -> None:
     fused = {"adagrad": torch.optim.Adagrad}.get(kind, torch.optim.AdamW)([nn.Parameter(torch.ones(1))], fused=True)
     if not getattr(fused, "_step_supports_amp_scaling", False):
-        pytest.skip(f"torch {torch.__version__}'s fused {type(fused).__name__} takes neither factor nor flag: it reads")
+        pytest.skip(
+            f"torch {torch.__version__}'s fused {type(fused).__name__} lacks the skip flag and reads on the host"
+        )
     assert all(world.run(2, step_without_reading, "tensor", kind, True, {"max_norm": 0.3}))
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"clip_value": 0.01}, {"norm_type": float("inf"), "max_norm": 0.1}, {"per_parameter_norms": True}]
 )
-def test_options_read_nothing(world: World, options: dict[str, Any]) -> None:
+def test_step_with_clip_and_norm_options_needs_no_host_read(world: World, options: dict[str, Any]) -> None:
     assert all(world.run(4, step_without_reading, "data x sequence parallel", "adamw", True, options))
 
 
-def test_an_optimizer_that_is_not_fused_reads(world: World) -> None:
+def test_step_of_unfused_optimizer_reads_on_host(world: World) -> None:
     assert not any(world.run(2, step_without_reading, "tensor", "adamw", False, {}))
 
 
-# torch's surroundings -------------------------------------------------------------------------------------------------
+# Schedulers, hooks, state dicts
+# ------------------------------------------------------------------------------------------
 
 
 def small() -> tuple[nn.Linear, ProcessGroupRegistry]:
@@ -96,7 +105,7 @@ def small() -> tuple[nn.Linear, ProcessGroupRegistry]:
     return nn.Linear(4, 3), ProcessGroupRegistry(Topology())
 
 
-def test_schedulers_hooks_and_isinstance() -> None:
+def test_parallel_optimizer_supports_schedulers_hooks_and_isinstance() -> None:
     model, registry = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, fused=True), registry, max_norm=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
@@ -120,7 +129,7 @@ def test_schedulers_hooks_and_isinstance() -> None:
     assert optimizer.grad_norm > 0.5
 
 
-def test_state_dict_continues_bit_for_bit() -> None:
+def test_optimizer_resumes_bitwise_from_state_dict() -> None:
     model, registry = small()
 
     def make(module: nn.Module) -> ParallelOptimizer:

@@ -1,4 +1,4 @@
-"""Whole steps by Triton's kernels, in its interpreter: torch's states and weights, and the dense model's on two ranks."""
+"""Complete steps with Triton kernels in the interpreter: results of torch, and of the dense model on two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Stepped = tuple[dict[str, Any], list[Tensor]]
 
 
 class Rows:
-    """Within, counts the tensors that are stepped, and the powers that are taken."""
+    """Counts the tensors that are stepped, and the powers that are computed, inside the context."""
 
     def __enter__(self) -> Rows:
         self.stepped = self.measured = 0
@@ -48,7 +48,7 @@ class Rows:
 
 
 def steps(name: str) -> tuple[Stepped, int, bool]:
-    """Five, one of which is skipped; gradients come and go."""
+    """Run five steps; one is skipped, and one gradient is missing in one step."""
     model = model_of()
     optimizer = of(model, MAKE[name])
     with Rows() as rows:
@@ -62,7 +62,7 @@ def steps(name: str) -> tuple[Stepped, int, bool]:
             optimizer.step()
             for grad, kept in before:
                 if grad is not None and kept is not None and step != 3 and rows.stepped:
-                    assert torch.equal(grad, kept), "a gradient was written to"
+                    assert torch.equal(grad, kept), "the step changed a gradient"
     state = optimizer.optimizer.state_dict(), [param.detach() for param in model]
     return state, rows.stepped, steps_on_device(optimizer.optimizer)
 
@@ -78,10 +78,10 @@ def by_both(name: str) -> tuple[Stepped, Stepped, int, bool]:
 @pytest.mark.default_cases(1)
 @needs_triton
 @pytest.mark.parametrize("name", MAKE)
-def test_states_and_weights_are_torchs(interpreted: Interpreted, name: str) -> None:
-    """Same keys, dtypes and shapes, values to rounding."""
+def test_triton_step_gives_states_and_weights_of_torch(interpreted: Interpreted, name: str) -> None:
+    """Equal keys, dtypes and shapes, and values up to rounding."""
     found, expected, rows, on_device = interpreted(by_both, name)
-    # Not the first step with dampening; and torch 2.11's Adagrad does not take the factor and the skip.
+    # torch makes the first step with dampening; torch 2.11's Adagrad supports neither the factor nor the skip flag.
     assert rows >= 4 * len(SHAPES) - 1 or not on_device
     assert found[0]["state"].keys() == expected[0]["state"].keys()
     close(found, expected)
@@ -89,8 +89,8 @@ def test_states_and_weights_are_torchs(interpreted: Interpreted, name: str) -> N
 
 @needs_triton
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_between_steps_is_seen(interpreted: Interpreted, change: str) -> None:
-    """By the tables that are kept from step to step."""
+def test_changes_of_tensors_between_triton_steps_are_detected(interpreted: Interpreted, change: str) -> None:
+    """The step caches tables of addresses."""
     found, expected = interpreted(changed, change, KERNELS)
     close(found, expected)
 
@@ -108,7 +108,7 @@ def full(name: str, seed: int) -> Tensor:
 
 
 def on_ranks(where: str, precision: Any) -> tuple[dict[str, Tensor], list[float], int, int]:
-    """This rank's masters after some steps of which one is skipped, the norms, and what the kernels did."""
+    """Return this rank's master weights after some steps (one skipped), the norms, and counts of kernel calls."""
     with ProcessGroupRegistry(TOPOLOGIES[where]) as registry, Rows() as rows:
         split = registry.size("tensor") if where == "tensor=2" else 1
         rank = registry.rank("tensor") if split > 1 else 0
@@ -128,7 +128,7 @@ def on_ranks(where: str, precision: Any) -> tuple[dict[str, Tensor], list[float]
             optimizer.zero_grad()
             for name, param in model.items():
                 own = gradient(name, step, registry.rank("data") if where == "data=2" else None)
-                param.grad = piece(own, name).clone()  # a bfloat16 parameter has a float32 gradient
+                param.grad = piece(own, name).clone()  # bfloat16 parameters have float32 gradients
                 if step == 1 and name == "bias":
                     param.grad[3] = torch.inf
             stats = optimizer.step()
@@ -142,13 +142,13 @@ def on_ranks(where: str, precision: Any) -> tuple[dict[str, Tensor], list[float]
 
 
 def gradient(name: str, step: int, data_rank: int | None) -> Tensor:
-    """One data rank's; without ranks their mean. All are exact in bfloat16, and so are means of two."""
+    """Return the gradient of a data rank, or the mean. All values are exact in bfloat16, also means of two."""
     parts = [full(name, 100 + 10 * step + rank).mul(8).round().div(8) for rank in (0, 1)]
     return sum(parts, torch.zeros(())) / 2 if data_rank is None else parts[data_rank]
 
 
 def dense(precision: str) -> tuple[dict[str, Tensor], list[float]]:
-    """In float64."""
+    """Train the dense model in float64."""
     values = {
         name: full(name, 1).to(torch.bfloat16 if precision == "bf16" else torch.float32).double() for name in FULL
     }
@@ -170,8 +170,8 @@ def dense(precision: str) -> tuple[dict[str, Tensor], list[float]]:
 @needs_triton
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("where", TOPOLOGIES)
-def test_a_step_on_two_ranks_is_the_dense_models(interpreted: Interpreted, where: str, precision: str) -> None:
-    """Reduced, measured, clipped, and skipped where a rank has an inf; masters and what is written of them in bfloat16."""
+def test_triton_step_on_two_ranks_matches_dense_model(interpreted: Interpreted, where: str, precision: str) -> None:
+    """Includes reduction, norm, clipping, a skipped step with inf on one rank, and bfloat16 weights from masters."""
     ranks = interpreted.run(2, on_ranks, where, precision)
     values, norms = dense(precision)
     for _, measured, stepped, powers in ranks:
@@ -200,7 +200,7 @@ def with_other_kernels(here: Kernels) -> str:
 
 
 @needs_triton
-def test_ranks_with_other_kernels_are_told_so_on_every_rank(interpreted: Interpreted) -> None:
+def test_different_kernels_on_ranks_raise_on_every_rank(interpreted: Interpreted) -> None:
     for said in interpreted.run(2, with_other_kernels, "torch"):
         assert (
             "kernels (use_kernels or MESHSTEP_KERNELS) is 'triton, interpreted' on rank 0 and 'torch' on rank 1" in said
@@ -208,11 +208,12 @@ def test_ranks_with_other_kernels_are_told_so_on_every_rank(interpreted: Interpr
     assert interpreted.run(2, with_other_kernels, "triton") == ["made"] * 2
 
 
-# Where they are not for what is there -----------------------------------------------------------------------------------
+# Unavailable kernels
+# -----------------------------------------------------------------------------------------------------
 
 
 @needs_triton
-def test_without_the_interpreter_tensors_of_a_cpu_are_not_theirs() -> None:
+def test_triton_without_interpreter_does_not_step_cpu_tensors() -> None:
     with using("auto"):
         on_cpu = choice.kernels_here()
     with using("triton"), mock.patch.object(choice, "_loaded", return_value=mock.Mock(interpreted=False)):
@@ -220,7 +221,7 @@ def test_without_the_interpreter_tensors_of_a_cpu_are_not_theirs() -> None:
         assert (choice.chosen.native is None) == (on_cpu == "torch")
 
 
-def test_without_the_package_the_choice_is_an_error_that_says_so() -> None:
+def test_selecting_triton_kernels_without_package_raises() -> None:
     missing = dict.fromkeys(("triton", "meshstep.optim.kernels.triton"))
     before = choice.kernels_chosen()
     choice._loaded.cache_clear()

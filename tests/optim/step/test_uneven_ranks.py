@@ -1,4 +1,4 @@
-"""Ranks whose parameters, gradients or thresholds are not alike: the right numbers, or an error on all of them."""
+"""Ranks with different parameters, gradients or thresholds: correct results, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) 
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         a = parameter("a", 16)
         groups: list[dict[str, Any]] = [{"params": [a]}]
-        loss, b = (a * 3).sum(), None  # a norm of 12 on each stage
+        loss, b = (a * 3).sum(), None  # gradient norm of 12 on each stage
         if registry.rank("pipe") == 0:
             b = parameter("b", 16)
             groups.append({"params": [b], "max_norm": 1.0})
@@ -48,10 +48,12 @@ def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("axes", "options"), [({"pipe": 2}, {}), ({"pipe": 2}, {"reduction": "per_group"}), ({"data": 2, "pipe": 2}, ZERO1)]
 )
-def test_stages_clip_by_the_same_norms(world: World, axes: dict[str, int], options: dict[str, Any]) -> None:
+def test_pipeline_stages_with_different_groups_clip_by_same_norms(
+    world: World, axes: dict[str, int], options: dict[str, Any]
+) -> None:
     common = 2.0 / (2 * 12**2) ** 0.5
     runs = world.run(Topology(roles=None, **axes).world_size, stages_with_different_groups, axes, options)
-    assert len({coef for _, _, coef in runs}) == 1, "the same bits"
+    assert len({coef for _, _, coef in runs}) == 1, "clip coefficients differ between ranks"
     for rank, (a, b, coef) in enumerate(runs):
         assert (a, coef) == pytest.approx((-3 * common, common))
         assert b == (pytest.approx(-1.0 / 4) if rank % 2 == 0 else None)
@@ -67,7 +69,7 @@ def different_thresholds() -> str:
         return "no error"
 
 
-def test_thresholds_that_differ(world: World) -> None:
+def test_group_thresholds_that_differ_between_stages_raise(world: World) -> None:
     for text in world.run(2, different_thresholds):
         assert text.startswith("max_norm of param group 0 is ")
 
@@ -84,7 +86,7 @@ def float16_sum(options: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("options", EVERYWHERE[:3], ids=str)
-def test_averages_of_float16_do_not_overflow(world: World, options: dict[str, Any]) -> None:
+def test_averaging_float16_gradients_does_not_overflow(world: World, options: dict[str, Any]) -> None:
     assert world.run(2, float16_sum, options) == [(-40000.0 / 2**14, 160000.0)] * 2
 
 
@@ -113,7 +115,7 @@ def late_sparse(precision: str, options: dict[str, Any], clip: bool) -> tuple[in
     ("precision", "options", "clip"),
     [("fp32", {}, True), ("bf16", {"offload": 1.0}, False), ("bf16", {"offload": 1.0}, True)],
 )
-def test_a_sparse_gradient_that_turns_up_late(
+def test_sparse_gradient_in_later_step_raises_on_its_rank_and_skips_once(
     world: World, precision: str, options: dict[str, Any], clip: bool
 ) -> None:
     assert world.run(2, late_sparse, precision, options, clip) == [(0, 1), (1, 1)]
@@ -143,7 +145,7 @@ def late_sparse_in_a_window(options: dict[str, Any]) -> tuple[int, int, list[flo
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": 1.0}], ids=str)
-def test_sparse_gradient_in_a_window_with_an_explicit_clip_skips_its_step_alone(
+def test_sparse_gradient_in_window_with_explicit_clip_skips_only_its_step(
     world: World, options: dict[str, Any]
 ) -> None:
     (errors, skipped, weights), (of_sparse, also_skipped, same_weights) = world.run(2, late_sparse_in_a_window, options)
@@ -171,13 +173,13 @@ def uneven_offload() -> list[list[float]]:
         return [param.tolist() for param in mine[:1]]
 
 
-def test_copies_of_which_only_some_are_offloaded(world: World) -> None:
+def test_replicas_offloaded_on_some_ranks_only_stay_equal(world: World) -> None:
     first, second = world.run(2, uneven_offload)
     assert first == second
 
 
 class Exchange(torch.autograd.Function):
-    """As experts do: over the axis, in backward as well."""
+    """All-reduce in forward and backward, like the token exchange of experts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -207,25 +209,25 @@ def experts(axis: str, options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("axis", ["expert", "data", "cp"])
-def test_gradients_wait_for_a_model_that_uses_the_axis(world: World, axis: str) -> None:
-    """With "expert" by its role, with "data" by a spec, with "cp" by its name."""
+def test_gradients_are_reduced_after_backward_if_model_communicates_over_the_axis(world: World, axis: str) -> None:
+    """ "expert" by its role, "data" by a spec, "cp" by its name."""
     plain = world.run(2, experts, axis, {})
     assert world.run(2, experts, axis, ZERO2) == plain
     assert world.run(2, experts, axis, {"overlap": True, "bucket_bytes": 64}) == plain
 
 
 def mean_of_gradients(name: str) -> float:
-    """What a copied weight becomes whose gradient is 1 on the first rank and 2 on the second."""
+    """Return a replicated weight after a step with gradient 1 on the first rank and 2 on the second."""
     with ProcessGroupRegistry(Topology(roles=None, **{name: 2})) as registry:
         w = parameter("w", 4)
-        # Along a model axis copies have the same gradients, and the first step would find that they don't.
+        # Along a model axis replicas must have equal gradients, which the first step would check.
         optimizer = ParallelOptimizer(sgd([w]), registry, check_replicas=False)
         optimizer.backward((w * (1.0 + registry.rank(name))).sum())
         optimizer.step()
         return float(w[0])
 
 
-def test_gradients_are_averaged_over_axes_of_the_usual_names(world: World) -> None:
+def test_gradients_are_averaged_over_axes_with_usual_data_parallel_names(world: World) -> None:
     replicas = ["data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp"]
     names = [*replicas, "cp", "context"]
     results = world.run_each(mean_of_gradients, [(2, (name,)) for name in names])
@@ -242,7 +244,7 @@ def experts_of_no_told_role(roles: Any, spec: P) -> list[str]:
         return [str(warning.message) for warning in caught]
 
 
-def test_an_expert_axis_that_only_shards_and_has_no_role_told_is_a_warning(world: World) -> None:
+def test_expert_axis_without_declared_role_warns(world: World) -> None:
     texts = world.run(4, experts_of_no_told_role, {}, P())
     assert [len(text) for text in texts] == [1, 0, 0, 0]
     assert texts[0][0].startswith("axis 'expert' shards experts and replicates router, but has no declared role")

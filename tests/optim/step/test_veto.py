@@ -1,4 +1,4 @@
-"""``commit=``: one rank's refusal skips the step on all of them, and is no overflow."""
+"""``commit=``: a rejection on one rank skips the step on all ranks, and does not count as overflow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def answers(kind: str, refuses: bool) -> Callable[[], Any]:
 def run_of(
     kind: str, accumulate: int | None = None
 ) -> tuple[list[tuple[bool, float, float, float]], tuple[int, int], list[float]]:
-    """(moved, vetoed, found_inf, skipped) of each step; skipped and vetoed steps in all; the loss scale after each."""
+    """Return (moved, vetoed, found_inf, skipped) per step, the counts of skipped and vetoed steps, and the loss
+    scales."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
 
@@ -57,8 +58,8 @@ def run_of(
 
 
 @pytest.mark.parametrize("kind", ["bool", "tensor"])
-def test_one_veto_skips_on_every_rank_and_leaves_the_loss_scale(world: World, kind: str) -> None:
-    """The second step is refused by rank 1, the third one overflows: only that one shrinks the scale."""
+def test_commit_rejection_on_one_rank_skips_on_all_ranks_and_keeps_loss_scale(world: World, kind: str) -> None:
+    """Rank 1 rejects the second step; the third step overflows, and only it reduces the scale."""
     for steps, counts, scales in world.run(2, run_of, kind):
         assert steps == [(True, 0, 0, 0), (False, 1, 0, 1), (False, 0, 1, 1), (True, 0, 0, 0)]
         assert counts == (2, 1)
@@ -66,13 +67,13 @@ def test_one_veto_skips_on_every_rank_and_leaves_the_loss_scale(world: World, ki
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_is_asked_once_a_window(world: World, accumulate: int) -> None:
+def test_commit_is_called_once_per_window(world: World, accumulate: int) -> None:
     for steps, *_ in world.run(2, run_of, "bool", accumulate):
         assert [vetoed for _, vetoed, *_ in steps] == [0, 1, 0, 0]
 
 
 def run_clipped_by_hand() -> list[tuple[bool, float]]:
-    """(moved, vetoed) of each step, of which the gradients were clipped twice before."""
+    """Return (moved, vetoed) per step, with gradients clipped twice before each step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
 
@@ -93,7 +94,7 @@ def run_clipped_by_hand() -> list[tuple[bool, float]]:
         return found
 
 
-def test_gradients_that_were_clipped_before_are_asked_about_once(world: World) -> None:
+def test_commit_is_called_once_after_explicit_clips(world: World) -> None:
     assert world.run(2, run_clipped_by_hand) == [[(True, 0), (False, 1), (True, 0)]] * 2
 
 
@@ -127,12 +128,12 @@ def raising(what: str) -> tuple[str, list[float], int]:
         ("number", "commit= returned 1: return True or False, or a 0-dim tensor of dtype bool"),
     ],
 )
-def test_what_it_raises_is_a_veto_to_the_others_who_go_on(world: World, what: str, told: str) -> None:
+def test_exception_in_commit_counts_as_rejection_on_other_ranks(world: World, what: str, told: str) -> None:
     assert world.run(2, raising, what) == [("", [0, 1, 0], 1), (told, [0, 1, 0], 1)]
 
 
 def continued(way: str, path: Path) -> list[tuple[int, int]]:
-    """(skipped, vetoed) steps of a run, of another one that goes on from its state, and one vetoed step later."""
+    """Return (skipped, vetoed) counts of a run, of a run resumed from its state, and after one more rejected step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
 
         def run_of_vetoes() -> Run:
@@ -140,7 +141,9 @@ def continued(way: str, path: Path) -> list[tuple[int, int]]:
                 "fp16 masters",
                 registry,
                 every=None,
-                commit=lambda: registry.global_rank == 0 or run.steps % 2 == 0,  # the 1st is refused, the 3rd, the 5th
+                commit=lambda: (
+                    registry.global_rank == 0 or run.steps % 2 == 0
+                ),  # rank 1 rejects the 1st, 3rd and 5th step
             )
             return run
 
@@ -160,19 +163,19 @@ def continued(way: str, path: Path) -> list[tuple[int, int]]:
                 del state["meshstep"]["vetoed_steps"]
             other.optimizer.load_state_dict(state)
         counts = [(run.optimizer.skipped_steps, run.optimizer.vetoed_steps) for run in (first, other)]
-        if way != "copy":  # whose parameters are others than the model's
+        if way != "copy":  # a copy has other parameters than the model
             other.step()
             counts.append((other.optimizer.skipped_steps, other.optimizer.vetoed_steps))
         return counts
 
 
 @pytest.mark.parametrize("way", ["state", "checkpoint", "torch's states", "copy"])
-def test_vetoes_are_counted_on_where_a_run_goes_on(world: World, tmp_path: Path, way: str) -> None:
+def test_count_of_rejected_steps_is_restored(world: World, tmp_path: Path, way: str) -> None:
     for counts in world.run(2, continued, way, tmp_path):
         assert counts == [(4, 3), (4, 3), (5, 4)][: len(counts)]
 
 
-def test_a_state_from_before_vetoes_were_counted_has_none(world: World, tmp_path: Path) -> None:
+def test_state_without_count_of_rejected_steps_loads_as_zero(world: World, tmp_path: Path) -> None:
     assert world.run(2, continued, "older state", tmp_path) == [[(4, 3), (4, 0), (5, 1)]] * 2
 
 
@@ -190,13 +193,13 @@ def counted(kind: str) -> list[Any]:
         return seen
 
 
-def test_it_takes_no_collective_and_no_host_read(world: World) -> None:
-    """A tensor on the CPU is read there, where nobody waits for it; one on a device is not."""
+def test_commit_needs_no_collective_or_host_read(world: World) -> None:
+    """A CPU tensor is read without waiting; a device tensor is not read."""
     runs = [world.run(2, counted, kind) for kind in ("none", "bool", "tensor")]
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_ranks_must_all_have_one_or_none(world: World) -> None:
+def test_commit_on_some_ranks_only_raises(world: World) -> None:
     for told in world.run(2, on_one_rank):
         assert "commit is 'given' on rank 0 and None on rank 1" in told
 
@@ -224,7 +227,7 @@ def step_of(optimizer: ParallelOptimizer[GradStats]) -> GradStats:
     return optimizer.step()
 
 
-def test_a_schedule_that_holds_on_skips_holds_on_a_veto() -> None:
+def test_hold_on_skip_holds_schedule_on_rejected_step() -> None:
     say = iter([True, False, False, True])
     optimizer = alone(commit=lambda: next(say))
     schedule = HoldOnSkip(MultiStepLR(optimizer, [1, 2, 3], gamma=0.1))
@@ -236,12 +239,12 @@ def test_a_schedule_that_holds_on_skips_holds_on_a_veto() -> None:
     assert rates == [0.05, 0.05, 0.05, 0.005]
 
 
-def test_stats_say_why_a_step_was_skipped() -> None:
+def test_stats_name_rejection_as_reason_of_skip() -> None:
     assert str(step_of(alone(commit=lambda: False))).endswith("skipped (a rank's veto)")
 
 
 class Manager:
-    """Of other groups: sockets and threads, which nobody copies."""
+    """An object with sockets and threads that must not be copied."""
 
     def should_commit(self) -> bool:
         return True
@@ -250,12 +253,12 @@ class Manager:
         raise AssertionError("it is copied")
 
 
-def test_a_copy_of_the_optimizer_asks_the_same() -> None:
+def test_copied_optimizer_shares_commit_function() -> None:
     manager = Manager()
     optimizer = copy.deepcopy(alone(commit=manager.should_commit))
     assert optimizer._setup.commit == manager.should_commit
 
 
-def test_what_can_not_be_called_is_refused() -> None:
+def test_commit_that_is_not_callable_raises() -> None:
     with pytest.raises(TypeError, match="commit=True: give a function without arguments that returns True or False"):
         alone(commit=cast(Any, True))

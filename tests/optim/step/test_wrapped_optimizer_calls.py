@@ -1,4 +1,5 @@
-"""Calls of the torch optimizer that a `ParallelOptimizer` wraps: `step` is refused, other methods act on the wrapper."""
+"""Direct calls of the torch optimizer that a `ParallelOptimizer` wraps: `step` raises, other methods act on the
+wrapper."""
 
 from __future__ import annotations
 
@@ -60,12 +61,12 @@ def stepped_by_the_wrapped_one(options: dict[str, Any]) -> tuple[bool, float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False}], ids=["plain", "fused", "single"])
-def test_wrapped_step_called_by_user_is_refused(world: World, options: dict[str, Any]) -> None:
+def test_step_of_wrapped_optimizer_called_by_user_raises(world: World, options: dict[str, Any]) -> None:
     results = world.run(2, stepped_by_the_wrapped_one, options)
     assert results[0] == results[1]
 
 
-def test_wrapped_step_is_refused_before_user_hooks_run() -> None:
+def test_step_of_wrapped_optimizer_raises_before_user_hooks_run() -> None:
     model, ran = small(), list[str]()
     inner = adamw(model)
     inner.register_step_pre_hook(lambda *_: ran.append("hook"))
@@ -78,7 +79,7 @@ def test_wrapped_step_is_refused_before_user_hooks_run() -> None:
     assert ran == ["hook"]
 
 
-def test_wrapped_step_called_by_torch_scaler_is_refused() -> None:
+def test_torch_grad_scaler_on_wrapped_optimizer_raises() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone())
@@ -90,7 +91,7 @@ def test_wrapped_step_called_by_torch_scaler_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_guarded_optimizer_keeps_the_fast_paths(fused: bool) -> None:
+def test_guarded_optimizer_still_uses_compiled_loops(fused: bool) -> None:
     model = small()
     inner = adamw(model, fused=fused)
     optimizer = ParallelOptimizer(inner, alone(), max_norm=0.5)
@@ -142,11 +143,11 @@ def by_several() -> None:
 
 
 @pytest.mark.parametrize("use", [by_a_schedule_on_the_wrapped_one, by_a_scaler, by_replay, by_several])
-def test_library_calls_of_the_wrapped_step_pass(use: Callable[[], None]) -> None:
+def test_internal_calls_of_wrapped_step_are_allowed(use: Callable[[], None]) -> None:
     use()
 
 
-def test_listed_optimizer_calls_are_refused_or_forwarded() -> None:
+def test_calls_on_one_of_several_wrapped_optimizers_raise_or_are_forwarded() -> None:
     model = small()
     sgd, adam = torch.optim.SGD([model.weight], lr=0.1), torch.optim.Adam([model.bias], lr=0.1)
     optimizer = ParallelOptimizer([sgd, adam], alone())
@@ -162,7 +163,7 @@ def test_listed_optimizer_calls_are_refused_or_forwarded() -> None:
     assert model.bias.grad is None
 
 
-def test_wrapped_zero_grad_clears_the_models_gradients() -> None:
+def test_zero_grad_of_wrapped_optimizer_clears_model_gradients() -> None:
     model = small()
     precision_of("bf16").prepare(model)
     inner = adamw(model)
@@ -179,7 +180,7 @@ def test_wrapped_zero_grad_clears_the_models_gradients() -> None:
     assert once == float(other.step().total_norm)
 
 
-def test_wrapped_zero_grad_waits_for_the_end_of_a_window() -> None:
+def test_zero_grad_of_wrapped_optimizer_waits_for_window_end() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone(), accumulation_steps=2)
@@ -190,7 +191,7 @@ def test_wrapped_zero_grad_waits_for_the_end_of_a_window() -> None:
     assert optimizer.step() is not None
 
 
-def test_wrapped_load_state_dict_needs_what_the_wrapper_needs() -> None:
+def test_load_state_dict_of_wrapped_optimizer_requires_master_weights() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone())
@@ -223,12 +224,12 @@ def group_added_to_the_wrapped_one() -> Tensor:
         return more.detach()
 
 
-def test_group_added_to_wrapped_optimizer_is_reduced(world: World) -> None:
+def test_param_group_added_to_wrapped_optimizer_is_reduced(world: World) -> None:
     for value in world.run(2, group_added_to_the_wrapped_one):
         assert torch.equal(value, torch.full((3,), 1 - 0.1 * 1.5))
 
 
-def test_wrapped_optimizer_is_free_when_the_wrapper_is_garbage() -> None:
+def test_wrapped_optimizer_is_unguarded_after_wrapper_is_deleted() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone())
@@ -261,7 +262,7 @@ def test_optimizer_wrapped_twice_is_guarded_once() -> None:
     second.step()
 
 
-def test_copies_of_the_wrapped_optimizer_are_unguarded() -> None:
+def test_copies_of_wrapped_optimizer_are_unguarded() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone())
@@ -277,7 +278,7 @@ def test_copies_of_the_wrapped_optimizer_are_unguarded() -> None:
         inner.step()
 
 
-def test_failed_construction_leaves_the_optimizer_free() -> None:
+def test_failed_construction_leaves_optimizer_unguarded() -> None:
     model = small()
     inner = adamw(model)
     with pytest.raises(ValueError, match="max_norm"):
@@ -293,11 +294,11 @@ def sharded_states_by_torch() -> bool:
         return bool(TorchStates(optimizer).state_dict()["state"])
 
 
-def test_states_made_for_torch_pass_the_guard(world: World) -> None:
+def test_torch_states_with_zero_pass_the_guard(world: World) -> None:
     assert world.run(2, sharded_states_by_torch) == [True, True]
 
 
-def test_wrapped_mode_change_reaches_the_model() -> None:
+def test_train_and_eval_of_wrapped_optimizer_update_model_weights() -> None:
     class Averaging(torch.optim.SGD):
         elementwise = True
 

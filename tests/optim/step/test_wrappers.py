@@ -1,4 +1,4 @@
-"""What frameworks do around a model and an optimizer: wrappers of wrappers, and optimizers with modes."""
+"""Wrappers of data-parallel modules, optimizers with train and eval modes, and torch.compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from world import World
 
 
 class Fabric(nn.Module):
-    """As a framework wraps: the wrapped module within, and the user's own beside it."""
+    """A wrapper that holds both the wrapped module and the user's module, as a framework may."""
 
     def __init__(self, module: nn.Module, own: nn.Module) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Fabric(nn.Module):
 
 
 class Outer(nn.Module):
-    """A wrapper that calls what it wraps `module`."""
+    """A wrapper that stores the wrapped module as `module`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Outer(nn.Module):
 
 
 def wrapped_steps(how: str, wrapper: str) -> list[float]:
-    """Two windows of two micro-batches; the weights."""
+    """Run two windows of two micro-batches and return the weights."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(4)
         own = nn.Linear(3, 2)
@@ -67,21 +67,21 @@ def wrapped_steps(how: str, wrapper: str) -> list[float]:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("wrapper", ["compiled", "fabric", "both"])
-def test_wrapped_data_parallel_modules_are_found(world: World, how: str, wrapper: str) -> None:
+def test_data_parallel_module_inside_other_wrappers_is_found(world: World, how: str, wrapper: str) -> None:
     expected = world.run(2, wrapped_steps, how, "")
     assert expected[0] == expected[1]
     for found in world.run(2, wrapped_steps, how, wrapper):
         assert found == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_a_module_without_data_parallelism_is_named() -> None:
+def test_wrapper_without_data_parallel_module_is_rejected() -> None:
     model = Fabric(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"data_parallel=Fabric: give the DistributedDataParallel module"):
         ParallelOptimizer(torch.optim.SGD(model.parameters()), ProcessGroupRegistry(Topology()), data_parallel=model)
 
 
 class Averaged(torch.optim.SGD):
-    """SGD that shows the mean of its first and its present weights in `eval`, as schedule-free optimizers do."""
+    """SGD whose `eval` weights are the mean of first and current weights, as in schedule-free optimizers."""
 
     elementwise = True
     training = True
@@ -110,7 +110,7 @@ class Averaged(torch.optim.SGD):
 
 
 def modes(states: tuple[Placement, ...], masters: bool) -> list[list[float]]:
-    """The model's weights at first, after a step, in eval, in train again, and after another step."""
+    """Return the model's weights: initial, after a step, in eval, in train again, and after another step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(2)
         model = nn.Linear(5, 3, bias=False)
@@ -137,7 +137,9 @@ def modes(states: tuple[Placement, ...], masters: bool) -> list[list[float]]:
 
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("states", [(), (Sharded("data"),), (Sharded("data"), Offloaded(1.0))], ids=str)
-def test_the_modes_of_the_optimizer_reach_the_model(world: World, states: tuple[Placement, ...], masters: bool) -> None:
+def test_train_and_eval_of_optimizer_update_model_weights(
+    world: World, states: tuple[Placement, ...], masters: bool
+) -> None:
     first, second = world.run(2, modes, states, masters)
     assert first == second
     start, stepped, shown, back, again = (torch.tensor(weights) for weights in first)
@@ -148,7 +150,7 @@ def test_the_modes_of_the_optimizer_reach_the_model(world: World, states: tuple[
     assert not torch.allclose(again, back, rtol=rtol, atol=atol)
 
 
-def test_an_optimizer_without_modes_has_nothing_to_change() -> None:
+def test_train_and_eval_of_plain_optimizer_change_nothing() -> None:
     model = nn.Linear(2, 2)
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters()), ProcessGroupRegistry(Topology()))
     before = model.weight.detach().clone()
@@ -157,7 +159,7 @@ def test_an_optimizer_without_modes_has_nothing_to_change() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_a_compiled_step_is_the_step() -> None:
+def test_compiled_step_matches_uncompiled_step() -> None:
     torch.compiler.reset()
     weights = []
     for compiled in (False, True):
@@ -174,7 +176,7 @@ def test_a_compiled_step_is_the_step() -> None:
     assert torch.equal(*weights)
 
 
-def test_that_a_step_is_no_graph_is_said_to_who_asks_for_one() -> None:
+def test_compiling_step_with_fullgraph_raises() -> None:
     torch.compiler.reset()
     param = nn.Parameter(torch.ones(2))
     optimizer = ParallelOptimizer(torch.optim.SGD([param]), ProcessGroupRegistry(Topology()))

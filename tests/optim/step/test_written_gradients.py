@@ -1,4 +1,4 @@
-"""Gradients that are written to between the last backward and `step`, by torch's clipping, are named by a warning."""
+"""Warnings for gradients that torch's clipping changes between the last backward and `step`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def small(seed: int = 0) -> nn.Linear:
 
 
 def said_in_steps(change: Change, options: dict[str, Any], micro_batches: int = 1, mode: Any = "fp32") -> list[str]:
-    """The warnings of three steps, with ``change`` between backward and step."""
+    """Return the warnings of three steps, with ``change`` applied between backward and step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = small()
@@ -75,7 +75,7 @@ ON_RANK_0 = "all gradients of rank 0 were written to between backward and step, 
 
 
 @pytest.mark.parametrize("change", [clip, clip_nothing, clip_value])
-def test_clipping_by_torch_on_replicas_is_named_once(world: World, change: Change) -> None:
+def test_torch_clipping_of_replicas_warns_once(world: World, change: Change) -> None:
     for said in world.run(2, said_in_steps, change, {"max_norm": 3.0}):
         assert len(said) == 1
         assert said[0].startswith(ON_RANK_0)
@@ -88,7 +88,9 @@ def test_clipping_by_torch_on_replicas_is_named_once(world: World, change: Chang
     [({"accumulation_steps": 2}, 2), (ZERO1, 1), ({"on_nonfinite": "raise"}, 1)],
     ids=["window", "zero1", "raise"],
 )
-def test_clipping_by_torch_is_named_in_every_mode(world: World, options: dict[str, Any], micro_batches: int) -> None:
+def test_torch_clipping_warns_with_windows_zero_and_on_nonfinite_raise(
+    world: World, options: dict[str, Any], micro_batches: int
+) -> None:
     for said in world.run(2, said_in_steps, clip, options, micro_batches):
         assert len(said) == 1
 
@@ -104,12 +106,12 @@ def test_clipping_by_torch_is_named_in_every_mode(world: World, options: dict[st
     ],
     ids=["no change", "no change, zero1", "some", "ddp", "overlap"],
 )
-def test_complete_or_unchanged_gradients_are_not_named(world: World, change: Change, options: dict[str, Any]) -> None:
+def test_complete_or_unchanged_gradients_do_not_warn(world: World, change: Change, options: dict[str, Any]) -> None:
     assert world.run(2, said_in_steps, change, options) == [[], []]
 
 
 def clipped_on_one_rank() -> str:
-    """A warning that is an error is one on every rank."""
+    """Return the error if a filter turns the warning into an error; it must be raised on every rank."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings():
         warnings.simplefilter("error")
         model = small()
@@ -124,11 +126,11 @@ def clipped_on_one_rank() -> str:
         return str(error.value)
 
 
-def test_clipping_on_one_rank_is_named_on_all(world: World) -> None:
+def test_torch_clipping_on_one_rank_is_reported_on_all_ranks(world: World) -> None:
     assert len({*world.run(2, clipped_on_one_rank)}) == 1
 
 
-def test_clipping_of_one_process_is_not_named() -> None:
+def test_torch_clipping_in_single_process_does_not_warn() -> None:
     model = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), ProcessGroupRegistry(Topology()))
     optimizer.backward(model(torch.ones(2, 4)).sum())
@@ -136,7 +138,7 @@ def test_clipping_of_one_process_is_not_named() -> None:
     optimizer.step()
 
 
-def test_clipping_of_scaled_gradients_is_named() -> None:
+def test_torch_clipping_of_scaled_gradients_warns() -> None:
     model, registry = small(), ProcessGroupRegistry(Topology())
     precision_of("fp16_naive").prepare(model, registry)
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
@@ -160,7 +162,7 @@ def unscaled_by_a_scaler() -> None:
         scaler.update()
 
 
-def test_unscaling_by_a_scaler_is_not_named(world: World) -> None:
+def test_unscaling_by_grad_scaler_does_not_warn(world: World) -> None:
     world.run(2, unscaled_by_a_scaler)
 
 
@@ -177,11 +179,11 @@ def silenced() -> None:
         optimizer.step()
 
 
-def test_warning_of_written_gradients_can_be_silenced(world: World) -> None:
+def test_written_gradients_warning_can_be_filtered(world: World) -> None:
     world.run(2, silenced)
 
 
-# A backward that the window of managed accumulation is not told of ----------------------------------------------------
+# loss.backward() instead of optimizer.backward(loss) in a managed window ----------------------------------------------
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -200,7 +202,8 @@ def mask(params: Iterable[Tensor]) -> None:
 
 
 def managed(mode: str, precision: Any, plain_at: tuple[int, int] | None) -> tuple[list[str], int, list[float]]:
-    """Five windows of three micro-batches; ``loss.backward()`` is called for one micro-batch of one of them."""
+    """Run five windows of three micro-batches with ``loss.backward()`` for one micro-batch. Return errors, steps
+    and weights."""
     options = MODES[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = small()
@@ -242,7 +245,7 @@ def _local(param: Tensor) -> Tensor:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("mode", ["plain", "zero1"])
 @pytest.mark.parametrize("part", [1, 2])
-def test_plain_backward_in_a_managed_window_raises_in_the_next_micro_batch(
+def test_plain_backward_in_managed_window_raises_in_next_micro_batch(
     world: World, mode: str, precision: str, part: int
 ) -> None:
     for texts, steps, _ in world.run(2, managed, mode, precision, (1, part)):
@@ -255,14 +258,14 @@ def test_plain_backward_in_a_managed_window_raises_in_the_next_micro_batch(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_managed_window_by_optimizer_backward_never_raises(world: World, mode: str) -> None:
+def test_managed_window_with_optimizer_backward_does_not_raise(world: World, mode: str) -> None:
     for precision in ("fp32", "bf16") if mode not in ("fsdp", "ddp") else ("fp32",):
         for texts, steps, _ in world.run(2, managed, mode, precision, None):
             assert (texts, steps) == ([], 5)
 
 
 @pytest.mark.parametrize("change", [mask, clip, clip_value])
-def test_gradients_changed_within_a_managed_window_are_no_backward(change: Change) -> None:
+def test_gradients_changed_in_managed_window_do_not_count_as_backward(change: Change) -> None:
     model = small()
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=2)
@@ -273,7 +276,7 @@ def test_gradients_changed_within_a_managed_window_are_no_backward(change: Chang
         optimizer.zero_grad()
 
 
-def test_backward_in_a_managed_window_is_seen_though_the_last_parameter_was_frozen() -> None:
+def test_plain_backward_in_managed_window_is_detected_after_freezing_last_parameter() -> None:
     model = small()
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=3)
@@ -285,8 +288,8 @@ def test_backward_in_a_managed_window_is_seen_though_the_last_parameter_was_froz
         optimizer.backward(model(torch.ones(2, 4)).sum())
 
 
-def test_backward_between_two_managed_windows_is_left_alone() -> None:
-    """A hook that looks for it stays only within a window."""
+def test_plain_backward_between_managed_windows_is_allowed() -> None:
+    """The hook that detects it exists only within a window."""
     model = small()
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=2)

@@ -1,4 +1,4 @@
-"""What people write from habit is an error that says what to write here, on every rank."""
+"""Arguments of other libraries and wrong objects raise errors that say what to write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
         ),
     ],
 )
-def test_an_argument_of_another_library_says_what_it_is_here(name: str, advice: str) -> None:
+def test_argument_name_of_other_library_is_rejected_with_right_name(name: str, advice: str) -> None:
     options: dict[str, Any] = {name: 1.0}
     with pytest.raises(TypeError, match=f"ParallelOptimizer has no argument {name}=: {advice}"):
         ParallelOptimizer(adam(nn.Linear(2, 2)), ProcessGroupRegistry(ALONE), **options)
@@ -63,7 +63,7 @@ def test_an_argument_of_another_library_says_what_it_is_here(name: str, advice: 
     ],
     ids=["optimizer", "booster", "clipping", "layer", "monitor", "loader", "shard"],
 )
-def test_a_topology_for_a_registry_says_what_to_give(use: Callable[[Any], object]) -> None:
+def test_topology_instead_of_registry_is_rejected_with_advice(use: Callable[[Any], object]) -> None:
     advice = r"a topology has no process groups; give ProcessGroupRegistry\(Topology\(data=1, tensor=1\)\) instead"
     with pytest.raises(AttributeError, match=advice):
         use(ALONE)
@@ -77,15 +77,15 @@ def refused_with_parameters_on_one_rank() -> str:
     return str(error.value)
 
 
-def test_parameters_for_an_optimizer_are_refused_on_all_ranks(world: World) -> None:
+def test_parameters_instead_of_optimizer_are_rejected_on_all_ranks(world: World) -> None:
     for text in world.run(2, refused_with_parameters_on_one_rank):
         assert "the optimizer is a generator, not a torch optimizer: make one of the parameters first" in text
 
 
-def test_a_boosted_model_s_parameters_have_their_names() -> None:
+def test_boosted_parameters_get_their_full_names() -> None:
     first = nn.Linear(2, 2)
     model = nn.Sequential(first, nn.Linear(2, 2))
-    annotate(first.weight, P())  # by its layer, which doesn't know what it is called
+    annotate(first.weight, P())  # declared by the layer, without a name
     Booster().boost(model, adam(model))
     names = [annotation.name for param in model.parameters() if (annotation := annotation_of(param)) is not None]
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]

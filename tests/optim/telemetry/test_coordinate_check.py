@@ -1,4 +1,5 @@
-"""The coordinate check: growth with the width where there is some, none under muP, the same on split models."""
+"""The coordinate check: changes grow with the width in the standard parametrization but not in muP, also when
+sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ WIDTHS = (32, 64, 128, 256)
 
 
 class Layer(nn.Module):
-    """[out, in] in pieces: by outputs, whose activation stays split, or by inputs, whose sum is whole."""
+    """An [out, in] layer, sharded by outputs with a sharded activation, or by inputs with an all-reduced output."""
 
     def __init__(self, full: Tensor, spec: P, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Net(nn.Module):
         rows, columns = (P("tensor"), P(None, "tensor")) if split else (P(), P())
         self.first = Layer(normal(width, 8, std=8**-0.5), rows, registry)
         self.last = Layer(normal(4, width, std=1 / width if mup else width**-0.5), columns, registry)
-        # Adam's rate of hidden-to-output weights, by fan in.
+        # Adam's learning rate of hidden-to-output weights depends on the fan-in.
         self.rates = {"first": 0.01, "last": 0.01 / width if mup else 0.01}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def checked(topology: Topology, mup: bool) -> CoordinateCheck:
         return coordinate_check(partial(trial, registry=registry, mup=mup), WIDTHS, registry)
 
 
-def test_changes_grow_with_the_width_in_the_standard_parametrization_and_not_in_mup(world: World) -> None:
+def test_coordinate_check_finds_growth_in_standard_parametrization_but_not_in_mup(world: World) -> None:
     ((standard,), (mup,)) = world.run_each(checked, [(1, (Topology(), False)), (1, (Topology(), True))])
     assert standard.slopes()["last"] > 0.4
     assert abs(mup.slopes()["last"]) < 0.15
@@ -77,14 +78,14 @@ def test_changes_grow_with_the_width_in_the_standard_parametrization_and_not_in_
     assert str(standard).splitlines()[0].split() == ["layer", "32", "64", "128", "256", "slope"]
 
 
-def test_a_split_model_has_the_changes_of_the_dense_one(world: World) -> None:
+def test_coordinate_check_of_sharded_model_matches_dense_model(world: World) -> None:
     dense, *rest = world.run_each(checked, [(1, (Topology(), True)), (2, (Topology(tensor=2), True))])
     for check in rest[0]:
         for layer, values in check.changes.items():
             assert values == pytest.approx(dense[0].changes[layer], rel=1e-11)
 
 
-def test_bad_arguments() -> None:
+def test_coordinate_check_rejects_invalid_arguments() -> None:
     registry = ProcessGroupRegistry(Topology())
     build = partial(trial, registry=registry, mup=True)
     with pytest.raises(ValueError, match="give two or more"):

@@ -1,4 +1,4 @@
-"""Monitor: the right numbers in each report, one host read a report and none in between, on any topology."""
+"""Monitor: correct values per report, one host read per report and none in between, on any mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from world import World
 
 
 def stats_of(step: int, **parts: Any) -> GradStats:
-    """Norm = step + 1; skipped in every third step."""
+    """Return stats with norm = step + 1; every third step is skipped."""
     values: dict[str, Any] = {
         "total_norm": torch.tensor(step + 1.0, dtype=torch.float64),
         "clip_coef": torch.tensor(0.5, dtype=torch.float64),
@@ -30,7 +30,7 @@ def stats_of(step: int, **parts: Any) -> GradStats:
 
 
 class CountedReads(TorchDispatchMode):
-    """Counts tensors whose values go to Python, ``tolist`` among them (one read an element on the CPU)."""
+    """Counts reads of tensor values in Python, including ``tolist`` (one read per element on the CPU)."""
 
     reads = 0
 
@@ -41,13 +41,13 @@ class CountedReads(TorchDispatchMode):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that Monitor sees; change its one element."""
+    """The current time for Monitor; change its only element."""
     now = [100.0]
     monkeypatch.setattr("meshstep.optim.telemetry.monitor.time.perf_counter", lambda: now[0])
     return now
 
 
-def test_a_report_has_what_happened_since_the_last(clock: list[float]) -> None:
+def test_report_covers_steps_since_last_report(clock: list[float]) -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=4, unit="tokens")
     counts = [3, 5, 2, 6, 4, 4, 1, 7, 9]
@@ -65,7 +65,7 @@ def test_a_report_has_what_happened_since_the_last(clock: list[float]) -> None:
     assert [report.skipped_steps for report in reports] == [1, 2]
 
 
-def test_micro_batches_are_no_steps(clock: list[float]) -> None:
+def test_micro_batches_do_not_count_as_steps_in_report(clock: list[float]) -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=2)
     for step in range(2):
@@ -77,7 +77,7 @@ def test_micro_batches_are_no_steps(clock: list[float]) -> None:
     assert reports[0].per_second == pytest.approx(2.0)
 
 
-def test_no_host_read_between_reports_and_one_transfer_a_report() -> None:
+def test_monitor_reads_on_host_once_per_report() -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=5)
     names = {f"layer{index}": torch.tensor(float(index), dtype=torch.float64) for index in range(6)}
@@ -97,12 +97,12 @@ def test_no_host_read_between_reports_and_one_transfer_a_report() -> None:
         patch.setattr(Tensor, "tolist", counted_tolist)
         monitor(stats, loss)
     assert len(transfers) == 1
-    assert counted.reads in (0, transfers[0]), "something but the one tolist reads the host"
+    assert counted.reads in (0, transfers[0]), "only one tolist may read on the host"
     assert reports[0].loss_scale == 1024
     assert reports[0].parameter_norms == {name: float(norm) for name, norm in names.items()}
 
 
-def test_nonfinite_numbers_are_reported_as_they_are() -> None:
+def test_monitor_reports_nonfinite_values() -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=1)
     monitor(stats_of(2, total_norm=torch.tensor(math.inf)), torch.tensor(math.nan))
@@ -114,7 +114,7 @@ def test_nonfinite_numbers_are_reported_as_they_are() -> None:
     assert reports[1].skipped_steps == 1
 
 
-def test_one_line_and_scalars() -> None:
+def test_report_prints_as_one_line_and_lists_scalars() -> None:
     report = Report(20, 0.25, 1.5, 0.6667, 65536.0, 2, 812.4, "samples", (1.0, 1.1), {"fc.weight": 0.5})
     assert str(report) == "loss 0.2500, norm 1.5, clip 0.667, scale 65536, skipped 2, 812 samples/s"
     assert report.scalars() == {
@@ -134,13 +134,13 @@ def test_one_line_and_scalars() -> None:
 
 
 @pytest.mark.parametrize("every", [0, 2.5, True])
-def test_bad_every(every: Any) -> None:
+def test_monitor_rejects_invalid_interval(every: Any) -> None:
     with pytest.raises(ValueError, match="give a whole number of steps >= 1"):
         Monitor(ProcessGroupRegistry(Topology()), every=every)
 
 
 def train_on_ranks(topology: Topology) -> tuple[list[Report], float]:
-    """Data coordinate d has 3 + d samples a step and loss 10 + d, which only the last pipeline stage knows."""
+    """Train with 3 + d samples per step and loss 10 + d on data coordinate d; only the last stage has the loss."""
     reports: list[Report] = []
     with ProcessGroupRegistry(topology) as registry:
         model = nn.Linear(4, 3)
@@ -163,7 +163,7 @@ def train_on_ranks(topology: Topology) -> tuple[list[Report], float]:
 
 
 @pytest.mark.parametrize("topology", [Topology(data=2, tensor=2), Topology(pipe=2, data=2), Topology()], ids=str)
-def test_losses_and_counts_are_those_of_all_ranks(world: World, topology: Topology) -> None:
+def test_report_combines_losses_and_counts_of_all_ranks(world: World, topology: Topology) -> None:
     (reports, norm), *others = world.run(topology.world_size, train_on_ranks, topology)
     assert all(not their_reports for their_reports, _ in others), "callbacks run on global rank 0 only"
     (report,) = reports
@@ -177,11 +177,11 @@ def test_losses_and_counts_are_those_of_all_ranks(world: World, topology: Topolo
     assert math.sqrt(powers) == pytest.approx(norm)
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_writer_writes_scalars(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with TensorBoardWriter(tmp_path / "unused"):
         pass
-    assert not (tmp_path / "unused").exists(), "a rank without reports makes no file"
+    assert not (tmp_path / "unused").exists(), "a writer without reports must not create a file"
     with TensorBoardWriter(tmp_path) as board:
         monitor = Monitor(ProcessGroupRegistry(Topology()), board, every=2)
         for step in range(4):
@@ -192,16 +192,17 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(point.step, point.value) for point in found.Scalars("loss")] == [(2, 0.5), (4, 2.5)]
 
 
-def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tensorboard_writer_without_package_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"needs the package tensorboard .*pip install 'meshstep\[tensorboard\]'"):
         TensorBoardWriter(tmp_path)
 
 
-# Steps that were skipped, the end, and going on ------------------------------------------------------------------------
+# Skipped steps, flush and resuming
+# -------------------------------------------------------------------------------------
 
 
-def test_the_loss_of_a_skipped_step_does_not_spoil_a_report() -> None:
+def test_loss_of_skipped_step_is_excluded_from_report() -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=6)
     losses = [1.0, 2.0, math.nan, 4.0, 5.0, 6.0, 7.0, math.nan, math.inf, 1.0, 1.0, 1.0]  # 2, 5, 8 and 11 are skipped
@@ -213,11 +214,11 @@ def test_the_loss_of_a_skipped_step_does_not_spoil_a_report() -> None:
     total = sum(2 * 0.5 + losses[step] * (step + 1) for step in counted)
     assert reports[0].loss == pytest.approx(total / sum(2 + step + 1 for step in counted))
     assert reports[1].loss is not None
-    assert math.isnan(reports[1].loss), "step 7 was taken, with a loss that is not finite"
+    assert math.isnan(reports[1].loss), "step 7 was applied, with a non-finite loss"
 
 
 def skipped_on_ranks() -> list[float | None]:
-    """Only rank 1 sees a loss that isn't finite; both skip."""
+    """Give a non-finite loss on rank 1 only in a step that both ranks skip."""
     reports: list[Report] = []
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         monitor = Monitor(registry, reports.append, every=3)
@@ -227,13 +228,13 @@ def skipped_on_ranks() -> list[float | None]:
     return [report.loss for report in reports]
 
 
-def test_a_loss_that_one_rank_lost_is_left_out_there(world: World) -> None:
+def test_loss_of_skipped_step_is_excluded_on_all_ranks(world: World) -> None:
     (loss,), others = world.run(2, skipped_on_ranks)
     assert loss == pytest.approx((0 + 1 + 2 + 10 + 11) / 5)
     assert others == []
 
 
-def test_flush_reports_what_is_left(clock: list[float]) -> None:
+def test_flush_reports_remaining_steps(clock: list[float]) -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=3)
     monitor.flush()
@@ -247,7 +248,7 @@ def test_flush_reports_what_is_left(clock: list[float]) -> None:
     assert reports[1].per_second == pytest.approx(6 / 4)
 
 
-def test_a_loaded_monitor_goes_on_counting() -> None:
+def test_monitor_continues_counting_from_loaded_state() -> None:
     reports: list[Report] = []
     first = Monitor(ProcessGroupRegistry(Topology()), every=2)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""A monitor that only some ranks make, or call, is an error that names the calls; it used to abort the process in gloo."""
+"""A monitor that only some ranks create or call raises an error that names the calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from world import World
 
 
 def run(how: str) -> str:
-    """Steps with a monitor that rank 0 alone makes before the first step or after three, or that rank 0 alone calls."""
+    """Run steps with a monitor that rank 0 alone creates before the first or the fourth step, or that rank 0 alone
+    calls."""
     with ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=5), apart=True) as registry:
         w = parameter("w", 64, value=1.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=0.1), registry)
@@ -38,7 +39,7 @@ def run(how: str) -> str:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("how", ["made alone", "made alone later", "called alone"])
-def test_monitor_on_one_rank_is_an_error_on_every_rank(world: World, how: str) -> None:
+def test_monitor_on_one_rank_only_raises_on_every_rank(world: World, how: str) -> None:
     for text in world.run(2, run, how):
         assert "Monitor" in text
         assert "Every rank must make the same calls in the same order" in text
@@ -53,7 +54,7 @@ def made_with(every: tuple[Any, Any]) -> str:
         return "no error"
 
 
-def test_monitors_of_different_intervals_are_an_error(world: World) -> None:
+def test_monitors_with_different_intervals_raise(world: World) -> None:
     for text in world.run(2, made_with, (2, 3)):
         assert text.startswith("every= of Monitor is 2 on rank 0 and 3 on rank 1")
     first, second = world.run(2, made_with, (2, 0))

@@ -1,4 +1,4 @@
-"""Where reports go: lines, tables, services, a page; and that a run which goes on goes on in its files."""
+"""Report outputs: JSON lines, CSV, terminal, services, HTML page; resumed runs continue in their files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ FIGURES = {"update_ratio/total": 0.01, "update_ratio/up": 0.02}
 # Lines ----------------------------------------------------------------------------------------------------------------
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_json_lines_writes_one_report_per_line(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "a.jsonl"
     with JsonLines(path) as lines:
-        assert not path.exists(), "a rank without reports makes no file"
+        assert not path.exists(), "a writer without reports must not create a file"
         lines(report(10))
-        assert len(read_json_lines(path)) == 1, "flushed at once"
+        assert len(read_json_lines(path)) == 1, "each report must be flushed"
         lines(report(20, loss=math.nan, grad_norm=math.inf, measured_step=15, figures=FIGURES))
     first, second = read_json_lines(path)
     assert first == {"step": 10, **report(10).scalars()}
@@ -52,7 +52,7 @@ def test_json_lines(tmp_path: Path) -> None:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_csv_gets_columns_as_figures_come(tmp_path: Path) -> None:
+def test_csv_file_adds_columns_for_new_figures(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     with CsvFile(path) as rows:
         rows(report(10))
@@ -91,13 +91,13 @@ def monitored(file: Any, steps: int, state: dict[str, int] | None = None) -> Mon
 
 
 @pytest.mark.parametrize("kind", [JsonLines, CsvFile])
-def test_a_resumed_run_goes_on_in_its_file_and_what_was_given_up_moves_aside(kind: Any, tmp_path: Path) -> None:
+def test_resumed_run_continues_in_file_and_moves_dropped_steps_aside(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / ("run.csv" if kind is CsvFile else "run.jsonl")
     with kind(path) as file:
         monitored(file, 8)
     assert steps_in(path) == [2, 4, 6, 8]
     with open(path, "a") as cut:
-        cut.write('{"step": 10, "lo' if kind is JsonLines else "1")  # the process died there
+        cut.write('{"step": 10, "lo' if kind is JsonLines else "1")  # as if the process died here
     with kind(path) as file:
         monitored(file, 3, {"step": 5, "skipped_steps": 0})
     assert steps_in(path) == [2, 4, 6, 8]
@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_in_its_file_and_what_was_given_up_moves_aside(kin
     assert len(Path(f"{path}.dropped").read_text().splitlines()) == 3 + 4
 
 
-def test_a_file_of_something_else_is_no_run(tmp_path: Path) -> None:
+def test_read_json_lines_rejects_other_files(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"line 2 of .* is no report"):
@@ -130,7 +130,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_prints_plain_lines_without_tty_or_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     for screen in (io.StringIO(), Screen()):
         monkeypatch.setitem(sys.modules, "rich.live", None)
         with Terminal(screen) as terminal:
@@ -138,7 +138,7 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
         assert screen.getvalue() == "step 10: loss 0.2500, norm 20, clip 0.5, 10 tokens/s\n"
 
 
-def test_a_live_table_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_live_table_with_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
@@ -172,7 +172,7 @@ def test_terminal_shows_markup_and_escape_codes_in_names_as_text(monkeypatch: py
     assert "\x07" not in found
 
 
-def test_terminal_without_unicode_gets_plain_lines() -> None:
+def test_terminal_without_unicode_prints_plain_lines() -> None:
     class Ascii(Screen):
         encoding = "ascii"
 
@@ -183,7 +183,7 @@ def test_terminal_without_unicode_gets_plain_lines() -> None:
 
 
 @pytest.mark.parametrize("kind", [JsonLines, CsvFile])
-def test_files_have_no_control_characters_of_names(kind: Any, tmp_path: Path) -> None:
+def test_output_files_escape_control_characters_in_names(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with kind(path) as file:
         file(report(1, figures={**NAMES, "grad_norm/a\nb\udc80": 4.0}))
@@ -191,20 +191,20 @@ def test_files_have_no_control_characters_of_names(kind: Any, tmp_path: Path) ->
     assert len(lines) == (1 if kind is JsonLines else 2)
     assert all(line.isprintable() for line in lines)
     assert r"\x1b]0;title" in lines[0].replace("\\\\", "\\")
-    with kind(path) as file:  # the header is read again
+    with kind(path) as file:  # reads the header again
         file(report(2, figures=NAMES))
     assert len(path.read_text().splitlines()) == len(lines) + 1
 
 
-def test_what_is_always_one_is_not_drawn_as_what_is_always_zero() -> None:
+def test_sparkline_of_constant_values_depends_on_value() -> None:
     assert [drawn(deque([value] * 2)) for value in (0.0, 1.0, math.inf)] == ["▁▁", "██", "!!"]
 
 
 # Services -------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_and_biases_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no network here: what is called is compared with the calls of the package's own documentation."""
+def test_weights_and_biases_writer_makes_documented_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake checks the calls that the package documents; tests have no network."""
     calls: list[Any] = []
 
     class Run:
@@ -220,7 +220,7 @@ def test_weights_and_biases_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with WeightsAndBiases(project="p", mode="offline") as board:
-        assert calls == [], "a rank without reports starts no run"
+        assert calls == [], "a writer without reports must not start a run"
         board(report(10, figures=FIGURES))
         board(report(20))
         board.close()
@@ -235,15 +235,16 @@ def test_weights_and_biases_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> 
         WeightsAndBiases()
 
 
-def test_weights_and_biases_offline(tmp_path: Path) -> None:
-    """The package itself, where it is installed."""
+def test_weights_and_biases_offline_writes_run(tmp_path: Path) -> None:
+    """Runs only if the package is installed."""
     pytest.importorskip("wandb")
     with WeightsAndBiases(project="p", mode="offline", dir=str(tmp_path)) as board:
         board(report(10, figures=FIGURES))
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# The HTML page
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Elements(HTMLParser):
@@ -262,7 +263,7 @@ class Elements(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_writes_self_contained_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.jsonl"
     with JsonLines(path) as lines:
         for step in range(10, 60, 10):
@@ -280,11 +281,11 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path, capsys: 
     by_name = dict(zip(re.findall(r"<h2>(.*?)</h2>", text), charts, strict=True))
     assert by_name["loss"]["series"] == [["loss", [[10, 0.1], [20, 0.05], [30, "nan"], [40, 0.025], [50, 0.02]]]]
     assert [label for label, _ in by_name["update ratio"]["series"]] == ["total", "up"]
-    assert "<title>loss, step 20: 0.05</title>" in text, "without scripts too values show"
+    assert "<title>loss, step 20: 0.05</title>" in text, "values must be readable without scripts"
     assert text.count('class="broken"') == 1
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_explains_invalid_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     cases = (
@@ -301,7 +302,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "RUN.jsonl" in done.stdout
 
 
-def test_report_title_in_an_ascii_locale_is_written(tmp_path: Path) -> None:
+def test_report_title_is_written_in_ascii_locale(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with JsonLines(path) as lines:
         lines(report(10))
@@ -320,7 +321,7 @@ def test_report_title_in_an_ascii_locale_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"step": 1, "x": [1]}', '{"step": 1, "x": "a"}', '{"step": 1' + "0" * 400 + "}"])
-def test_command_says_that_a_line_with_no_numbers_is_no_report(
+def test_report_command_rejects_lines_without_numbers(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run\x1b[31m.jsonl"
@@ -331,7 +332,7 @@ def test_command_says_that_a_line_with_no_numbers_is_no_report(
     assert r"run\x1b[31m.jsonl is no report" in error
 
 
-def test_what_a_user_writes_is_text_on_the_page() -> None:
+def test_page_escapes_titles_and_names() -> None:
     text = page("<b>&", [{"step": 1, "x/<script>": 1.0}])
     assert "<b>&</" not in text
     assert "x/<script>" not in text
@@ -341,12 +342,12 @@ def test_what_a_user_writes_is_text_on_the_page() -> None:
     assert "\x07" not in text
 
 
-def test_scales_have_round_ticks_within_them() -> None:
+def test_chart_scales_have_round_ticks_in_range() -> None:
     assert Scale.of([0.0, 10.0], 0, 100).ticks(5) == [0, 2, 4, 6, 8, 10]
     assert Scale.of([1e-3, 50.0], 0, 100).ticks(5) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10])
     assert Scale.of([0.3, 10.0], 0, 100).log
     for alike, low, high in ((2.0, 0.0, 2.5), (-2.0, -2.5, 0.0), (0.0, 0.0, 1.0)):
-        assert Scale.of([alike, alike], 0, 100) == Scale(low, high, 0, 100), "from zero on"
+        assert Scale.of([alike, alike], 0, 100) == Scale(low, high, 0, 100), "constant values are scaled from zero"
     assert Scale.of([], 0, 100).ticks(5)
     assert chart("one", {"one": [(3, 1.0)]}).count('class="dot"') == 1
     assert [number(value) for value in (0.0, 1234.5678, 12345678.0, 1e-5, math.inf)] == [
@@ -358,7 +359,7 @@ def test_scales_have_round_ticks_within_them() -> None:
     ]
 
 
-def test_spikes_survive_thinning() -> None:
+def test_thinning_of_points_keeps_spikes_and_nan() -> None:
     points = [(float(step), 1.0) for step in range(10_000)]
     points[4321] = (4321.0, 99.0)
     points[8765] = (8765.0, math.nan)
@@ -371,7 +372,7 @@ def test_spikes_survive_thinning() -> None:
 # Flops ----------------------------------------------------------------------------------------------------------------
 
 
-def test_utilization_is_what_the_model_needs_of_what_all_devices_could_do() -> None:
+def test_utilization_is_needed_flops_divided_by_peak_flops_of_all_devices() -> None:
     registry = ProcessGroupRegistry(Topology())
     assert Flops(per_count=6e9, peak=1e15).utilization(50_000, registry) == pytest.approx(0.3)
     model = nn.Linear(9, 10)

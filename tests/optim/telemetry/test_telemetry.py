@@ -1,4 +1,4 @@
-"""What a measured step costs in collectives, what labels there are, what is refused, and that a run goes on."""
+"""Telemetry: collectives of a measured step, labels, rejected arguments, and resuming."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def last(telemetry: Telemetry) -> Measurement:
 
 
 def beyond_a_plain_step(layout: Layout, options: dict[str, Any]) -> list[Counter[str]]:
-    """The collectives of four steps, of which the second and the fourth are measured, less those of a plain one."""
+    """Return the collectives of four steps beyond those of a plain step; the second and fourth are measured."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
         optimizer = ParallelOptimizer(sgd(model), registry, max_norm=1.0)
@@ -68,12 +68,12 @@ def beyond_a_plain_step(layout: Layout, options: dict[str, Any]) -> list[Counter
         return [count - counts[1] for count in counts[2:]]
 
 
-def test_a_measured_step_has_one_collective_more_and_no_step_reads_the_host(world: World) -> None:
+def test_measured_step_needs_one_more_collective_and_no_host_read(world: World) -> None:
     ways: list[tuple[Layout, dict[str, Any], int]] = [
         (GRID, {}, 1),
         (BOTH, {"by": "parameter"}, 1),
         (BOTH, {"spectral": SpectralNorms(iterations=3)}, 1 + 2 * 3),
-        (BOTH, {"noise": NoiseScale()}, 1 + 1),  # the bias's pending sum over tensor
+        (BOTH, {"noise": NoiseScale()}, 1 + 1),  # the partial gradient of the bias over tensor
         (LAYOUTS["data"], {"noise": NoiseScale()}, 1),
     ]
     found = world.run_each(beyond_a_plain_step, [(w.topology.world_size, (w, options)) for w, options, _ in ways])
@@ -83,7 +83,7 @@ def test_a_measured_step_has_one_collective_more_and_no_step_reads_the_host(worl
             assert measured == [0, more, 0, more], (layout, options)
 
 
-def test_a_closed_one_measures_no_more() -> None:
+def test_closed_telemetry_measures_nothing() -> None:
     model = nn.Linear(3, 2)
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1)
@@ -101,14 +101,14 @@ def test_a_closed_one_measures_no_more() -> None:
 
 
 @pytest.mark.parametrize(("mode", "scale"), [("fp16", 2.0**16), ("bf16", 1.0)])
-def test_with_masters_norms_are_the_masters_and_underflow_is_of_scaled_gradients(mode: str, scale: float) -> None:
+def test_telemetry_uses_master_weights_and_underflow_of_scaled_gradients(mode: str, scale: float) -> None:
     model = nn.ParameterList([torch.tensor([3.0, 4.0, 12.0, 0.0])])
     precision_of(mode).prepare(model, ProcessGroupRegistry(Topology()))
     optimizer = alone(model, precision=mode, max_norm=0.5)
     telemetry = Telemetry(optimizer, every=1)
     gradient = torch.tensor(
         [0.0, 2.0**-29, 2.0**-31, 1.0]
-    )  # times 2^16 the second is normal in float16, the third is not
+    )  # times 2^16, the second is normal in float16, the third is not
     for _ in range(2):
         optimizer.zero_grad()
         before = optimizer.pieces()[0].tensor.detach().double().clone()
@@ -124,7 +124,7 @@ def test_with_masters_norms_are_the_masters_and_underflow_is_of_scaled_gradients
         assert found["grad_underflow/total"] == (0.5 if scale > 1 else 0.75)
 
 
-def test_a_skipped_step_changes_nothing_and_is_measured() -> None:
+def test_telemetry_measures_skipped_step_with_zero_update() -> None:
     model = nn.ParameterList([torch.tensor([3.0, 4.0])])
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1)
@@ -137,7 +137,7 @@ def test_a_skipped_step_changes_nothing_and_is_measured() -> None:
     assert found["param_norm/total"] == 5
 
 
-def test_an_explicit_clip_is_after_what_is_measured() -> None:
+def test_telemetry_measures_gradients_before_explicit_clip() -> None:
     model = nn.ParameterList([torch.tensor([3.0, 4.0])])
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1)
@@ -149,7 +149,7 @@ def test_an_explicit_clip_is_after_what_is_measured() -> None:
     assert found["update_norm/total"] == pytest.approx(0.25, rel=1e-6)
 
 
-def test_a_gradient_that_did_not_come_is_zeros_and_a_frozen_one_is_not_counted() -> None:
+def test_telemetry_counts_missing_gradient_as_zeros_and_ignores_frozen_parameter() -> None:
     model = nn.ParameterList([torch.ones(2), torch.ones(6), torch.ones(8)])
     model[2].requires_grad_(False)
     optimizer = alone(model)
@@ -168,7 +168,7 @@ def test_a_gradient_that_did_not_come_is_zeros_and_a_frozen_one_is_not_counted()
 
 
 def on_fully_sharded() -> tuple[list[dict[str, float]], str]:
-    """The figures of two steps, and why there is no noise scale."""
+    """Return the figures of two steps, and the error for a noise scale."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         net = sharded_net(registry)
         optimizer = ParallelOptimizer(sgd(net), registry, data_parallel=net)
@@ -184,7 +184,7 @@ def on_fully_sharded() -> tuple[list[dict[str, float]], str]:
         return found, str(refused.value)
 
 
-def test_uneven_pieces_of_fully_shard(world: World) -> None:
+def test_telemetry_with_fully_shard_matches_dense_model(world: World) -> None:
     (found, said), (other, _) = world.run(2, on_fully_sharded)
     assert found == other
     assert "data_parallel= averages them while backward runs" in said
@@ -212,7 +212,7 @@ def labels(model: nn.Module, by: Any) -> list[str]:
     return [name.partition("/")[2] for name in last(telemetry).names if name.startswith("param_norm")]
 
 
-def test_figures_are_of_parameters_layers_groups_or_what_globs_name() -> None:
+def test_telemetry_figures_are_labeled_by_parameter_layer_group_or_glob() -> None:
     def model() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
 
@@ -223,7 +223,7 @@ def test_figures_are_of_parameters_layers_groups_or_what_globs_name() -> None:
 
 
 def in_groups(layout: Layout) -> dict[str, float]:
-    """By group; the first stage of a pipeline has nothing of the second group's last parameter."""
+    """Measure per group; the first stage has no part of the second group's last parameter."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(torch.optim.SGD(model.groups(), lr=0.25, fused=True), registry)
@@ -236,13 +236,14 @@ def in_groups(layout: Layout) -> dict[str, float]:
         return found
 
 
-def test_groups_are_those_of_all_ranks(world: World) -> None:
+def test_telemetry_per_group_combines_all_ranks(world: World) -> None:
     for name in ("pipe, tied", "diagonal"):
         first, *others = world.run(LAYOUTS[name].topology.world_size, in_groups, LAYOUTS[name])
         assert all(other == first for other in others)
 
 
-# Refused --------------------------------------------------------------------------------------------------------------
+# Rejected arguments
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_groups_are_those_of_all_ranks(world: World) -> None:
         ({"noise": NoiseScale(samples=0)}, "give a finite number > 0"),
     ],
 )
-def test_bad_arguments(options: dict[str, Any], said: str) -> None:
+def test_telemetry_rejects_invalid_arguments(options: dict[str, Any], said: str) -> None:
     optimizer = alone(nn.Sequential(nn.Linear(3, 2)))
     with pytest.raises(ValueError, match=said):
         Telemetry(optimizer, **options)
@@ -267,7 +268,7 @@ def test_bad_arguments(options: dict[str, Any], said: str) -> None:
 
 
 def refused(options: dict[str, Any], every: int) -> str:
-    """What is said on this rank; ``every`` is another one on each where it is 0."""
+    """Return the error on this rank; ``every`` of 0 means another interval on each rank."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(4, 3)
         declare(model, {"*": P()})
@@ -279,7 +280,7 @@ def refused(options: dict[str, Any], every: int) -> str:
         return ""
 
 
-def test_where_backward_averages_there_is_no_local_gradient_and_ranks_must_say_the_same(world: World) -> None:
+def test_telemetry_rejects_noise_scale_without_local_gradients_and_different_intervals(world: World) -> None:
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"states": Sharded("data", gradients=True)}, 1, "shard the states alone"),
         ({"overlap": True}, 1, "leave overlap out"),
@@ -291,7 +292,8 @@ def test_where_backward_averages_there_is_no_local_gradient_and_ranks_must_say_t
         assert all(said in text for text in texts), texts
 
 
-# A run that goes on ---------------------------------------------------------------------------------------------------
+# Resuming
+# ------------------------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {"every": 2, "spectral": SpectralNorms(), "noise": NoiseScale(), "by": "parameter"}
 
@@ -311,23 +313,23 @@ def train(layout: Layout, folder: Path, steps: range, load: bool) -> dict[str, f
         return last(telemetry).to_dict()
 
 
-def test_a_resumed_run_has_the_figures_of_one_that_was_not_interrupted(world: World, tmp_path: Path) -> None:
+def test_resumed_telemetry_has_figures_of_uninterrupted_run(world: World, tmp_path: Path) -> None:
     whole = world.run(4, train, BOTH, tmp_path / "whole", range(6), False)[0]
     world.run(4, train, BOTH, tmp_path / "half", range(3), False)
     assert world.run(4, train, BOTH, tmp_path / "half", range(3, 6), True)[0] == whole
-    # Split in another way, with the same data ranks: the same losses.
+    # Another layout with the same data ranks has the same losses.
     other = Layout(BOTH.axes, {**BOTH.specs, "up": P(None, "tensor"), "kernel": P("tensor")})
     moved = world.run(4, train, other, tmp_path / "half", range(3, 6), True)[0]
     assert moved == pytest.approx(whole, rel=1e-11)
 
 
-def test_a_state_of_something_else_is_refused() -> None:
+def test_telemetry_rejects_state_of_other_object() -> None:
     telemetry = Telemetry(alone(nn.Linear(3, 2)))
     with pytest.raises(ValueError, match=r"give its state_dict\(\)"):
         telemetry.load_state_dict({"step": 3})
 
 
-def test_parameters_that_are_added_are_measured() -> None:
+def test_telemetry_measures_added_parameters() -> None:
     model = nn.ParameterList([torch.tensor([[3.0, 0.0], [0.0, 4.0]])])
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1, by="parameter", spectral=SpectralNorms(iterations=40))
@@ -348,7 +350,7 @@ def test_parameters_that_are_added_are_measured() -> None:
 # Reports --------------------------------------------------------------------------------------------------------------
 
 
-def test_reports_have_the_figures_of_the_last_step_that_was_measured() -> None:
+def test_reports_contain_figures_of_last_measured_step() -> None:
     model = nn.Linear(3, 2)
     optimizer = alone(model, max_norm=1e-3)
     telemetry = Telemetry(optimizer, every=3)
@@ -380,18 +382,18 @@ def on_ranks_of_a_mode() -> list[float]:
         return [float(value) for value in last(telemetry).values]
 
 
-def test_the_loss_scale_is_not_in_the_noise_scale(world: World) -> None:
-    """A weight's gradient is 1 on one rank and 2 on the other: squares have mean 5/2, and their mean has square 9/4."""
+def test_noise_scale_does_not_depend_on_loss_scale(world: World) -> None:
+    """The gradient of a weight is 1 on one rank and 2 on the other: mean square 5/2, square of the mean 9/4."""
     found, other = world.run(2, on_ranks_of_a_mode)
     assert found == other
-    weights, biases = 12, 3  # the gradient of a bias is 1 on both
+    weights, biases = 12, 3  # the gradient of a bias is 1 on both ranks
     small, big = 2.5 * weights + biases, 2.25 * weights + biases
     signal, trace = 2 * big - small, (small - big) / (1 / 2 - 1 / 4)
     assert found[-3:] == pytest.approx([trace / signal, signal, trace], rel=1e-9)
 
 
 def of_layers_that_declare_themselves(named: bool) -> tuple[list[str], str]:
-    """The figures' names, and what a pattern that fits to nothing is answered."""
+    """Return the names of the figures, and the error for a pattern without match."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
         for layer in model:
@@ -412,7 +414,7 @@ def of_layers_that_declare_themselves(named: bool) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_layers_whose_parameters_have_the_same_names_are_told_apart(world: World, named: bool) -> None:
+def test_layers_with_equal_parameter_names_get_distinct_labels(world: World, named: bool) -> None:
     own = ["weight", "bias", "weight (2)", "bias (2)"]
     expected = ["0.weight", "0.bias", "1.weight", "1.bias"] if named else own
     for names, error in world.run(2, of_layers_that_declare_themselves, named):

@@ -1,4 +1,4 @@
-"""Every figure of `Telemetry` against the dense model in float64, on every layout and wherever states are."""
+"""Every figure of `Telemetry` equals that of the dense model in float64, on every layout and state placement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Figures = list[dict[str, float]]
 
 
 class Mixed(Layout):
-    """Of each logical gradient some elements are 0, and some are too small for half precision."""
+    """Some elements of each full gradient are 0, and some are too small for half precision."""
 
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -46,10 +46,10 @@ class Case:
     """One run.
 
     Args:
-        states: Of `whole_runs.STATES`.
-        masters: bfloat16, with float32 masters that are stepped; nothing is rounded in these steps.
-        broken: Each copy counts as if it were the only one.
-        micros: Micro-batches a window; 0: one, without a weight.
+        states: Key of `whole_runs.STATES`.
+        masters: Whether to use bfloat16 with float32 master weights; nothing is rounded in these steps.
+        broken: Whether each replica is counted as if it were the only one.
+        micros: Micro-batches per window; 0: one, without a weight.
     """
 
     layout: Layout
@@ -104,7 +104,7 @@ NOISY = {
 
 
 def measured(case: Case) -> tuple[Figures, tuple[str, ...]]:
-    """The figures of each step, and what the noise scale does not see."""
+    """Return the figures of each step, and the parameters that the noise scale omits."""
     with ProcessGroupRegistry(case.layout.topology) as registry, small_buckets(64):
         model = Planted(case.layout, registry.global_rank, torch.float32 if case.masters else torch.float64)
         mode = precision_of("bf16" if case.masters else "fp32")
@@ -128,7 +128,7 @@ def measured(case: Case) -> tuple[Figures, tuple[str, ...]]:
 
 
 def label(key: Key, layout: Layout) -> str:
-    """Of several stages that have different parameters of one name each has its own."""
+    """Return the label of a parameter; parameters of one name that differ between stages have the stage as suffix."""
     name, stage = key
     return name if [other for other, _ in layout.keys].count(name) == 1 else f"{name}@pipe={stage}"
 
@@ -148,7 +148,7 @@ def expected(case: Case) -> Figures:
                 figures[f"spectral_norm/{label(key, layout)}"] = sigma
         dense.step(clipped(gradients, case.clip))
         update = {key: dense.weights[key] - before[key] for key in before}
-        # As they lie: averaged, but not divided by what the window weighs.
+        # Gradients as the optimizer holds them: averaged, but not divided by the weight of the window.
         replicas = layout.topology.size(*layout.topology.data_axes)
         lying = {key: layout.gradient(key, step, max(case.micros, 1)) / replicas for key in before}
         for name, keys in {"total": [*before], **{label(key, layout): [key] for key in before}}.items():
@@ -199,7 +199,7 @@ def iterated(weight: Tensor, vector: Tensor) -> tuple[float, Tensor]:
 
 
 def noise(case: Case, gradients: Full, step: int, means: Tensor) -> dict[str, float]:
-    """From each data rank's own gradients, as the paper has it; ``means`` goes on."""
+    """Return the noise scale from each data rank's local gradients, by the formula of the paper, and update ``means``."""
     layout, micros = case.layout, max(case.micros, 1)
     topology, replicas = layout.topology, layout.topology.size(*layout.topology.data_axes)
     own = [key for key in gradients if not {*layout.spec(key[0]).named_axes} & {*topology.data_axes}]
@@ -221,7 +221,7 @@ def noise(case: Case, gradients: Full, step: int, means: Tensor) -> dict[str, fl
 
 
 def local(layout: Layout, key: Key, data: int, step: int, micros: int) -> Tensor:
-    """The sum over the window of what one data rank's losses give to a logical gradient."""
+    """Return the part of a full gradient that comes from one data rank's losses, summed over the window."""
     topology, shares = layout.topology, dict[tuple[int, ...], Tensor]()
     for rank in range(topology.world_size):
         mine = sum(topology.coordinate_of(rank, axis) for axis in topology.data_axes) == data
@@ -232,11 +232,11 @@ def local(layout: Layout, key: Key, data: int, step: int, micros: int) -> Tensor
     return torch.stack([*shares.values()]).sum(0)
 
 
-# Both -----------------------------------------------------------------------------------------------------------------
+# Comparison -----------------------------------------------------------------------------------------------------------
 
 
 def worst(found: Figures, wanted: Figures) -> tuple[float, str]:
-    """The largest relative error, and whose it is."""
+    """Return the largest relative error and the name of its figure."""
     errors = [(0.0, "")]
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
@@ -265,25 +265,25 @@ def runs(world: World) -> Runs:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CASES)
-def test_figures_are_those_of_the_dense_model(name: str, runs: Any) -> None:
+def test_telemetry_figures_match_dense_model(name: str, runs: Any) -> None:
     (found, _), *others = runs[name]
-    assert all(repr(theirs) == repr(found) for theirs, _ in others), "the same bits on every rank"
+    assert all(repr(theirs) == repr(found) for theirs, _ in others), "figures differ between ranks"
     error, figure = worst(found, expected(CASES[name]))
     assert error < 1e-12, figure
 
 
 @pytest.mark.parametrize("name", NOISY)
-def test_the_noise_scale_is_that_of_each_data_ranks_own_gradients(name: str, runs: Any) -> None:
+def test_noise_scale_matches_formula_from_local_gradients(name: str, runs: Any) -> None:
     (found, left_out), *others = runs[f"noise: {name}"]
     assert all(repr(theirs) == repr(found) for theirs, _ in others)
     assert left_out == (("kernel",) if name == "experts over data" else ())
     error, figure = worst(found, expected(NOISY[name]))
-    # A difference of two squared norms that are nearly equal.
+    # The noise scale is a difference of two nearly equal squared norms.
     assert error < 1e-11, figure
 
 
-def test_the_comparison_sees_copies_that_count_twice_and_samples_that_are_not_so(runs: Any) -> None:
-    """Negative controls, under the same assertions."""
+def test_comparison_of_figures_detects_double_counted_replicas_and_wrong_samples(runs: Any) -> None:
+    """Negative controls with the same comparison."""
     (found, _), *_ = runs["broken"]
     assert worst(found, expected(BROKEN))[0] > 0.1
     (found, _), *_ = runs["noise: data x tensor"]

@@ -1,6 +1,6 @@
-"""Measured steps on GPUs: nobody waits for the GPU, nor is anything brought from the host that may have to wait.
+"""Measured steps on GPUs need no host synchronization.
 
-On torch's fake CUDA tensors, which have no elements: see `fake_cuda`.
+Uses torch's fake CUDA tensors, which have no elements; see `fake_cuda`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 SHAPES: dict[str, tuple[int, ...]] = {"weight": (8, 6), "bias": (8,), "gain": (5,), "table": (7, 4)}
-WITHOUT_GRADIENT = {1: "gain", 3: "bias"}  # in which step; steps begin with 0
+WITHOUT_GRADIENT = {1: "gain", 3: "bias"}  # by step, counted from 0
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor is deprecated:UserWarning"),
-    pytest.mark.skipif(
-        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
-    ),
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"),
 ]
 
 
 def logs_of(telemetry: dict[str, Any], dtypes: dict[str, torch.dtype], **options: Any) -> list[Log]:
-    """Of steps in which other parameters have a gradient, each measured."""
+    """Return the logs of measured steps; the parameters with a gradient differ between steps."""
     logs = []
     with fake_world(4), objects_gathered_by(said_by_all), fake_cuda() as logging:
         registry = ProcessGroupRegistry(Topology(data=4))
@@ -69,22 +67,22 @@ def logs_of(telemetry: dict[str, Any], dtypes: dict[str, torch.dtype], **options
     ids=["fp32", "ZeRO-1", "masters", "two dtypes"],
 )
 @pytest.mark.parametrize("telemetry", [{}, {"noise": NoiseScale()}, {"spectral": SpectralNorms()}], ids=repr)
-def test_nobody_waits_for_the_gpu(
+def test_measured_step_on_cuda_needs_no_host_synchronization(
     dtypes: dict[str, torch.dtype], options: dict[str, Any], sharded: bool, telemetry: dict[str, Any]
 ) -> None:
     if sharded:
         telemetry = {
             key: value for key, value in telemetry.items() if key != "spectral"
-        }  # all ranks say the same piece
+        }  # the simulated ranks all report the same shard
     logs = logs_of(telemetry, dtypes, **options)
     assert logs[-1].launches
-    # The second step compares master weights with the weights in the model, once.
+    # The second step compares master weights with the model's weights, once.
     assert all("amp/casting.py" in wait for wait in logs[1].waits)
     assert bool(logs[1].waits) == ("precision" in options)
     assert [log.waits for log in logs[2:]] == [[]] * 4
 
 
-def test_who_reads_a_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_read_in_measurement_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = Telemetry._figures
 
     def read(self: Telemetry, rows: Tensor, *others: Any) -> Any:

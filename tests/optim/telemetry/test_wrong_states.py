@@ -1,4 +1,4 @@
-"""States of what watches a run that hold wrong values: an error that names the value, and nothing changed."""
+"""Wrong values in the states of Monitor, Telemetry and data loader raise an error with the name and change nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def values(state: Any) -> Any:
 
 @pytest.mark.parametrize("wrong", ["x", math.nan, -1, True, 10**400, None, [1], 2.5])
 @pytest.mark.parametrize("name", ["step", "skipped_steps"])
-def test_wrong_count_of_a_monitor_is_an_error(name: str, wrong: Any) -> None:
+def test_monitor_rejects_wrong_count_in_state(name: str, wrong: Any) -> None:
     monitor = Monitor(ProcessGroupRegistry(Topology()))
     before = monitor.state_dict()
     with pytest.raises(ValueError, match="is no state of a Monitor"):
@@ -49,7 +49,7 @@ NAN = torch.full((3,), math.nan, dtype=torch.float64)
         (("spectral",), {"up": "x"}, r"spectral\['up'\] is 'x'; expected a tensor of finite floats"),
     ],
 )
-def test_wrong_value_in_a_telemetry_state_is_an_error(path: tuple[str, ...], wrong: Any, said: str) -> None:
+def test_telemetry_rejects_wrong_value_in_state(path: tuple[str, ...], wrong: Any, said: str) -> None:
     found = telemetry()
     state: dict[str, Any] = copy.deepcopy(found.state_dict())
     before = values(state)
@@ -64,7 +64,7 @@ def test_wrong_value_in_a_telemetry_state_is_an_error(path: tuple[str, ...], wro
 
 
 @pytest.mark.parametrize("wrong", [{"means": NAN}, {"means": torch.ones(2)}, {"means": [1.0]}, {}, [1]])
-def test_wrong_means_of_a_noise_scale_are_an_error(wrong: Any) -> None:
+def test_noise_scale_rejects_wrong_means_in_state(wrong: Any) -> None:
     running = RunningScale(0.9, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"noise.* (expected|has no means)"):
         running.load_state_dict(wrong)
@@ -72,7 +72,7 @@ def test_wrong_means_of_a_noise_scale_are_an_error(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["x", math.nan, True, None, [1], 2.5])
-def test_wrong_position_of_a_loader_is_an_error(wrong: Any) -> None:
+def test_data_loader_rejects_wrong_position_in_state(wrong: Any) -> None:
     dataset = torch.utils.data.TensorDataset(torch.zeros(8, 1))
     loader = prepare_dataloader(dataset, ProcessGroupRegistry(Topology(data=1)), 2)
     before = loader.state_dict()

@@ -1,4 +1,4 @@
-"""`whole`: what it wraps steps whole tensors, in its own way; what it can't wrap is refused in words."""
+"""`whole`: the wrapped optimizer steps full tensors; optimizers that it cannot wrap are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from world import World
 
 
 class Odd(torch.optim.Optimizer):
-    """It keeps its state in lists and dictionaries, counts in its param group and in itself, and looks at whole tensors."""
+    """An optimizer with state in lists and dicts, counts in its group and attributes, and norms of full tensors."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         self.calls = 0
@@ -61,7 +61,7 @@ def two_groups(params: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [odd, trust, two_groups])
-def test_an_optimizer_nobody_knows_steps_as_in_one_process(world: World, make: Any) -> None:
+def test_wrapped_custom_optimizer_matches_single_process_on_every_layout(world: World, make: Any) -> None:
     layouts = [LAYOUTS[name] for name in ("grid", "data x tensor", "pipe, tied")]
     found = world.run_each(trained, [(layout.topology.world_size, (layout, make)) for layout in layouts])
     for layout, by_rank in zip(layouts, found, strict=True):
@@ -69,7 +69,7 @@ def test_an_optimizer_nobody_knows_steps_as_in_one_process(world: World, make: A
 
 
 @pytest.mark.parametrize("make", [Odd, torch.optim.Adafactor, torch.optim.AdamW, torch.optim.Rprop])
-def test_alone_it_is_the_optimizer_itself(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_whole_without_sharding_matches_plain_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (7,), (2, 3, 4))]
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
@@ -96,7 +96,7 @@ def with_schedule(split: bool) -> Tensor:
         return weight.detach()
 
 
-def test_rates_of_a_schedule_reach_the_optimizer(world: World) -> None:
+def test_schedule_changes_rate_of_wrapped_optimizer(world: World) -> None:
     (dense,) = world.run(1, with_schedule, False)
     torch.testing.assert_close(torch.cat(world.run(2, with_schedule, True)), dense, rtol=1e-12, atol=1e-12)
     assert not torch.equal(dense, start(("up", 0)))
@@ -112,7 +112,7 @@ def without_wrapper() -> str:
         return str(caught.value)
 
 
-def test_whoever_gives_such_an_optimizer_without_it_is_told_of_it(world: World) -> None:
+def test_error_for_unwrapped_optimizer_on_shards_suggests_whole(world: World) -> None:
     for text in world.run(2, without_wrapper):
         assert "meshstep.optim.whole.whole(optimizer)" in text
 
@@ -127,7 +127,7 @@ def other_kinds() -> str:
         return str(caught.value)
 
 
-def test_ranks_that_wrap_different_optimizers_are_told(world: World) -> None:
+def test_ranks_that_wrap_different_optimizers_raise(world: World) -> None:
     one, other = world.run(2, other_kinds)
     assert one == other
     assert "TrustRatio" in one
@@ -145,7 +145,7 @@ class Around(SignDescent):
         self.base = SignDescent(params)
 
 
-def test_what_it_can_not_do_is_refused() -> None:
+def test_whole_rejects_unsupported_optimizers() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     stepped = torch.optim.AdamW([weight])
     weight.grad = torch.ones(4, 4)
@@ -164,7 +164,7 @@ def test_what_it_can_not_do_is_refused() -> None:
             whole(optimizer)
 
 
-def test_a_copy_is_of_the_same_kind_and_goes_on_alike() -> None:
+def test_copy_of_wrapped_optimizer_continues_identically() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, 4))
     one = whole(Odd([weight]))
@@ -178,7 +178,7 @@ def test_a_copy_is_of_the_same_kind_and_goes_on_alike() -> None:
     assert torch.equal(weight, same)
 
 
-def test_a_nested_state_is_put_back_as_it_was() -> None:
+def test_nested_state_is_restored_after_flattening() -> None:
     tensor, number = torch.randn(2, 3), torch.tensor(3)
     state = {"a": [tensor, None, {"b.c": (number, "x", 0.1)}], "a.0": True, 7: [], "plan": tensor}
     found = flattened(state)
@@ -206,6 +206,6 @@ def running() -> Any:
         return parts(layout, optimizer)
 
 
-def test_nested_states_and_counts_in_groups_and_attributes_are_saved(world: World) -> None:
+def test_nested_states_and_counts_of_wrapped_optimizer_are_saved(world: World) -> None:
     layout = LAYOUTS["tensor"]
     assert largest_error(world.run(2, running), alone(layout, odd, 6)) == 0

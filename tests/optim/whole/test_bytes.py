@@ -1,4 +1,4 @@
-"""How many bytes a step of optimizers that need whole tensors sends, beyond what gradients take."""
+"""Bytes sent by a step of full-tensor optimizers, beyond those for gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from world import World
 
 @contextmanager
 def sent() -> Iterator[dict[str, int]]:
-    """Bytes by collective: of an all-to-all what leaves this rank, of an all-reduce its vector."""
+    """Count bytes per collective: sent from this rank for all-to-all, size of the tensor for all-reduce."""
     found = {"all_to_all_single": 0, "all_reduce": 0}
 
     def counting(name: str, which: int, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def sent() -> Iterator[dict[str, int]]:
 
 
 def bytes_of(layout: Layout, makes: list[Make]) -> list[dict[str, int]]:
-    """For each optimizer those of its second update."""
+    """Return the bytes of the second update of each optimizer."""
     found = []
     with ProcessGroupRegistry(layout.topology) as registry:
         for make in makes:
@@ -54,13 +54,13 @@ def bytes_of(layout: Layout, makes: list[Make]) -> list[dict[str, int]]:
     return found
 
 
-def test_what_travels_is_what_a_home_lacks_what_comes_back_and_sums(world: World) -> None:
-    """On ``tensor=2``, in float32: `down` [4, 8], a stack [4, 2, 3] and a bias [8] are split; so is `up` [8, 4], whose two
-    blocks are each whole on one rank; `table` [6, 4] is whole on both."""
+def test_full_tensor_optimizers_send_only_missing_shards_updates_and_norms(world: World) -> None:
+    """On ``tensor=2`` in float32, `down` [4, 8], a stack [4, 2, 3] and a bias [8] are sharded. The two blocks of
+    `up` [8, 4] are each on one rank; `table` [6, 4] is replicated."""
     norms, means = ["LAMB", "LARS", "StableAdamW"], ["Adafactor", "CAME"]
     makes = [muon, soap, *(MAKES[name] for name in (*norms, *means))]
     by_rank = world.run(2, bytes_of, LAYOUTS["tensor"], makes)
-    sent_there, sent_back = (32 + 24) // 2, (32 + 24) // 2 + 24  # elements, of both ranks
+    sent_there, sent_back = (32 + 24) // 2, (32 + 24) // 2 + 24  # elements on both ranks
     for index in (0, 1):
         assert sum(rank[index]["all_to_all_single"] for rank in by_rank) == 4 * (sent_there + sent_back)
         assert all(rank[index]["all_reduce"] == 0 for rank in by_rank)

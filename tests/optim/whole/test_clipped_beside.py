@@ -1,4 +1,5 @@
-"""Clipping beside optimizers that normalise: a group is not clipped, or by its own norm; unit by unit."""
+"""Clipping with normalizing optimizers: groups that are not clipped or have their own threshold, and unit-wise
+clipping."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MATRICES = ("up", "down", "kernel", "table")
 
 
 def muon(own: float, params: Iterable[Any]) -> Muon:
-    """Matrices have a threshold of their own, and the rest shares the optimizer's."""
+    """Give matrices their own threshold; the other parameters share the optimizer's threshold."""
     optimizer = Muon(params, lr=0.1, ns_dtype=None, adamw={"lr": 0.05})
     for group in optimizer.param_groups:
         group["max_norm"] = own if group["algorithm"] == "muon" else None
@@ -32,7 +33,7 @@ def lamb(params: Iterable[Any]) -> LAMB:
 
 
 def clipped_alone(layout: Layout, make: Make, clip: Callable[[Full, Full], Full]) -> Full:
-    """The whole parameters after steps with gradients that a rule was applied to, in one process."""
+    """Train in one process with gradients clipped by ``clip``. Return the full parameters."""
     dense = Dense(layout)
     params = {key: nn.Parameter(start(key)) for key in layout.keys}
     optimizer = make([(name, param) for (name, _), param in params.items()])
@@ -45,7 +46,7 @@ def clipped_alone(layout: Layout, make: Make, clip: Callable[[Full, Full], Full]
 
 
 def in_two(matrices: float, others: float, gradients: Full, weights: Full) -> Full:
-    """Matrices by their own norm, the others by theirs."""
+    """Clip matrices by their norm, and the other parameters by theirs."""
     found: Full = {}
     for longest, is_matrix in ((matrices, True), (others, False)):
         own = {key: value for key, value in gradients.items() if (key[0] in MATRICES) == is_matrix}
@@ -55,7 +56,7 @@ def in_two(matrices: float, others: float, gradients: Full, weights: Full) -> Fu
 
 
 def by_unit(clipping: float, eps: float, gradients: Full, weights: Full) -> Full:
-    """Rows; vectors whole."""
+    """Clip rows of matrices, and vectors as a whole."""
 
     def clipped(gradient: Tensor, weight: Tensor) -> Tensor:
         dims = tuple(range(1, gradient.dim())) if gradient.dim() > 1 else None
@@ -91,15 +92,15 @@ def assert_clipped(world: World, make: Make, options: dict[str, Any], clip: Call
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("own", [inf, 2.0], ids=["not clipped", "by their own norm"])
-def test_muons_matrices_have_a_threshold_of_their_own_and_the_rest_shares_one(world: World, own: float) -> None:
+def test_muon_matrices_can_have_their_own_clip_threshold(world: World, own: float) -> None:
     assert_clipped(world, partial(muon, own), {"max_norm": 0.5}, partial(in_two, own, 0.5))
 
 
-def test_lamb_is_clipped_unit_by_unit(world: World) -> None:
+def test_unit_wise_clipping_with_lamb_matches_dense_model(world: World) -> None:
     assert_clipped(world, lamb, {"max_norm": Adaptive(0.1, eps=0.01)}, partial(by_unit, 0.1, 0.01))
 
 
-def test_an_infinite_threshold_is_one_groups_alone() -> None:
+def test_infinite_threshold_is_allowed_for_single_group_only() -> None:
     ByGroup((inf, 1.0), 2.0).check()
     with pytest.raises(ValueError, match="max_norm=inf: give a finite number"):
         ByGroup((1.0,), inf).check()

@@ -1,4 +1,4 @@
-"""Optimizers that measure whole tensors, where some pieces are on a GPU and others on the CPU."""
+"""Optimizers that use norms of full tensors, with some shards on a GPU and others on the CPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 KINDS: tuple[Callable[..., Any], ...] = (LAMB, LARS, StableAdamW, Adafactor, CAME)
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
-    not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
+    not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"
 )
 
 
 def second_step(kind: Callable[..., Any], devices: Sequence[torch.device], collectives_on: torch.device) -> Log:
-    """Of rank 0 of two, which has the upper half of a matrix on each device."""
+    """Return the log of rank 0 of two, which has the upper half of a matrix on each device."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with fake_cuda(collectives_on=collectives_on) as logging:
@@ -53,7 +53,7 @@ def second_step(kind: Callable[..., Any], devices: Sequence[torch.device], colle
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("collectives_on", [CUDA, CPU], ids=str)
 @pytest.mark.parametrize("devices", [[CUDA, CPU], [CPU, CUDA], [CPU, CPU]], ids=str)
-def test_pieces_may_be_on_the_cpu_beside_a_gpu(
+def test_full_tensor_optimizers_support_shards_on_cpu_and_gpu(
     kind: Callable[..., Any], devices: list[torch.device], collectives_on: torch.device
 ) -> None:
     log = second_step(kind, devices, collectives_on)

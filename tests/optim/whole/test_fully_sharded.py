@@ -1,4 +1,4 @@
-"""Every optimizer that needs whole tensors under torch's `fully_shard`, alone and beside tensor parallelism."""
+"""Every full-tensor optimizer with torch's `fully_shard`, alone and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from world import World
 
 LAYOUT = LAYOUTS["data"]
 SPLIT = {"up": 0, "down": 1, "bias": 0}
-"""Over which dim tensor parallelism splits what it splits."""
-NAMES = [name for name, shape in SHAPES.items() if shape]  # fully_shard takes no scalars
+"""The dim over which each parameter is tensor-parallel."""
+NAMES = [name for name, shape in SHAPES.items() if shape]  # fully_shard does not support scalars
 
 
 class Given(nn.Module):
-    """Whole or split parameters whose gradients are given: the loss is the sum of <parameter, share>."""
+    """Parameters with given gradients: the loss is the sum of <parameter, gradient>."""
 
     def __init__(self, registry: ProcessGroupRegistry, tensor: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Given(nn.Module):
 
 
 def trained(tensor: int, makes: dict[str, Make]) -> dict[str, dict[str, Tensor]]:
-    """By optimizer the full parameters after ten steps."""
+    """Return the full parameters after ten steps, by optimizer."""
     from torch.distributed.fsdp import fully_shard
 
     axes = {"data": 2, **({"tensor": tensor} if tensor > 1 else {})}
@@ -71,7 +71,7 @@ def trained(tensor: int, makes: dict[str, Make]) -> dict[str, dict[str, Tensor]]
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_under_fully_shard_each_is_the_dense_update(world: World, tensor: int) -> None:
+def test_full_tensor_optimizers_with_fully_shard_match_dense_update(world: World, tensor: int) -> None:
     by_rank = world.run(2 * tensor, trained, tensor, OPTIMIZERS)
     for kind, make in OPTIMIZERS.items():
         expected = alone(LAYOUT, make)
@@ -82,11 +82,11 @@ def test_under_fully_shard_each_is_the_dense_update(world: World, tensor: int) -
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Relative to the largest element."""
+    """Return the largest difference, relative to the largest element."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def test_bare_pieces_fail_the_same_comparison(world: World) -> None:
+def test_optimizers_on_bare_shards_fail_the_fully_shard_comparison(world: World) -> None:
     for bare, make in ((bare_shampoo, shampoo), (bare_adafactor, adafactor)):
         found, expected = world.run(2, trained, 1, {"bare": bare})[0]["bare"], alone(LAYOUT, make)
         assert max(apart(found[name], expected[name, 0]) for name in NAMES) > 1e-3

@@ -1,4 +1,4 @@
-"""Ranks killed in training: the run goes on from its checkpoint on another mesh, and ends where one process does."""
+"""Ranks killed in training: the run resumes from its checkpoint on another mesh and ends like a single process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE = 300.0
 
 
 def until_killed(rank: int, kind: str, folder: Path) -> None:
-    """Save after some steps, take some more, and wait for the kill."""
+    """Save after some steps, run some more, and wait for the kill."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with ProcessGroupRegistry(ROWS.topology) as registry:
@@ -43,7 +43,7 @@ def until_killed(rank: int, kind: str, folder: Path) -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_on_one_mesh_it_goes_on_on_another_one(world: World, tmp_path: Path, kind: str) -> None:
+def test_killed_run_of_full_tensor_optimizer_resumes_on_another_mesh(world: World, tmp_path: Path, kind: str) -> None:
     ranks = [forkserver().Process(target=until_killed, args=(rank, kind, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()

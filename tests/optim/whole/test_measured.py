@@ -1,4 +1,4 @@
-"""LAMB, LARS, StableAdamW, Adafactor, CAME: what they measure of a tensor is the logical tensor's, on every layout."""
+"""LAMB, LARS, StableAdamW, Adafactor, CAME: their norms and means are those of the full tensor, on every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ EXACT = 1e-12
 NAMES, EACH = list(MAKES), list(MAKES.values())
 every_name = pytest.mark.parametrize("name", NAMES)
 
-# The formula ------------------------------------------------------------------------------------------------------------
+# Formulas
+# ---------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"matrix": (6, 10), "tall": (12, 4), "stack": (3, 4, 6), "kernel": (4, 2, 3, 3), "bias": (7,), "gain": ()}
 OTHER_OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -61,7 +62,7 @@ def side_by_side(
     dtype: torch.dtype,
     shapes: Iterable[tuple[int, ...]] = tuple(SHAPES.values()),
 ) -> list[tuple[Tensor, Tensor]]:
-    """Parameters after ten steps of an optimizer, and of a function of parameters and gradients."""
+    """Return parameters after ten steps of an optimizer, and of a function of parameters and gradients."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
     plain = [param.detach().clone() for param in params]
@@ -80,7 +81,7 @@ def error_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 @every_name
-def test_alone_each_is_its_formula_with_every_option(name: str) -> None:
+def test_norm_based_optimizers_match_formula_for_every_option(name: str) -> None:
     kind, formula, usual = OPTIONS[name]
     found: list[list[Tensor]] = []
     for other in ({}, *OTHER_OPTIONS[name]):
@@ -90,7 +91,7 @@ def test_alone_each_is_its_formula_with_every_option(name: str) -> None:
         pairs = side_by_side(partial(kind, **options), step, torch.float64)
         assert error_of(pairs) <= EXACT, options
         found.append([one for one, _ in pairs])
-    # Each option does something.
+    # Each option must have an effect.
     for index, one in enumerate(found):
         for other_one in found[:index]:
             assert error_of(zip(one, other_one, strict=True)) > 1e-6
@@ -108,7 +109,7 @@ def _step(
 
 @pytest.mark.parametrize("options", [{}, {"lr": 0.5, "weight_decay": 0.3, "d": 2.0}, {"eps": (0.1, 0.5)}], ids=str)
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, EXACT), (torch.float32, 1e-5)], ids=str)
-def test_adafactors_numbers_are_torchs(options: dict[str, Any], dtype: torch.dtype, allowed: float) -> None:
+def test_adafactor_matches_torch(options: dict[str, Any], dtype: torch.dtype, allowed: float) -> None:
     theirs: list[torch.optim.Optimizer] = []
 
     def step(params: list[Tensor], grads: list[Tensor]) -> None:
@@ -121,7 +122,7 @@ def test_adafactors_numbers_are_torchs(options: dict[str, Any], dtype: torch.dty
     assert error_of(side_by_side(partial(Adafactor, **options), step, dtype)) <= allowed
 
 
-def test_adafactor_goes_on_from_torchs_state() -> None:
+def test_adafactor_continues_from_state_of_torch() -> None:
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES.values()]
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
@@ -141,7 +142,7 @@ def test_adafactor_goes_on_from_torchs_state() -> None:
 
 
 @every_name
-def test_tensors_and_gradients_of_zeros_are_stepped_by_the_formula(name: str) -> None:
+def test_all_zero_parameters_and_gradients_are_stepped_by_formula(name: str) -> None:
     kind, formula, options = OPTIONS[name]
     params = [
         nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)),
@@ -161,7 +162,7 @@ def test_tensors_and_gradients_of_zeros_are_stepped_by_the_formula(name: str) ->
 
 
 @every_name
-def test_a_rate_in_a_tensor_is_the_same_rate(name: str) -> None:
+def test_norm_based_optimizers_accept_learning_rate_tensor(name: str) -> None:
     kind, _, options = OPTIONS[name]
     found = []
     for rate in (options["lr"], torch.tensor(options["lr"], dtype=torch.float64)):
@@ -189,7 +190,7 @@ def test_a_rate_in_a_tensor_is_the_same_rate(name: str) -> None:
         (CAME, {"lr": 0.1, "eps": (0.0, 1e-16)}),
     ],
 )
-def test_wrong_options_are_errors_that_say_what_is_wanted(kind: Any, options: dict[str, Any]) -> None:
+def test_norm_based_optimizers_reject_invalid_options(kind: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"{list(options)[-1]}=.*give"):
         kind([nn.Parameter(torch.ones(2, 2))], **options)
 
@@ -198,7 +199,7 @@ def test_wrong_options_are_errors_that_say_what_is_wanted(kind: Any, options: di
 
 
 def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Part]]]], steps: int) -> None:
-    """Args: found: For each case by rank, for each optimizer, the parts."""
+    """Assert that all cases equal the dense update. Args: found: Per case, rank and optimizer, the shards."""
     for (layout, state), by_rank in zip(cases, found, strict=True):
         for index, make in enumerate(EACH):
             own = [of_rank[index] for of_rank in by_rank]
@@ -207,35 +208,38 @@ def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Par
 
 
 @random_cases(random_layouts(), 10)
-def test_each_is_the_dense_update_on_random_layouts(world: World, drawn: list[tuple[Layout, str]]) -> None:
+def test_norm_based_optimizers_match_dense_update_on_random_layouts(
+    world: World, drawn: list[tuple[Layout, str]]
+) -> None:
     calls = [(layout.topology.world_size, (layout, EACH, STATES[state], 3)) for layout, state in drawn]
     assert_dense(drawn, world.run_each(each_trained, calls), 3)
 
 
 def unbound(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
-    """What is wrong: every piece is a tensor of its own."""
+    """Disable binding, so that every shard is treated as a tensor of its own. This is wrong."""
     optimizer: Any = MAKES[name](params)
     optimizer.bind = lambda pieces, registry: None
     return optimizer  # type: ignore[no-any-return]
 
 
-def test_bare_pieces_fail_the_same_comparison(world: World) -> None:
+def test_norm_based_optimizers_on_bare_shards_fail_the_comparison(world: World) -> None:
     layout = LAYOUTS["grid"]
     by_rank = world.run(4, each_trained, layout, [partial(unbound, name) for name in NAMES], {}, 6)
     for index, make in enumerate(EACH):
         assert largest_error([own[index] for own in by_rank], alone(layout, make, 6)) > 1e-3, NAMES[index]
 
 
-# Services -----------------------------------------------------------------------------------------------------------------
+# Collectives, overflow, precision
+# ----------------------------------------------------------------------------------------
 
 
-def test_norms_take_one_collective_and_rows_and_columns_two_a_set_of_ranks(world: World) -> None:
-    """Beyond what AdamW or SGD take."""
-    cases: list[tuple[str, str, list[int]]] = [  # by rank, how many sets of ranks share what it has
+def test_norm_based_optimizers_need_one_or_two_collectives_per_rank_set(world: World) -> None:
+    """Counts collectives beyond those of AdamW or SGD."""
+    cases: list[tuple[str, str, list[int]]] = [  # per rank, the number of rank sets that share its tensors
         ("alone", "whole", [0]),
-        ("data", "whole", [0, 0]),  # nothing is split
+        ("data", "whole", [0, 0]),  # nothing is sharded
         ("tensor", "whole", [1, 1]),
-        ("grid", "whole", [1, 1, 2, 2]),  # `kernel` lies on two of the four ranks
+        ("grid", "whole", [1, 1, 2, 2]),  # two of the four ranks hold `kernel`
         ("data", "ZeRO-1", [1, 1]),
     ]
     for name, state, sets in cases:
@@ -248,11 +252,11 @@ def test_norms_take_one_collective_and_rows_and_columns_two_a_set_of_ranks(world
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
-def test_a_step_reads_nothing_on_the_host(world: World, state: str) -> None:
+def test_step_of_norm_based_optimizers_needs_no_host_read(world: World, state: str) -> None:
     world.run(4, without_host_reads, LAYOUTS["data x tensor"], EACH, STATES[state])
 
 
-def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
+def test_overflow_on_one_rank_leaves_norm_based_optimizers_unchanged(world: World) -> None:
     layout = LAYOUTS["data x tensor"]
     cases: list[Any] = [
         (torch.float64, STATES["ZeRO-2"]),
@@ -264,8 +268,8 @@ def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
-def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: World, precision: Any) -> None:
-    """Gradients are short binary fractions, exact in both dtypes and scaled: so masters are the float32 run's."""
+def test_norm_based_optimizers_match_dense_update_with_masters_and_accumulation(world: World, precision: Any) -> None:
+    """Gradients are exact in both dtypes, also scaled, so the master weights equal the weights of the float32 run."""
     layout = LAYOUTS["data x tensor"]
     sharded, whole = world.run_each(
         in_mode,
@@ -281,8 +285,8 @@ def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: Wor
             assert copies_differ(own) == [], NAMES[index]
 
 
-def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
-    """Gradients are the same on both, for no rank has a share of its own."""
+def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: Path) -> None:
+    """All ranks have the same gradients, so they are equal on both layouts."""
     rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
     columns = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "kernel": P("col")})
     saved = [(2, (rows, MAKES[name], tmp_path / name, range(4), False, STATES["offload"])) for name in NAMES]
@@ -298,8 +302,8 @@ def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
-def test_a_rank_of_zero_may_have_all_of_a_shard(world: World, state: str) -> None:
-    """As most are in buckets of the usual size: flat, though they are whole."""
+def test_full_tensor_optimizers_support_zero_ranks_that_hold_complete_shards(world: World, state: str) -> None:
+    """As in buckets of the usual size: the stepped tensor is flat, although the shard is complete."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 10, None)
     for index, (name, make) in enumerate(OPTIMIZERS.items()):

@@ -1,4 +1,4 @@
-"""Muon: torch's numbers, its formula, and on every layout the dense model's update to the bit."""
+"""Muon: the values of torch, its formula, and the update of the dense model on every layout."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from world import World
 EXACT = 1e-12
 
 
-# Its numbers ------------------------------------------------------------------------------------------------------------
+# Values
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_its_numbers_are_torchs(rule: Any, nesterov: bool) -> None:
+def test_muon_matches_torch(rule: Any, nesterov: bool) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"lr": 0.03, "weight_decay": 0.2, "momentum": 0.8, "nesterov": nesterov}
     options |= {"adjust_lr_fn": rule, "ns_steps": 4}
@@ -51,7 +52,7 @@ def test_its_numbers_are_torchs(rule: Any, nesterov: bool) -> None:
 
 
 def first_step(registry: ProcessGroupRegistry, scales: dict[str, float], **options: Any) -> dict[str, Tensor]:
-    """The updates, full matrices, of gradients that are multiplied by ``scales``."""
+    """Return the full updates for gradients that are multiplied by ``scales``."""
     generator, params, losses = torch.Generator().manual_seed(3), dict[str, nn.Parameter](), []
     for name, scale in scales.items():
         factors = shard(torch.randn(6, 10, generator=generator), P("tensor"), registry)
@@ -72,8 +73,8 @@ def updates_of_scaled_gradients(scales: dict[str, float], **options: Any) -> dic
     return first_step(ProcessGroupRegistry(Topology(tensor=2)), scales, **options)
 
 
-def test_muon_matrix_is_not_stalled_by_another_gradient_spike(world: World) -> None:
-    """The spike is clipped away, and the other matrix's gradient with it, to 1e-12 of what it was."""
+def test_muon_update_of_matrix_is_not_affected_by_gradient_spike_of_another(world: World) -> None:
+    """Clipping the spike scales the other gradient to 1e-12 of its value."""
     quiet = world.run(2, updates_of_scaled_gradients, {"other": 1.0, "spike": 1.0})
     spiked = world.run(2, updates_of_scaled_gradients, {"other": 1.0, "spike": 2.0**40})
     assert all(float(update.norm()) > 1.5 for updates in quiet for update in updates.values())
@@ -87,19 +88,19 @@ def test_muon_matrix_is_not_stalled_by_another_gradient_spike(world: World) -> N
     assert float(world.run(2, floored, {"other": 1.0, "spike": 2.0**40})[0]["other"].norm()) < 0.1
 
 
-def test_muon_leaves_a_matrix_without_gradient_values_alone() -> None:
+def test_muon_does_not_change_matrix_with_zero_gradient() -> None:
     updates = first_step(ProcessGroupRegistry(Topology(tensor=1)), {"zero": 0.0, "other": 1.0})
     assert torch.equal(updates["zero"], torch.zeros(6, 10))
 
 
 @pytest.mark.parametrize("eps", [-1e-7, float("inf"), float("nan")])
-def test_muon_refuses_eps_out_of_range(eps: float) -> None:
+def test_muon_rejects_invalid_eps(eps: float) -> None:
     with pytest.raises(ValueError, match=r"eps=.*: give a finite number >= 0, such as 0 \(the default\) or 1e-7"):
         Muon([nn.Parameter(torch.ones(2, 2))], eps=eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_how_a_parameter_lies_in_memory_does_not_matter(dtype: torch.dtype) -> None:
+def test_muon_update_does_not_depend_on_strides(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     full = torch.randn(6, 10, dtype=dtype)
     ways = [full.clone(), full.t().contiguous().t(), torch.zeros(6, 20, dtype=dtype)[:, ::2].copy_(full)]
@@ -116,7 +117,7 @@ def test_how_a_parameter_lies_in_memory_does_not_matter(dtype: torch.dtype) -> N
         torch.testing.assert_close(param, params[0])
 
 
-def test_alone_it_is_its_formula() -> None:
+def test_muon_in_single_process_matches_formula() -> None:
     torch.manual_seed(0)
     ours = {
         name: nn.Parameter(torch.randn(shape, dtype=torch.float64))
@@ -138,7 +139,7 @@ def test_alone_it_is_its_formula() -> None:
         torch.testing.assert_close(param.detach(), plain[name], rtol=EXACT, atol=EXACT)
 
 
-def test_stacks_blocks_and_convolutions_are_the_matrices_they_are_made_of() -> None:
+def test_muon_of_stacks_blocks_and_convolutions_matches_separate_matrices() -> None:
     torch.manual_seed(0)
     shapes = {"stack": (3, 4, 6), "qkv": (12, 5), "heads": (8, 5), "kernel": (6, 2, 3, 3)}
     fused = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
@@ -175,18 +176,19 @@ def test_stacks_blocks_and_convolutions_are_the_matrices_they_are_made_of() -> N
         torch.testing.assert_close(whole, part.detach(), rtol=EXACT, atol=EXACT)
 
 
-# On every layout ----------------------------------------------------------------------------------------------------------
+# Layouts
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def unbound(params: Iterable[Any]) -> Muon:
-    """What is wrong: every piece is a matrix."""
+    """Disable binding, so that every shard is treated as a matrix. This is wrong."""
     optimizer = muon(params, blocks={})
     optimizer.bind = lambda rows, registry: None  # type: ignore[method-assign]
     return optimizer
 
 
 @pytest.mark.parametrize("name", ["tensor", "grid", "fused blocks", "sequence", "2.5-D", "3-D"])
-def test_bare_pieces_fail_the_same_comparison(world: World, name: str) -> None:
+def test_muon_on_bare_shards_fails_the_comparison(world: World, name: str) -> None:
     layout = WHOLE_LAYOUTS[name]
     by_rank = world.run(layout.topology.world_size, trained, layout, unbound)
     assert largest_error(by_rank, alone(layout, muon)) > 1e-3
@@ -194,7 +196,7 @@ def test_bare_pieces_fail_the_same_comparison(world: World, name: str) -> None:
 
 @settings(max_examples=number_of_cases(6))
 @given(st.lists(random_layouts(), min_size=5, max_size=5))
-def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[Layout, str]]) -> None:
+def test_muon_matches_dense_update_on_random_layouts(world: World, cases: list[tuple[Layout, str]]) -> None:
     run = [(layout, muon, STATES[state], 4) for layout, state in cases]
     found = world.run_each(trained, [(case[0].topology.world_size, case) for case in run])
     for (layout, state), by_rank in zip(cases, found, strict=True):
@@ -203,7 +205,7 @@ def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tupl
 
 
 class Net(nn.Module):
-    """Matrices, a stack and vectors, whole."""
+    """Unsharded matrices, a stack and vectors."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -250,7 +252,7 @@ def fully_sharded(tensor: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_under_fully_shard_it_is_the_dense_update(world: World, tensor: int) -> None:
+def test_muon_with_fully_shard_matches_dense_update(world: World, tensor: int) -> None:
     net = Net(6 + tensor).double()
     optimizer = Muon(net.named_parameters(), lr=0.1, ns_dtype=None)
     for step in range(6):
@@ -263,13 +265,14 @@ def test_under_fully_shard_it_is_the_dense_update(world: World, tensor: int) -> 
             torch.testing.assert_close(found[name], param.detach(), rtol=EXACT, atol=EXACT)
 
 
-# Collectives, host reads, skips -------------------------------------------------------------------------------------------
+# Collectives, host reads, skipped steps
+# ---------------------------------------------------------------------------------
 
 
-def test_a_round_takes_two_all_to_alls(world: World) -> None:
+def test_muon_step_needs_at_most_two_all_to_alls(world: World) -> None:
     for name, state, expected in (
         ("alone", "whole", {}),
-        ("tensor", "whole", {"all_to_all_single": 2}),  # `table` is whole on both: it comes back only
+        ("tensor", "whole", {"all_to_all_single": 2}),  # `table` is replicated, so only its update is sent
         ("data", "whole", {"all_to_all_single": 1}),
         ("data", "ZeRO-1", {"all_to_all_single": 2}),
         ("data x tensor", "ZeRO-2", {"all_to_all_single": 2}),
@@ -280,11 +283,11 @@ def test_a_round_takes_two_all_to_alls(world: World) -> None:
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
-def test_a_step_reads_nothing_on_the_host(world: World, state: str) -> None:
+def test_muon_step_needs_no_host_read(world: World, state: str) -> None:
     world.run(4, without_host_reads, LAYOUTS["data x tensor"], [muon], STATES[state])
 
 
-def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
+def test_overflow_on_one_rank_leaves_muon_unchanged(world: World) -> None:
     layout = LAYOUTS["data x tensor"]
     cases: list[Any] = [
         (layout, [muon], torch.float32, {}),
@@ -296,8 +299,8 @@ def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
 
 
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
-def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: World, precision: Any) -> None:
-    """Gradients are short binary fractions, exact in both dtypes and scaled: so masters are the float32 run's."""
+def test_muon_matches_dense_update_with_masters_loss_scale_and_accumulation(world: World, precision: Any) -> None:
+    """Gradients are exact in both dtypes, also scaled, so the master weights equal the weights of the float32 run."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, in_mode, layout, [muon], {"precision": precision, **STATES["ZeRO-2"]})
     assert largest_error([own for (own,) in by_rank], alone(layout, muon, 5)) < 2e-4
@@ -305,11 +308,12 @@ def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: Wor
     assert copies_differ([own for (own,) in by_rank]) == []
 
 
-# Going on -----------------------------------------------------------------------------------------------------------------
+# Resuming
+# -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
-    """Gradients are the same on both, for no rank has a share of its own."""
+def test_muon_resumes_on_another_layout(world: World, tmp_path: Path) -> None:
+    """All ranks have the same gradients, so they are equal on both layouts."""
     rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
     columns = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
     world.run(2, run_to, rows, muon, tmp_path / "one", range(4), False, STATES["offload"])
@@ -317,10 +321,11 @@ def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
     assert largest_error(by_rank, alone(columns, muon)) <= EXACT
 
 
-# What is refused, and what a copy is --------------------------------------------------------------------------------------
+# Rejected arguments, and copies
+# ------------------------------------------------------------------------------------------
 
 
-def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:
+def test_muon_rejects_invalid_options() -> None:
     matrix, vector = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
     with pytest.raises(ValueError, match=r"momentum=1\.5"):
         Muon([matrix], momentum=1.5)
@@ -350,7 +355,7 @@ def refused(states: Any) -> str:
         return str(error.value)
 
 
-def test_what_steps_in_buckets_is_refused(world: World) -> None:
+def test_muon_rejects_half_states_stochastic_rounding_and_removed_parameters(world: World) -> None:
     assert all("HalfStates" in text for text in world.run(2, refused, HalfStates()))
     assert all("stochastic rounding" in text for text in world.run(2, refused, None))
     param = nn.Parameter(torch.randn(4, 3))
@@ -363,7 +368,7 @@ def test_what_steps_in_buckets_is_refused(world: World) -> None:
 
 
 def twice() -> str:
-    """What is said where this rank has two copies of one tensor."""
+    """Return the error for two parameters of one name on this rank."""
     with ProcessGroupRegistry(Topology(pipe=1)) as registry:
         copies = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
         for param in copies:
@@ -373,14 +378,14 @@ def twice() -> str:
         return str(error.value)
 
 
-def test_two_parameters_that_are_one_tensor_on_a_rank_are_an_error_that_says_so(world: World) -> None:
+def test_muon_rejects_two_parameters_with_same_name(world: World) -> None:
     text = world.run(1, twice)[0]
     assert "two parameters on rank 0 have the name table (4, 3)" in text
     assert "to tie them, make them one parameter" in text
 
 
 def several(layout: Layout) -> Any:
-    """Muon for matrices beside AdamW for the rest, as one."""
+    """Use Muon for matrices and AdamW for the other parameters, as one optimizer."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)
         held = dict(model.named_parameters())
@@ -394,12 +399,12 @@ def several(layout: Layout) -> Any:
         return parts(layout, optimizer)
 
 
-def test_beside_another_optimizer_both_are_exact(world: World) -> None:
+def test_muon_combined_with_adamw_matches_dense_update(world: World) -> None:
     layout = LAYOUTS["data x tensor"]
     assert largest_error(world.run(4, several, layout), alone(layout, muon)) <= EXACT
 
 
-def test_the_rule_says_what_is_a_matrix_and_a_group_may_say_it_itself() -> None:
+def test_muon_assigns_parameters_by_name_shape_or_group_option() -> None:
     params = {name: nn.Parameter(torch.randn(4, 3)) for name in ("w", "embed.weight", "lm_head.weight", "heads.q")}
     params["bias"] = nn.Parameter(torch.randn(4))
     groups = Muon([*params.items()], lr=0.5, adamw={"lr": 0.1}).param_groups
@@ -411,7 +416,7 @@ def test_the_rule_says_what_is_a_matrix_and_a_group_may_say_it_itself() -> None:
     assert (group["algorithm"], group["lr"]) == ("adamw", 0.2)
 
 
-def test_a_copy_steps_as_the_original() -> None:
+def test_copied_muon_continues_identically() -> None:
     torch.manual_seed(0)
     params = {"up": nn.Parameter(torch.randn(8, 3)), "bias": nn.Parameter(torch.randn(4))}
     for param in params.values():
@@ -430,7 +435,7 @@ def test_a_copy_steps_as_the_original() -> None:
         assert torch.equal(one, other)
 
 
-def test_what_is_frozen_stays_and_what_has_no_gradient_on_some_ranks_has_one_of_zeros(world: World) -> None:
+def test_muon_keeps_frozen_parameters_and_treats_missing_gradients_as_zeros(world: World) -> None:
     frozen, moved = world.run(2, frozen_and_missing)[0]
     assert frozen
     assert moved

@@ -1,4 +1,4 @@
-"""Newton-Schulz on a matrix and on its Gram matrix: one polynomial, rounded alike; which one is taken, by its cost."""
+"""Newton-Schulz on a matrix or on its Gram matrix: equal polynomials, similar rounding, and the choice by cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_spectrum = pytest.mark.parametrize("name", SPECTRA)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Relative, in the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return float((found.double() - exact).norm() / exact.norm())
 
 
@@ -34,7 +34,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 @every_spectrum
-def test_both_forms_are_one_polynomial(name: str) -> None:
+def test_newton_schulz_on_gram_matrix_and_on_matrix_are_equal_in_float64(name: str) -> None:
     x = SPECTRA[name](32, 96)
     x = x / x.norm()
     for coefficients in (COEFFICIENTS, (2.0, -1.5, 0.5)):
@@ -45,9 +45,12 @@ def test_both_forms_are_one_polynomial(name: str) -> None:
 
 @every_spectrum
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_the_gram_matrix_rounding_does_little_more_than_on_the_matrix(name: str, dtype: torch.dtype) -> None:
-    """Against five steps on the matrix in float64: at most 2.8 times the error, and in bfloat16 less than it where singular
-    values fall, as measured up to [1024, 4096]."""
+def test_newton_schulz_on_gram_matrix_has_similar_rounding_error(name: str, dtype: torch.dtype) -> None:
+    """Compare with five steps on the matrix in float64.
+
+    Up to [1024, 4096], the measured error is at most 2.8 times the error on the matrix. In bfloat16 it is lower for
+    decaying singular values.
+    """
     x = SPECTRA[name](*LONG).to(dtype)
     x = x / x.norm()
     exact = on_matrix(x.double(), COEFFICIENTS, 5)
@@ -57,7 +60,7 @@ def test_on_the_gram_matrix_rounding_does_little_more_than_on_the_matrix(name: s
 
 
 @pytest.mark.parametrize("name", ["down to 1e-8", "rank 4", "rank 1 and noise"])
-def test_five_steps_without_a_new_gram_matrix_fail_the_same_comparison(name: str) -> None:
+def test_gram_iteration_without_restart_fails_the_error_comparison(name: str) -> None:
     x = SPECTRA[name](*LONG).bfloat16()
     x = x / x.norm()
     exact = on_matrix(x.double(), COEFFICIENTS, 5)
@@ -66,7 +69,8 @@ def test_five_steps_without_a_new_gram_matrix_fail_the_same_comparison(name: str
     assert of_gram > 3 * error(on_matrix(x, COEFFICIENTS, 5), exact)
 
 
-# The norm ---------------------------------------------------------------------------------------------------------------
+# Normalization
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -81,7 +85,7 @@ def test_newton_schulz_is_bitwise_independent_of_scale(shape: tuple[int, int], d
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_normalize_handles_zeros_and_extremes(dtype: torch.dtype) -> None:
+def test_normalize_handles_zeros_nan_and_extreme_values(dtype: torch.dtype) -> None:
     limits = torch.finfo(dtype)
     for value in (limits.smallest_normal * limits.eps, limits.smallest_normal, 1.0, limits.max):
         found = normalize(torch.full((3, 4), value, dtype=dtype))
@@ -92,12 +96,13 @@ def test_normalize_handles_zeros_and_extremes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_normalize_has_the_bits_of_plain_division(dtype: torch.dtype) -> None:
+def test_normalize_is_bitwise_identical_to_division(dtype: torch.dtype) -> None:
     matrix = torch.randn(40, 60, dtype=torch.float64).to(dtype)
     assert torch.equal(normalize(matrix), matrix / matrix.norm())
 
 
-# Which is taken ---------------------------------------------------------------------------------------------------------
+# Choice by cost
+# ---------------------------------------------------------------------------------------------------------
 
 
 def counted(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> int:
@@ -107,16 +112,16 @@ def counted(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> int:
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (128, 256), (128, 300), (300, 128), (130, 520), (64, 512)])
-def test_costs_are_the_operations_of_the_form_that_is_taken(shape: tuple[int, int]) -> None:
+def test_flops_estimate_matches_counted_operations(shape: tuple[int, int]) -> None:
     assert counted(shape) == flops(shape)
 
 
-def test_long_matrices_go_on_their_gram_matrix_and_take_two_thirds_of_the_operations() -> None:
+def test_long_matrices_use_gram_matrix_and_need_two_thirds_of_operations() -> None:
     shapes = ((128, 240), (128, 256), (256, 128), (127, 1024))
     assert [uses_gram(shape) for shape in shapes] == [False, True, True, False]
     on_it = 5 * (4 * 128**2 * 512 + 2 * 128**3)
     assert flops(LONG) / on_it == pytest.approx(2 / 3)
-    assert not uses_gram(LONG, steps=1), "nothing to save"
+    assert not uses_gram(LONG, steps=1), "one step saves nothing"
 
 
 # Muon -------------------------------------------------------------------------------------------------------------------
@@ -136,7 +141,7 @@ def of_step(name: str, step: int) -> Tensor:
 def stepped(
     axes: dict[str, int], specs: dict[str, P], options: dict[str, Any], bound: bool = True
 ) -> tuple[dict[str, Tensor], Counter[str]]:
-    """This rank's pieces after some steps, and the collectives of the last one's update."""
+    """Return this rank's shards after some steps, and the collectives of the last step."""
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         params = {name: nn.Parameter(shard(of_step(name, 0), specs[name], registry)) for name in SHAPES}
         for name, param in params.items():
@@ -157,7 +162,7 @@ def stepped(
 
 
 def plain() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """By the published iteration, and by `Muon` in one process."""
+    """Return results of the published iteration, and of `Muon` in one process."""
     params = {name: nn.Parameter(of_step(name, 0)) for name in SHAPES}
     dense = {name: of_step(name, 0) for name in SHAPES}
     states: list[dict[str, Any]] = [{} for _ in SHAPES]
@@ -179,11 +184,11 @@ CASES: dict[str, tuple[dict[str, int], dict[str, P], dict[str, Any]]] = {
 }
 
 
-def test_muon_of_long_matrices_is_the_published_one_on_every_layout(world: World) -> None:
+def test_muon_of_long_matrices_matches_published_iteration_on_every_layout(world: World) -> None:
     published, alone = plain()
     assert all(error(alone[name], published[name]) <= EXACT for name in SHAPES)
     with mock.patch.object(module, "SMALLEST", 10**6):
-        assert not torch.equal(plain()[1]["wide"], alone["wide"]), "the last bits are those of another form"
+        assert not torch.equal(plain()[1]["wide"], alone["wide"]), "the other form must give other last bits"
     calls = [(2 if len(case[0]) == 1 else 4, case) for case in CASES.values()]
     for (case, (axes, specs, _)), by_rank in zip(CASES.items(), world.run_each(stepped, calls), strict=True):
         copies: dict[bytes, Tensor] = {}
@@ -193,11 +198,11 @@ def test_muon_of_long_matrices_is_the_published_one_on_every_layout(world: World
                 assert error(found[name], expected) <= EXACT, (case, name)
                 same = copies.setdefault(expected.contiguous().numpy().tobytes(), found[name])
                 assert torch.equal(found[name], same), (case, name)
-            # Of ZeRO's pieces, cut flat, not all matrices lie on all ranks: two for each set of ranks that share some.
+            # With flat ZeRO shards not all ranks hold all matrices: two all-to-alls per set of ranks that share some.
             assert seen["all_to_all_single"] in ((2, 4) if case == "ZeRO-2" else (2,)), case
 
 
-def test_bare_pieces_fail_the_same_comparison(world: World) -> None:
+def test_newton_schulz_on_bare_shards_fails_the_comparison(world: World) -> None:
     published, _ = plain()
     axes, specs, options = CASES["split on the long side"]
     for rank, (found, _) in enumerate(world.run(2, stepped, axes, specs, options, False)):
@@ -206,7 +211,7 @@ def test_bare_pieces_fail_the_same_comparison(world: World) -> None:
             assert error(found[name], expected) > 1e-3, name
 
 
-def test_in_bfloat16_it_is_torchs_to_what_the_iteration_rounds() -> None:
+def test_bfloat16_muon_is_as_accurate_as_torch() -> None:
     wide = nn.Parameter(torch.randn(LONG, generator=torch.Generator().manual_seed(0)))
     moved = {}
     for kind in (Muon, torch.optim.Muon):

@@ -1,4 +1,4 @@
-"""Steps of optimizers that need whole tensors on CUDA tensors, without a GPU: nobody waits for it."""
+"""Steps of full-tensor optimizers on fake CUDA tensors need no host synchronization."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
-    pytest.mark.skipif(
-        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
-    ),
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA for the fake GPU"),
 ]
 TOPOLOGY = Topology(data=2, tensor=2)
 SPECS = {"split": P(None, "tensor"), "whole": P(), "bias": P()}
@@ -38,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @contextmanager
 def world() -> Iterator[None]:
-    """Rank 0 of four; collectives do nothing. All ranks say what it says, but which part of a tensor they have."""
+    """Simulate rank 0 of four; collectives do nothing. Other ranks report the same objects, except their regions."""
 
     def with_their_regions(declare: Callable[[], tuple[None, list[Any]]], registry: ProcessGroupRegistry) -> Any:
         result, own = declare()
@@ -48,7 +46,7 @@ def world() -> Iterator[None]:
             found = Region.of_shard(region.full_shape, region.shape, SPECS[name.partition("@")[0]], TOPOLOGY, where)
             if region.numel == found.numel:
                 return found
-            # ZeRO cuts a shard in two by the data coordinate, of which rank 0 has the first part.
+            # ZeRO halves a shard over the data axis; rank 0 has the first half.
             rest = found.numel - region.numel
             return found.run(0, region.numel) if where["data"] == 0 else found.run(region.numel, rest)
 
@@ -98,24 +96,26 @@ def steps(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any],
     [({}, torch.float32), ({"precision": "bf16"}, torch.bfloat16), ({"precision": "fp16_naive"}, torch.float16)],
     ids=["fp32", "bf16", "fp16"],
 )
-def test_nobody_waits_for_the_gpu(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_full_tensor_optimizer_step_on_cuda_needs_no_host_synchronization(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     for more in ({}, {"states": Sharded("data")}) if dtype == torch.float32 else ({},):
         logs = steps(OPTIMIZERS[name], {**options, **more}, dtype)
         assert logs[-1].launches
-        # The second step compares master weights with the weights in the model, once.
+        # The second step compares master weights with the model's weights, once.
         assert all("amp/casting.py" in wait for wait in logs[1].waits)
         assert bool(logs[1].waits) == (dtype != torch.float32)
         assert logs[2].waits == []
 
 
 class Reads(Muon):
-    """What is wrong: the count of steps goes to the host."""
+    """Reads the step count on the host, which is wrong."""
 
     def updates(self, slots: Any) -> Any:
         assert all(float(slot.step) > 0 for slot in slots)
         return super().updates(slots)
 
 
-def test_who_reads_a_number_is_seen() -> None:
+def test_host_read_in_full_tensor_optimizer_is_detected() -> None:
     with pytest.raises(DataDependentOutputException):
         steps(Reads, {}, torch.float32)

@@ -1,4 +1,4 @@
-"""Exchanges in several rounds, one on its way while another computes: the memory of all of them, and who sends."""
+"""Exchanges between shards and owner ranks in several rounds: overlap with computation, memory reuse, senders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MAKES: list[Make] = [muon, soap, adafactor]
 
 
 def in_small_rounds(layout: Layout, options: dict[str, Any], homes_of: list[str]) -> list[tuple[list[Part], int, bool]]:
-    """For each optimizer what it has made, its rounds here, and whether later steps took the memory of the first."""
+    """Return per optimizer its shards, its number of rounds, and whether later steps reused the buffers of the
+    first."""
     found = []
     small = partial(Homes, round_bytes=1)
     with (
@@ -51,7 +52,7 @@ def in_small_rounds(layout: Layout, options: dict[str, Any], homes_of: list[str]
 @pytest.mark.parametrize(
     ("name", "state", "rounds"), [("tensor", "whole", 3), ("data x tensor", "ZeRO-2", 2), ("experts", "whole", 2)]
 )
-def test_many_rounds_give_the_dense_update_in_memory_that_is_taken_once(
+def test_exchange_in_several_rounds_matches_dense_update_and_reuses_buffers(
     world: World, name: str, state: str, rounds: int
 ) -> None:
     layout = WHOLE_LAYOUTS[name]
@@ -65,7 +66,7 @@ def test_many_rounds_give_the_dense_update_in_memory_that_is_taken_once(
         assert all(of_rank[index][2] for of_rank in by_rank), make
 
 
-def test_memory_is_as_long_as_the_longest_use_and_only_of_a_cpu() -> None:
+def test_buffers_have_size_of_largest_use_and_are_kept_on_cpu_only() -> None:
     buffers, cpu = Buffers(), torch.device("cpu")
     first = buffers.flat("sent", 10, torch.float32, cpu)
     assert buffers.flat("sent", 4, torch.float64, cpu).data_ptr() == first.data_ptr()
@@ -75,8 +76,8 @@ def test_memory_is_as_long_as_the_longest_use_and_only_of_a_cpu() -> None:
     assert buffers.numbytes == 10 * 4 + 3 * 8
 
 
-def test_of_copies_not_the_same_one_speaks_to_every_home() -> None:
-    """On ``data=2,tensor=2`` each rank has half of a matrix, and each home lacks the other half, which two ranks have."""
+def test_replicas_share_the_sending_to_owner_ranks() -> None:
+    """On ``data=2,tensor=2`` each rank has half of a matrix; two ranks have the half that an owner rank lacks."""
     halves = [Box((0, 0), (4, 6)), Box((4, 0), (4, 6))]
     tensor = LogicalTensor("w", (8, 6), torch.float32, None, {rank: (halves[rank % 2],) for rank in range(4)})
     senders = []

@@ -1,4 +1,4 @@
-"""SOAP, Shampoo and any optimizer at homes: the dense model's update on every layout, and states that move with them."""
+"""SOAP, Shampoo and wrapped optimizers on owner ranks: the dense update on every layout, and resharded states."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from zero_models import small_buckets
 EXACT = 1e-12
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64}
 
-# Their numbers ----------------------------------------------------------------------------------------------------------
+# Values
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def plain(kind: Any, formula: Any, options: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> float:
-    """How far the optimizer, alone, is from its formula after ten steps, relative."""
+    """Return the relative error of the optimizer in one process after ten steps, compared with its formula."""
     torch.manual_seed(0)
     ours = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
     dense = [param.detach().clone() for param in ours.values()]
@@ -71,12 +72,12 @@ OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "formula", "options"), OPTIONS)
-def test_alone_they_are_their_formulas(kind: Any, formula: Any, options: dict[str, Any]) -> None:
+def test_soap_and_shampoo_in_single_process_match_formulas(kind: Any, formula: Any, options: dict[str, Any]) -> None:
     assert plain(kind, formula, options, TWO) <= EXACT
 
 
-def test_shampoos_first_step_of_one_gradient_is_its_orthogonal_factor() -> None:
-    """(G G^T)^(-1/4) G (G^T G)^(-1/4) = U V^T, where G = U S V^T: known without the code."""
+def test_first_shampoo_step_is_orthogonal_factor_of_gradient() -> None:
+    """(G G^T)^(-1/4) G (G^T G)^(-1/4) = U V^T for G = U S V^T, which is known without the code."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
     weight.grad = torch.randn(5, 5, dtype=torch.float64)
@@ -87,7 +88,7 @@ def test_shampoos_first_step_of_one_gradient_is_its_orthogonal_factor() -> None:
 
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])
-def test_stacks_and_blocks_are_the_matrices_they_are_made_of(kind: Any) -> None:
+def test_soap_and_shampoo_of_stacks_and_blocks_match_separate_matrices(kind: Any) -> None:
     torch.manual_seed(0)
     shapes = {"stack": (3, 4, 6), "qkv": (12, 5)}
     fused = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
@@ -110,7 +111,7 @@ def test_stacks_and_blocks_are_the_matrices_they_are_made_of(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])
-def test_a_tensor_of_four_dims_has_a_basis_for_each(kind: Any) -> None:
+def test_soap_and_shampoo_keep_one_basis_per_dim_of_tensor(kind: Any) -> None:
     kernel = nn.Parameter(torch.randn(4, 3, 2, 2))
     optimizer = kind([kernel], lr=torch.tensor(0.1))
     for _ in range(3):
@@ -121,7 +122,7 @@ def test_a_tensor_of_four_dims_has_a_basis_for_each(kind: Any) -> None:
     assert bool(kernel.isfinite().all())
 
 
-def test_what_has_no_gradient_is_left_alone() -> None:
+def test_parameter_without_gradient_is_not_changed() -> None:
     for make in MAKES.values():
         params = {name: nn.Parameter(torch.ones(4, 4)) for name in ("one", "two")}
         optimizer = make(params.items())
@@ -132,11 +133,12 @@ def test_what_has_no_gradient_is_left_alone() -> None:
         assert bool((params["two"] == 1).all())
 
 
-# On every layout ----------------------------------------------------------------------------------------------------------
+# Layouts
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", list(MAKES))
-def test_bare_pieces_fail_the_same_comparison(world: World, kind: str) -> None:
+def test_optimizers_on_bare_shards_fail_the_comparison(world: World, kind: str) -> None:
     for name in ("tensor", "grid"):
         layout = WHOLE_LAYOUTS[name]
         by_rank = world.run(layout.topology.world_size, trained, layout, unbound(kind))
@@ -145,7 +147,9 @@ def test_bare_pieces_fail_the_same_comparison(world: World, kind: str) -> None:
 
 @settings(max_examples=number_of_cases(5))
 @given(st.lists(st.tuples(random_layouts(), st.sampled_from(list(MAKES))), min_size=5, max_size=5))
-def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[tuple[Layout, str], str]]) -> None:
+def test_owner_rank_optimizers_match_dense_update_on_random_layouts(
+    world: World, cases: list[tuple[tuple[Layout, str], str]]
+) -> None:
     run = [(layout, MAKES[kind], STATES[state], 5) for (layout, state), kind in cases]
     found = world.run_each(trained, [(case[0].topology.world_size, case) for case in run])
     for ((layout, state), kind), by_rank in zip(cases, found, strict=True):
@@ -153,12 +157,13 @@ def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tupl
         assert copies_differ(by_rank) == [], (layout, state, kind)
 
 
-# What a step costs --------------------------------------------------------------------------------------------------------
+# Cost of a step
+# ----------------------------------------------------------------------------------------------------------
 
 
 def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter[str], int, list[str]]:
-    """Of one step, beyond those of SGD with the same options; how many sets of peers this rank shares tensors with; and
-    the states that it has at home."""
+    """Return the collectives of one step beyond those of SGD, the number of peer sets of this rank, and the states
+    that it owns."""
     counts, kept, peers = [], [], []
     for make in (MAKES[kind], partial(torch.optim.SGD, lr=0.1, fused=True)):
         with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
@@ -176,7 +181,7 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
     return counts[0] - counts[1], len(set(peers)), kept
 
 
-def test_a_step_takes_two_all_to_alls_for_each_set_of_peers_and_each_state_is_on_one_rank(world: World) -> None:
+def test_step_needs_two_all_to_alls_per_peer_set_and_each_state_has_one_owner(world: World) -> None:
     cases = [
         (kind, LAYOUTS[name], STATES[state])
         for kind in repetitions(list(MAKES), "steps", default=2)
@@ -188,7 +193,7 @@ def test_a_step_takes_two_all_to_alls_for_each_set_of_peers_and_each_state_is_on
         for count, peers, _ in by_rank:
             assert count.keys() == {"all_to_all_single"}, kind
             assert 2 <= count["all_to_all_single"] <= 2 * peers, kind
-            assert kind == "adafactor" or peers == 1, "of matrices all ranks have some"
+            assert kind == "adafactor" or peers == 1, "all ranks hold a part of every matrix"
         ((_, _, dense),) = world.run(1, counted, kind, LAYOUTS["alone"], {})
         assert sum((Counter(kept) for *_, kept in by_rank), Counter()) == Counter(dense), layout
 
@@ -206,7 +211,7 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
-def test_a_step_reads_nothing_on_the_host_whether_it_renews_bases_or_not(world: World) -> None:
+def test_step_with_or_without_new_bases_needs_no_host_read(world: World) -> None:
     cases = [
         (kind, LAYOUTS["data x tensor"], STATES[state])
         for kind in repetitions(("soap", "shampoo"), "reads")
@@ -215,12 +220,12 @@ def test_a_step_reads_nothing_on_the_host_whether_it_renews_bases_or_not(world: 
     world.run_each(without_reads, [(4, case) for case in cases])
 
 
-# Overflow, modes ----------------------------------------------------------------------------------------------------------
+# Overflow and precision
+# ----------------------------------------------------------------------------------------------------
 
 
 def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) -> bool:
-    """Whether a step with an overflow on one rank changes nothing on this one, now and ``later``: the run goes on as
-    one without it does."""
+    """Return whether a run with an overflow on one rank at step ``first`` ends like a run without it."""
     layout, results = LAYOUTS["data x tensor"], []
     for overflow in (False, True):
         with ProcessGroupRegistry(layout.topology) as registry:
@@ -247,8 +252,8 @@ def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) 
     )
 
 
-def test_after_an_overflow_a_run_goes_on_as_if_it_had_not_been(world: World) -> None:
-    """The first step makes the first bases, the fourth and seventh new ones: none of them counts a step that is skipped."""
+def test_run_after_overflow_continues_as_without_overflow(world: World) -> None:
+    """The first step creates bases, the fourth and seventh renew them; skipped steps must not be counted."""
     cases: list[Any] = [
         (kind, dtype, options, first)
         for kind in repetitions(list(MAKES), "overflow", default=2)
@@ -275,8 +280,8 @@ def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
         return parts(layout, optimizer)
 
 
-def test_masters_and_accumulation_are_as_for_any_optimizer(world: World) -> None:
-    """Gradients are short binary fractions, exact in bfloat16: so masters are the float32 run's."""
+def test_owner_rank_optimizers_match_float32_run_with_masters_and_accumulation(world: World) -> None:
+    """Gradients are exact in bfloat16, so the master weights equal the weights of the float32 run."""
     for kind in repetitions(list(MAKES), "modes", default=2):
         modes: list[dict[str, Any]] = [{}, {"precision": Bf16()}, {"precision": Bf16(), **STATES["ZeRO-2"]}]
         plain, *masters = world.run_each(in_mode, [(4, (kind, options, 1)) for options in modes])
@@ -289,15 +294,16 @@ def test_masters_and_accumulation_are_as_for_any_optimizer(world: World) -> None
         assert copies_differ(by_rank) == []
 
 
-# Going on -----------------------------------------------------------------------------------------------------------------
+# Resuming
+# ----------------------------------------------------------------------------------------------------------------
 
 ROWS = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
 COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
 
 
 @pytest.mark.parametrize("kind", list(MAKES))
-def test_a_run_goes_on_in_another_layout_bit_for_bit(world: World, tmp_path: Path, kind: str) -> None:
-    """Gradients are the same on both, for no rank has a share of its own. Homes are others."""
+def test_owner_rank_optimizers_resume_bitwise_on_another_layout(world: World, tmp_path: Path, kind: str) -> None:
+    """All ranks have the same gradients, so they are equal on both layouts. The owner ranks differ."""
     world.run(2, run_to, ROWS, MAKES[kind], tmp_path / "one", range(5), False, STATES["offload"])
     by_rank = world.run(
         4, run_to, COLUMNS, MAKES[kind], tmp_path / "one", range(5, 10), True, {"states": Sharded("row")}
@@ -305,14 +311,14 @@ def test_a_run_goes_on_in_another_layout_bit_for_bit(world: World, tmp_path: Pat
     assert largest_error(by_rank, alone(COLUMNS, MAKES[kind])) == 0
     assert copies_differ(by_rank) == []
     kept = Counter((part.key, key) for own in by_rank for part in own for key in part.state if "." in key)
-    assert set(kept.values()) == {1}, "at its home alone"
+    assert set(kept.values()) == {1}, "every state must have one owner rank"
     world.run(4, run_to, COLUMNS, MAKES[kind], tmp_path / "two", range(5), False, {"states": Sharded("row")})
     by_rank = world.run(2, run_to, ROWS, MAKES[kind], tmp_path / "two", range(5, 10), True, {})
     assert largest_error(by_rank, alone(ROWS, MAKES[kind])) == 0
 
 
 def from_own_state(kind: str, dtype: torch.dtype, reload: bool) -> list[Any]:
-    """A run whose optimizer is made anew, and loads what `state_dict` gave, on each rank."""
+    """Return the result of a run that reloads its own `state_dict` into a new optimizer on each rank."""
     layout, options = LAYOUTS["data x tensor"], STATES["ZeRO-1"]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, dtype)
@@ -331,18 +337,18 @@ def from_own_state(kind: str, dtype: torch.dtype, reload: bool) -> list[Any]:
         return parts(layout, optimizer)
 
 
-def test_a_ranks_own_state_dict_continues_it(world: World) -> None:
+def test_owner_rank_optimizers_resume_from_own_state_dict(world: World) -> None:
     for kind in repetitions(list(MAKES), "own state", default=2):
         layout = LAYOUTS["data x tensor"]
         assert largest_error(world.run(4, from_own_state, kind, torch.float64, True), alone(layout, MAKES[kind])) == 0
-        # Here what is kept in float64 is of parameters in float32.
+        # Here the float64 states belong to float32 parameters.
         pair = world.run_each(from_own_state, [(4, (kind, torch.float32, reload)) for reload in (False, True)])
         for one, other in zip(*pair, strict=True):
             assert all(torch.equal(a.value, b.value) for a, b in zip(one, other, strict=True)), kind
 
 
 def later_group(kind: str) -> list[str]:
-    """A group that comes when there are states: they stay at their homes, which would be others."""
+    """Add a group after states exist; existing states must stay on their owner ranks."""
     layout = LAYOUTS["tensor"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)
@@ -363,7 +369,7 @@ def later_group(kind: str) -> list[str]:
         return after
 
 
-def test_a_param_group_that_is_added_moves_no_state(world: World) -> None:
+def test_adding_param_group_moves_no_state_to_other_rank(world: World) -> None:
     for kind in MAKES:
         one, other = world.run(2, later_group, kind)
         assert one
@@ -384,7 +390,7 @@ def frozen(kind: str) -> bool:
         return torch.equal(up, before) and not optimizer.state.get(up)
 
 
-def test_frozen_parameters_stay_and_have_no_home(world: World) -> None:
+def test_owner_rank_optimizers_keep_frozen_parameters_without_state(world: World) -> None:
     for kind in MAKES:
         assert world.run(2, frozen, kind) == [True, True]
 
@@ -402,19 +408,20 @@ def stepped_alone(kind: str) -> str:
         return str(caught.value)
 
 
-def test_states_of_pieces_taken_for_whole_ones_are_refused_on_every_rank(world: World) -> None:
+def test_states_of_unbound_shards_are_rejected_on_every_rank(world: World) -> None:
     for kind in MAKES:
         one, other = world.run(2, stepped_alone, kind)
         assert one == other
         assert "has stepped without ParallelOptimizer on rank 1" in one
 
 
-# Options ------------------------------------------------------------------------------------------------------------------
+# Options and assignment
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])
-def test_the_largest_cost_of_a_home_is_near_the_mean(kind: Any) -> None:
-    """Three large matrices, and eight that together take as long as one of them, on four ranks."""
+def test_owner_ranks_have_balanced_cost(kind: Any) -> None:
+    """Three large matrices, and eight that together cost as much as one of them, on four ranks."""
     shapes = [(128, 128)] * 3 + [(64, 64)] * 8
     named = {f"w{index}": shape for index, shape in enumerate(shapes)}
     optimizer = kind([nn.Parameter(torch.zeros(shape)) for shape in shapes])
@@ -432,7 +439,7 @@ def test_the_largest_cost_of_a_home_is_near_the_mean(kind: Any) -> None:
     assert max(homes.load.values()) < 1.1 * total / 4
 
 
-def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:
+def test_soap_and_shampoo_reject_invalid_options() -> None:
     matrix = nn.Parameter(torch.randn(4, 3))
     for kind, options, says in (
         (SOAP, {"betas": (1.0, 0.5)}, r"betas=\(1\.0, 0\.5\)"),

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.layout.annotation import copy_annotation, label_of
+from ..parallel.mesh.deprecation import renamed_members
 from ..parallel.mesh.value_checks import wrong
 from .casting import copy_each_, float32_of, has_equal_values, is_half
 
 _COLLECTED = "_meshstep_collected"
 
 
+@renamed_members(write_back="write_back")
 class MasterWeights:
     """Float32 masters that replace half-precision parameters in an optimizer's param groups.
 
@@ -164,13 +166,13 @@ class MasterWeights:
                 master.grad = None
 
     def step(self, update: Callable[[], object]) -> None:
-        """Call ``update``, then `publish`.
+        """Call ``update``, then `write_back`.
 
         Args:
             update: Steps the optimizer or skips the step; takes no arguments.
         """
         update()
-        self.publish()
+        self.write_back()
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """Return the pairs whose masters are currently in the param groups, which may be restricted to a bucket."""
@@ -178,7 +180,7 @@ class MasterWeights:
         return [(self.param_of[param], param) for param in params if param in self.param_of]
 
     @torch.no_grad()
-    def publish(self, written: Sequence[Tensor] = ()) -> None:
+    def write_back(self, written: Sequence[Tensor] = ()) -> None:
         """Round the masters in the param groups into the model's parameters, with one multi-tensor copy.
 
         Call it after skipped steps too: an unchanged master leaves its parameter unchanged.
@@ -271,7 +273,7 @@ class MasterWeights:
         saved = check_saved(state, masters)
         for position, master in masters.items():
             master.copy_(saved[position])
-        self.publish()
+        self.write_back()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise the ValueError that `load_state_dict` would raise, without changing anything."""

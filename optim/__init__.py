@@ -34,7 +34,7 @@ from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, align_copies, share_weights
 from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
-from .states.chain import Binding, Link, Placement, Position, StepObserver
+from .states.chain import Binding, ParamTransform, Position, StatePlacement, StepObserver
 from .states.half_states import HalfStates
 from .states.offloaded import Offloaded
 from .states.replayable import Replayable, replay
@@ -87,7 +87,6 @@ __all__ = [
     "HoldOnSkip",
     "JsonLines",
     "LinearWarmupLR",
-    "Link",
     "Lion",
     "Measure",
     "Measurement",
@@ -100,10 +99,10 @@ __all__ = [
     "Offloaded",
     "ParallelOptimizer",
     "ParamPosition",
+    "ParamTransform",
     "ParameterEntry",
     "PerParameter",
     "Pipeline",
-    "Placement",
     "PolynomialLR",
     "Position",
     "Reduce",
@@ -117,6 +116,7 @@ __all__ = [
     "SkipSpikes",
     "SpectralNorms",
     "StableAdamW",
+    "StatePlacement",
     "StepObserver",
     "SteppedTensor",
     "Telemetry",
@@ -146,4 +146,6 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # type checkers report former names
-    __getattr__ = renamed_objects(__name__, {"Piece": SteppedTensor})
+    __getattr__ = renamed_objects(
+        __name__, {"ParamTransform": ParamTransform, "Piece": SteppedTensor, "StatePlacement": StatePlacement}
+    )

@@ -37,10 +37,10 @@ from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of
 from .norm.plan_agreement import Summary, agree
 from .norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
-from .states.chain import Binding, GivenParam, LocalTensors, Placement, Position, TransformChain
+from .states.chain import Binding, GivenParam, LocalTensors, Position, StatePlacement, TransformChain
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
-from .states.masters import check_main_grads, check_split, precision_link
+from .states.masters import check_main_grads, check_split, precision_transform
 from .states.offloaded import Offloaded
 from .states.sharded import Sharded
 from .step.data_parallel import GradSyncController, OverlappedReduce, check_gradient_reduction, modules_in, switch_of
@@ -81,7 +81,7 @@ class Setup:
     overlap: bool
     compression: Exchange | None
     bucket_bytes: int | None
-    states: Placement | Sequence[Placement]
+    states: StatePlacement | Sequence[StatePlacement]
     check_replicas: CheckReplicas
     commit: Commit | None
     on_nonfinite: OnNonfinite
@@ -210,7 +210,7 @@ class Setup:
         binding = self.binding(precision)
         check_main_grads(binding, self.accumulation_steps)
         for placement in self.placements:
-            if not isinstance(placement, Placement):
+            if not isinstance(placement, StatePlacement):
                 raise TypeError(f"states={placement!r}: give placements, such as Sharded('data') or Offloaded(0.5)")
             placement.check(binding)
         kinds = [type(placement).__name__ for placement in self.placements]
@@ -234,9 +234,9 @@ class Setup:
     # Parts -----------------------------------------------------------------------------------------------------------
 
     @property
-    def placements(self) -> list[Placement]:
+    def placements(self) -> list[StatePlacement]:
         """Return the state placements in the order of the chain."""
-        given = [self.states] if isinstance(self.states, Placement) else list(self.states)
+        given = [self.states] if isinstance(self.states, StatePlacement) else list(self.states)
         return sorted(given, key=lambda placement: getattr(placement, "position", 0))
 
     @property
@@ -272,9 +272,9 @@ class Setup:
         """Return the installed chain of parameter transforms. Collectives: those of the transforms."""
         binding = self.binding(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
-        links = [placement.link(binding) for placement in self.placements]
-        links.insert(precision_at, precision_link(binding))
-        return TransformChain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
+        transforms = [placement.transform(binding) for placement in self.placements]
+        transforms.insert(precision_at, precision_transform(binding))
+        return TransformChain(self.optimizer, [LocalTensors(self.registry.topology), *transforms], self.registry)
 
     def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
         """Return the object that measures the gradients of the stepped tensors and applies clipping rules to them."""
@@ -376,7 +376,10 @@ class Setup:
 
 
 def check_stepped_alike(
-    plan: ReductionPlan, placements: Iterable[Placement], check_replicas: CheckReplicas, registry: ProcessGroupRegistry
+    plan: ReductionPlan,
+    placements: Iterable[StatePlacement],
+    check_replicas: CheckReplicas,
+    registry: ProcessGroupRegistry,
 ) -> None:
     """Raise ValueError, on every rank, if `Offloaded` may step replicas that `Fingerprints` compare on different devices.
 
@@ -418,7 +421,7 @@ def replica_checks(
     """
     topology = table.plan.topology
     checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
-    if table.plan.cut_over is not None:  # equal shards do not imply equal replicas of the full parameters
+    if table.plan.sharded_over is not None:  # equal shards do not imply equal replicas of the full parameters
         checks.append(ReplicaCheck(table.model_plan, _local_tensors(given, topology), device))
     axes: list[tuple[str, ...]] = []
     for row in table:
@@ -505,7 +508,7 @@ class StepOptions(TypedDict, total=False):
     overlap: bool
     compression: Exchange | None
     bucket_bytes: int | None
-    states: Placement | Sequence[Placement]
+    states: StatePlacement | Sequence[StatePlacement]
     check_replicas: CheckReplicas
     commit: Commit | None
     on_nonfinite: OnNonfinite

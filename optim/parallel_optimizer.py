@@ -38,7 +38,7 @@ from .gradients.in_place import nonfinite_names
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction
 from .norm.param_table import ParamTable, SteppedTensor
 from .norm.plan import ReductionPlan, check_unused
-from .states.chain import Placement, StepObserver, TransformChain, match_names, named_params_of
+from .states.chain import StatePlacement, StepObserver, TransformChain, match_names, named_params_of
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .step.data_parallel import GradSyncController
@@ -119,7 +119,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             `Sharded` has a ``compression`` of its own; a ``data_parallel`` module does not use it.
         bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets cost more.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
-            `Placement` of your own). The param groups then hold the stepped tensors; see `pieces`.
+            `StatePlacement` of your own). The param groups then hold the stepped tensors; see `pieces`.
         check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit. If they differ,
             every rank raises `ReplicaMismatchError` before anything is stepped.
             ``"first"``: in the first step, and in the first step after parameters were added. This finds different seeds on
@@ -205,7 +205,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         overlap: bool = False,
         compression: Exchange | None = None,
         bucket_bytes: int | None = None,
-        states: Placement | Sequence[Placement] = (),
+        states: StatePlacement | Sequence[StatePlacement] = (),
         check_replicas: CheckReplicas = "first",
         commit: Commit | None = None,
         on_nonfinite: OnNonfinite = "skip",
@@ -490,7 +490,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
                 "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
             )
-        if self._states.bringing or self.loss_scale is not None:
+        if self._states.pulling_grads or self.loss_scale is not None:
             raise RuntimeError(
                 f"a GradScaler can't see the gradients that are stepped with in precision={self.precision.name!r} with "
                 "these states: leave it out and take a precision with a loss scale of its own, 'fp16' or 'fp16_naive'"
@@ -683,8 +683,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Collectives: none. Host synchronization: with `Offloaded`, one per bucket.
         """
-        for link in self._states.links:
-            link.reload()
+        for transform in self._states.transforms:
+            transform.reload()
 
     # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
 
@@ -709,7 +709,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         if callable(change):
             with own_calls:
                 change()
-            self._states.publish()
+            self._states.write_back()
 
     # Reports and state -----------------------------------------------------------------------------------------------
 
@@ -821,8 +821,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def transforms(self) -> TransformChain:
         """Return the chain between model parameters and stepped tensors.
 
-        A `Placement` finds its own link here:
-        ``next(link for link in optimizer.transforms.links if isinstance(link, MyLink))``.
+        A `StatePlacement` finds its own transform here:
+        ``next(transform for transform in optimizer.transforms.transforms if isinstance(transform, MyTransform))``.
         """
         return self._states
 
@@ -848,7 +848,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             scaler if hasattr(self, "found_inf") else None,
             reads_norm if self.on_nonfinite == "raise" else None,
             *self._clipping.not_captured(),
-            *(link.not_captured() for link in self._states.links),
+            *(transform.not_captured() for transform in self._states.transforms),
             *(observer.not_captured() for observer in self.observers),
             *self._window.not_captured(self._device),
             *update_not_captured(self.optimizer, self._device),

@@ -65,8 +65,8 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
 
 def gradient_shards(optimizer: ParallelOptimizer) -> list[Tensor]:
     """Return this rank's shards of the reduced gradients."""
-    shards = [link for link in optimizer._states.links if isinstance(link, Shards)]
-    found = [gradient for link in shards for bucket in link.buckets for gradient in bucket.gradients]
+    shards = [transform for transform in optimizer._states.transforms if isinstance(transform, Shards)]
+    found = [gradient for transform in shards for bucket in transform.buckets for gradient in bucket.gradients]
     return [gradient for gradient in found if gradient is not None]
 
 

@@ -434,7 +434,7 @@ class _Run(NamedTuple):
         if self.optimizer is not None and found.state is not None:
             # Stored weights are master weights rounded to even. Split master weights round ties away from zero.
             self.optimizer.transforms.load_state_dict(found.state["meshstep"]["weights"])
-            self.optimizer.transforms.publish()
+            self.optimizer.transforms.write_back()
 
     def _take_state(
         self, optimizer: ParallelOptimizer, state: dict[str, Any], schedule: Any, random: dict[str, Any] | None

@@ -39,7 +39,7 @@ class ParameterStates:
         local: This rank's plain tensor of it.
         entry: Its layout.
         held: (position in the optimizer, record) of each tensor that this rank steps for it.
-        cut_over: The axes of `Sharded`, if its ranks step shards of ``local``. None: they step ``local`` itself.
+        sharded_over: The axes of `Sharded`, if its ranks step shards of ``local``. None: they step ``local`` itself.
     """
 
     registry: ProcessGroupRegistry
@@ -47,7 +47,7 @@ class ParameterStates:
     local: Tensor
     entry: ParameterEntry
     held: list[tuple[int, SteppedTensor]]
-    cut_over: tuple[str, ...] | None
+    sharded_over: tuple[str, ...] | None
 
     def spec_and_region(self) -> tuple[P, Region]:
         """Return the layout of a state as a DTensor, and this rank's part of it. Raise ValueError if there is none."""
@@ -65,12 +65,12 @@ class ParameterStates:
                 f"{entry.name}: a DTensor does not support shards on a diagonal, as in {entry.spec}; use "
                 "save_checkpoint"
             )
-        if self.cut_over is None or not entry.shape:
+        if self.sharded_over is None or not entry.shape:
             return entry.spec, self._region()
         dims = [entry.spec.cuts(dim) for dim in range(len(entry.shape))]
-        spec = P((*dims[0], self.cut_over), *dims[1:])
-        rows = -(-entry.shape[0] // registry.size(*self.cut_over))
-        first = min(registry.rank(*self.cut_over) * rows, entry.shape[0])
+        spec = P((*dims[0], self.sharded_over), *dims[1:])
+        rows = -(-entry.shape[0] // registry.size(*self.sharded_over))
+        first = min(registry.rank(*self.sharded_over) * rows, entry.shape[0])
         shape = (min(rows, entry.shape[0] - first), *entry.shape[1:])
         where = registry.topology, registry.coordinate
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
@@ -80,7 +80,7 @@ class ParameterStates:
         from torch.distributed.tensor import DTensor, Shard
 
         spec, region = self.spec_and_region()
-        if self.cut_over is None:
+        if self.sharded_over is None:
             local: Tensor = pieces[0][1].detach()
         else:
             local = self._combine_shards({piece.offset: value for piece, value in pieces}).view(self.entry.shape)
@@ -118,9 +118,9 @@ class ParameterStates:
 
         Collectives: an object all-gather and an all-reduce over the axis.
         """
-        assert self.cut_over is not None
-        group = self.registry.group(*self.cut_over)
-        dtypes: list[Any] = [None] * self.registry.size(*self.cut_over)
+        assert self.sharded_over is not None
+        group = self.registry.group(*self.sharded_over)
+        dtypes: list[Any] = [None] * self.registry.size(*self.sharded_over)
         dist.all_gather_object(dtypes, next((part.dtype for part in parts.values()), None), group=group)
         dtype = next(found for found in dtypes if found is not None)
         flat = torch.zeros(self.local.numel(), dtype=dtype, device=self.registry.device)
@@ -146,7 +146,7 @@ class ParameterStates:
         if not same or list(value.placements) != [Shard(dim) for dim in axes.values()]:
             return self._region().of(value.full_tensor())
         rows = value._local_tensor
-        if self.cut_over is None:
+        if self.sharded_over is None:
             return rows
         parts = {self._first_row(region) * (rows.numel() // region.shape[0]): rows} if region.numel else {}
         return self._combine_shards(parts).view(self.entry.shape)
@@ -223,7 +223,7 @@ class TorchStates(torch.optim.Optimizer):
 
     def _parameters_by_group(self) -> Iterator[Iterator[ParameterStates]]:
         optimizer = self._optimizer
-        links = optimizer.transforms.links
+        transforms = optimizer.transforms.transforms
         held: dict[int, list[tuple[int, SteppedTensor]]] = {}
         for position, row in enumerate(optimizer.pieces()):
             held.setdefault(id(row.param), []).append((position, row))
@@ -231,7 +231,7 @@ class TorchStates(torch.optim.Optimizer):
 
         def one(param: Tensor) -> ParameterStates:
             local = local_parameter(param)
-            cut = next((axes for link in links if (axes := link.cut_over(local))), None)
+            cut = next((axes for transform in transforms if (axes := transform.sharded_over(local))), None)
             return ParameterStates(self.registry, param, local, next(entries), held.get(id(local), []), cut)
 
         return ((one(param) for param in group) for group in optimizer.model_param_groups)
@@ -247,7 +247,10 @@ class TorchStates(torch.optim.Optimizer):
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
         for group in inner.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        split = next((link for link in self._optimizer.transforms.links if isinstance(link, SplitMasters)), None)
+        split = next(
+            (transform for transform in self._optimizer.transforms.transforms if isinstance(transform, SplitMasters)),
+            None,
+        )
         with own_calls:
             if split is None:
                 inner.step()
@@ -320,7 +323,7 @@ class TorchStates(torch.optim.Optimizer):
                 if key in known.get(item.entry.name, {}):
                     kept[key] = known[item.entry.name][key]
                     kept[key] = torch.tensor(kept[key]) if isinstance(kept[key], float) else kept[key]
-                elif key in values or item.cut_over is not None:
+                elif key in values or item.sharded_over is not None:
                     kept[key] = item.whole(values.get(key, []))
             if kept:
                 state[position] = kept

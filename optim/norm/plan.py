@@ -238,7 +238,7 @@ class Bucket:
         return " ".join(parts) or "replicated"
 
 
-@renamed_members(holders="num_replicas", weights="replica_weights")
+@renamed_members(holders="num_replicas", weights="replica_weights", sharded_over="sharded_over")
 @dataclass(frozen=True)
 class ReductionPlan:
     """The reduction plan of one rank. It needs no process groups.
@@ -257,8 +257,8 @@ class ReductionPlan:
         parameter_names: Names of all logical parameters of the model. Empty before `agree` with names.
         parameter_slots: For each entry the index of its name in `parameter_names`.
         parameter_shapes: Shape of the full tensor per logical parameter. None: ranks have shards of unequal sizes.
-        cut_over: The axes over which optimizer-state sharding splits parameters into the shards that the entries describe;
-            these shards may be uneven. None: the entries describe parameters.
+        sharded_over: The axes over which optimizer-state sharding splits parameters into the shards that the entries
+            describe; these shards may be uneven. None: the entries describe parameters.
     """
 
     topology: Topology
@@ -270,7 +270,7 @@ class ReductionPlan:
     parameter_names: tuple[str, ...] = ()
     parameter_slots: tuple[int, ...] = ()
     parameter_shapes: tuple[tuple[int, ...] | None, ...] = ()
-    cut_over: tuple[str, ...] | None = None
+    sharded_over: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, entries: Iterable[ParameterEntry], topology: Topology, rank: int) -> ReductionPlan:
@@ -407,13 +407,13 @@ class ReductionPlan:
         if in_blocks := sorted({repr(entry.spec) for entry in self.entries if entry.spec.blocks}):
             lines.append(f"in blocks: {', '.join(in_blocks)}")
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
-        if self.cut_over is None:
+        if self.sharded_over is None:
             counted = sum(self.counted_numels)
             lines.append(
                 f"counts {counted:,} elements{stage}, as declared; plan.check_numel(n) compares with a dense model of n"
             )
         else:
-            over = " x ".join(map(repr, self.cut_over))
+            over = " x ".join(map(repr, self.sharded_over))
             lines.append(f"pieces of parameters cut over {over}, counted as if all were as large as this rank's")
         if self.counted is not None:
             lines.append(

@@ -23,7 +23,7 @@ from ..gradients.buckets import BUCKET_BYTES, layout_kind
 from ..norm.param_table import SteppedTensor
 from ..norm.plan import Bucket
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import Placement, TransformChain
+from ..states.chain import StatePlacement, TransformChain
 from ..states.sharded import Sharded
 from ..step.update import invalidate_before_updates
 
@@ -188,7 +188,7 @@ def optimizer_options(
         last = next(axis for axis in reversed(registry.topology.data_axes) if registry.size(axis) > 1)
         axis = data_alias(registry.topology) or last
         given = options.get("states", ())
-        placements = [given] if isinstance(given, Placement) else given
+        placements = [given] if isinstance(given, StatePlacement) else given
         return {"states": (Sharded(axis, mode == "zero2", options.get("compression")), *placements)}
     if mode == "fsdp" or any(isinstance(part, DistributedDataParallel) for part in parts):
         return {"data_parallel": list(parts) if len(parts) > 1 else parts[0]}
@@ -286,7 +286,7 @@ def _align(rows: Sequence[SteppedTensor], chain: TransformChain, registry: Proce
     _agree(descriptions, registry)
     for kind, tensors in sorted(found.items(), key=lambda item: item[0]):
         _share(tensors, kind.ranks, registry)
-    chain.publish()
+    chain.write_back()
 
 
 def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:

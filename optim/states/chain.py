@@ -18,7 +18,7 @@ from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
 from ...amp.modes import Precision
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.layout.annotation import annotation_of, label_of
-from ...parallel.mesh.deprecation import warn_deprecated
+from ...parallel.mesh.deprecation import renamed_members, warn_deprecated
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
@@ -114,22 +114,23 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
 
 # Parameter transforms -------------------------------------------------------------------------------------------------
 
-# A user passes state placements (`Placement`), such as ``states=(Sharded("data"), Offloaded(0.5))``. A placement checks its
-# arguments and makes a parameter transform (`Link`). Transforms are installed in the order of their `Position`; each one
-# replaces tensors that the previous one returned:
+# A user passes state placements (`StatePlacement`), such as ``states=(Sharded("data"), Offloaded(0.5))``. A placement
+# checks its arguments and makes a parameter transform (`ParamTransform`). Transforms are installed in the order of their
+# `Position`; each one replaces tensors that the previous one returned:
 #
 #     model parameter -> local tensor of a DTensor -> shard -> copy on the CPU -> float32 master -> stepped tensor
 #
-# At the end of a window gradients move from left to right (`bring`). After the update weights move from right to left
-# (`step`, `publish`). A transform handles only its own replacement; `TransformChain` handles order and nesting.
+# At the end of a window gradients move from left to right (`pull_grads`). After the update weights move from right to left
+# (`step`, `write_back`). A transform handles only its own replacement; `TransformChain` handles order and nesting.
 
 
+@renamed_members(CUT="SHARD")
 class Position(IntEnum):
     """The order of parameter transforms in the chain, from the model to the optimizer."""
 
     LOCAL = 0
     """Replaces a DTensor by its local tensor."""
-    CUT = 1
+    SHARD = 1
     """Replaces a parameter by this rank's shards of it."""
     DEVICE = 2
     """Replaces a tensor by a copy on another device."""
@@ -161,7 +162,7 @@ class Binding:
     averages_data: bool = True
     data_parallel: TorchGradSync | None = None
     overlap: bool = False
-    placements: Sequence[Placement] = ()
+    placements: Sequence[StatePlacement] = ()
 
     @property
     def main_grads(self) -> bool:
@@ -170,24 +171,25 @@ class Binding:
         return wanted and (self.data_parallel is None or self.data_parallel.float32_grads)
 
 
-class Placement(ABC):
+@renamed_members(transform="transform", draws="rounds_stochastically")
+class StatePlacement(ABC):
     """A state placement: an immutable argument that chooses where optimizer states and stepped tensors are kept.
 
     ```python
-    class CountedUpdates(Placement):
+    class CountedUpdates(StatePlacement):
         position = Position.UPDATE
 
         def check(self, binding):
             if binding.overlap:
                 raise ValueError("CountedUpdates needs overlap=False")
 
-        def link(self, binding):
-            return CountUpdates()    # a `Link`
+        def transform(self, binding):
+            return CountUpdates()    # a `ParamTransform`
     ```
     """
 
     position: ClassVar[Position]
-    draws: ClassVar[bool] = False
+    rounds_stochastically: ClassVar[bool] = False
     """True if the transform rounds stochastically, so that repeating an update gives other values."""
 
     @abstractmethod
@@ -195,14 +197,24 @@ class Placement(ABC):
         """Raise ValueError if the placement is incompatible with ``binding``; change nothing. Collectives: none."""
 
     @abstractmethod
-    def link(self, binding: Binding) -> Link:
+    def transform(self, binding: Binding) -> ParamTransform:
         """Return the parameter transform, not installed yet. Collectives: none."""
 
 
-class Link:
+@renamed_members(
+    pull_grads="pull_grads",
+    write_back="write_back",
+    keeps_grad_here="keeps_grad_here",
+    kept="extra_state",
+    differs="replica_dependent",
+    divisible="supports_partial_step",
+    may_step_partially="may_step_partially",
+    sharded_over="sharded_over",
+)
+class ParamTransform:
     """A parameter transform that replaces nothing. Subclasses override the methods that they need.
 
-        class CountUpdates(Link):
+        class CountUpdates(ParamTransform):
             updates = 0
 
             def step(self, request, update):
@@ -216,14 +228,14 @@ class Link:
     """True if the transform replaced no tensor; read after `install`."""
     is_local = False
     """True if its replacements count as the model's parameters for the rest of the library."""
-    differs = False
+    replica_dependent = False
     """True if ranks that hold replicas of a tensor may disagree whether it is replaced."""
-    divisible = False
+    supports_partial_step = False
     """True if `step` may be called several times per update, each time with some of the parameters in the param groups."""
-    in_parts = False
-    """True if all transforms between this one and the optimizer are ``divisible``; set by the chain."""
+    may_step_partially = False
+    """True if all transforms between this one and the optimizer are ``supports_partial_step``; set by the chain."""
 
-    def holds_back(self, tensor: Tensor) -> bool:
+    def keeps_grad_here(self, tensor: Tensor) -> bool:
         """Return True if the gradient of ``tensor``, an input of this transform, is reduced, measured and clipped there.
 
         False (default): these run on the gradient of the replacement.
@@ -264,7 +276,7 @@ class Link:
         Afterwards all ranks have issued the same collectives, in the same order, before the end of the window.
         """
 
-    def bring(self, window: Window, averaged: bool) -> Exception | None:
+    def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
         """Move gradients from the replaced tensors to their replacements, at the end of a window.
 
         Args:
@@ -280,33 +292,33 @@ class Link:
         If the request skips the update, nothing may change.
         """
         update(request)
-        self.publish()
+        self.write_back()
 
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Write the values of the replacements into the replaced tensors. Every rank must call it."""
 
     def reload(self) -> None:
         """Set the replacements to the values of the replaced tensors, after weights of the model were written."""
 
     def has_copies(self) -> bool:
-        """Return True if a replacement has separate memory, so that `publish` would undo a write to the replaced tensor."""
+        """Return True if a replacement has separate memory: `write_back` would undo a write to the replaced tensor."""
         return False
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first tensor whose values `publish` would overwrite with different values; None: there is none.
+        """Return the first tensor whose values `write_back` would overwrite with different values; None: there is none.
 
-        Tensors that the next `bring` reads again are skipped. Host synchronization: one per tensor with a copy.
+        Tensors that the next `pull_grads` reads again are skipped. Host synchronization: one per tensor with a copy.
         """
         return None
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of the tensors that this transform replaced."""
 
-    def cut_over(self, tensor: Tensor) -> tuple[str, ...] | None:
+    def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
         """Return the axes over which ``tensor``, an input of this transform, is sharded; None: it is not sharded."""
         return None
 
-    def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
+    def extra_state(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """Return tensors that belong to a stepped tensor in addition to its optimizer state, by name.
 
         They have replicas on the same ranks as ``tensor``.
@@ -329,7 +341,7 @@ class Link:
         """Raise ValueError if ``state`` was saved in another layout; change nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` on this rank; `publish` follows on all ranks.
+        """Restore ``state`` on this rank; `write_back` follows on all ranks.
 
         Raises:
             ValueError: The state does not fit; nothing is changed.
@@ -341,7 +353,7 @@ class Link:
 _SHARED = "_meshstep_shared"  # attribute of gradients that came from a DTensor
 
 
-class LocalTensors(Link):
+class LocalTensors(ParamTransform):
     """The transform that replaces each DTensor by its local parameter, with the same memory, name and spec.
 
     FSDP2 and torch's tensor parallelism create DTensor parameters. With local tensors an optimizer may mix both kinds of
@@ -383,7 +395,7 @@ class LocalTensors(Link):
                 key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in (state or {}).items()
             }
 
-    def bring(self, window: Window, averaged: bool) -> Exception | None:
+    def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
         """Give every local parameter the local tensor of its DTensor's gradient; partial gradients are reduced later.
 
         If the DTensor has no gradient, a gradient that was set on the local parameter stays: trainers create states before
@@ -485,19 +497,20 @@ class GivenParam:
         return self.param.dtype != self.dtype or self.param.device != self.device
 
 
+@renamed_members(transforms="transforms", write_back="write_back")
 class TransformChain:
     """The parameter transforms of an optimizer, installed over its param groups. The groups are changed in place.
 
     Args:
         optimizer: The torch optimizer. It may have optimizer state already.
-        links: The transforms, from the model to the optimizer.
+        transforms: The transforms, from the model to the optimizer.
         registry: The process groups of the mesh.
 
     Attributes:
         positions: One position per stepped tensor, in the order of the param groups.
         given: The model parameters, including parameters of which this rank holds no shard.
         frozen: Model parameters that were frozen before a later param group was added.
-        bringing: The transforms that override `bring`, from the model to the optimizer.
+        pulling_grads: The transforms that override `pull_grads`, from the model to the optimizer.
         catching_up: The transforms that override `catch_up`.
         observers: The step observers, in the order of calls.
         around_update: The functions around an update, innermost first: the transforms' `step`, then the observers'
@@ -505,8 +518,10 @@ class TransformChain:
     Collectives: the transforms' collectives.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
-        self.optimizer, self.links, self.registry = optimizer, list(links), registry
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, transforms: Sequence[ParamTransform], registry: ProcessGroupRegistry
+    ) -> None:
+        self.optimizer, self.transforms, self.registry = optimizer, list(transforms), registry
         self.observers: list[StepObserver] = []
         self.positions: list[ParamPosition] = []
         self.given: list[GivenParam] = []
@@ -533,14 +548,14 @@ class TransformChain:
         self.frozen += [of.param for of in self.given if of.trained and not of.param.requires_grad]
         self.given = [replace(of, trained=of.trained and of.param.requires_grad) for of in self.given]
         self.given += [GivenParam.of(at.name, at.param) for at in positions]
-        for link in self.links:
-            positions = self._install(link, groups, positions)
+        for transform in self.transforms:
+            positions = self._install(transform, groups, positions)
         self.positions += positions
-        self.bringing, self.catching_up = self._those_with("bring"), self._those_with("catch_up")
-        stepping = self._those_with("step", "publish")[::-1]
-        for index, link in enumerate(stepping):
-            link.in_parts = all(inner.divisible for inner in stepping[:index])
-        self._stepping = [_step_of(link) for link in stepping]
+        self.pulling_grads, self.catching_up = self._those_with("pull_grads"), self._those_with("catch_up")
+        stepping = self._those_with("step", "write_back")[::-1]
+        for index, transform in enumerate(stepping):
+            transform.may_step_partially = all(inner.supports_partial_step for inner in stepping[:index])
+        self._stepping = [_step_of(transform) for transform in stepping]
         self.set_observers(self.observers)
 
     def explain(self, error: Exception) -> None:
@@ -565,22 +580,25 @@ class TransformChain:
         self.observers = list(observers)
         self.around_update = [*self._stepping, *(observer.update for observer in self.observers)]
 
-    def _those_with(self, *methods: str) -> list[Link]:
+    def _those_with(self, *methods: str) -> list[ParamTransform]:
         """Return the non-idle transforms that override any of these methods, so that a step calls no empty ones."""
         return [
-            link
-            for link in self.links
-            if not link.idle and any(getattr(type(link), name) is not getattr(Link, name) for name in methods)
+            transform
+            for transform in self.transforms
+            if not transform.idle
+            and any(getattr(type(transform), name) is not getattr(ParamTransform, name) for name in methods)
         ]
 
-    def _install(self, link: Link, groups: list[dict[str, Any]], positions: list[ParamPosition]) -> list[ParamPosition]:
-        stand_ins: Replacements = _call_with_positions(link.install, self.optimizer, positions)
+    def _install(
+        self, transform: ParamTransform, groups: list[dict[str, Any]], positions: list[ParamPosition]
+    ) -> list[ParamPosition]:
+        stand_ins: Replacements = _call_with_positions(transform.install, self.optimizer, positions)
         for tensor, targets in stand_ins.items():
-            link.move_state(self.optimizer, tensor, targets)
+            transform.move_state(self.optimizer, tensor, targets)
         for group in groups:
             group.update(replace_params(group, lambda tensor: [new for new, _ in stand_ins.get(tensor, [(tensor, 0)])]))
         return [
-            at.replaced_by(new, offset, link.is_local)
+            at.replaced_by(new, offset, transform.is_local)
             for at in positions
             for new, offset in stand_ins.get(at.tensor, [(at.tensor, 0)])
         ]
@@ -599,9 +617,9 @@ class TransformChain:
 
     def values(self) -> list[Tensor]:
         """Return the stepped tensors in full precision: a copy of the master for each split weight."""
-        links = self._those_with("master_of")
+        transforms = self._those_with("master_of")
         return [
-            next((master for link in links if (master := link.master_of(tensor)) is not None), tensor)
+            next((master for transform in transforms if (master := transform.master_of(tensor)) is not None), tensor)
             for tensor in self.stepped
         ]
 
@@ -611,13 +629,20 @@ class TransformChain:
         Args:
             model_plan: The agreed plan of the model parameters.
         """
-        grad_tensors = [self._first_on_path(at, lambda link, given: link.holds_back(given)) for at in self.positions]
-        replica_tensors = [self._first_on_path(at, lambda link, given: link.differs) for at in self.positions]
+        grad_tensors = [
+            self._first_on_path(at, lambda transform, given: transform.keeps_grad_here(given)) for at in self.positions
+        ]
+        replica_tensors = [
+            self._first_on_path(at, lambda transform, given: transform.replica_dependent) for at in self.positions
+        ]
         return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
 
-    def _first_on_path(self, at: ParamPosition, stops: Callable[[Link, Tensor], bool]) -> Tensor:
+    def _first_on_path(self, at: ParamPosition, stops: Callable[[ParamTransform, Tensor], bool]) -> Tensor:
         """Return the input of the first transform for which ``stops`` is true, else the stepped tensor."""
-        return next((given for link, given in zip(self.links, at.path, strict=True) if stops(link, given)), at.tensor)
+        return next(
+            (given for transform, given in zip(self.transforms, at.path, strict=True) if stops(transform, given)),
+            at.tensor,
+        )
 
     def derive(self, model_plan: ReductionPlan) -> ReductionPlan:
         """Return the plan of the stepped tensors from the plan of the model parameters. Collectives: none."""
@@ -628,16 +653,16 @@ class TransformChain:
             entries=entries,
             parameter_slots=tuple(slots[at.index] for at in self.positions) if slots else (),
         )
-        for link in self.links:
-            plan = _call_with_positions(link.derive, plan, self.positions)
+        for transform in self.transforms:
+            plan = _call_with_positions(transform.derive, plan, self.positions)
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return the named state tensors per stepped tensor: its optimizer state, then additions of the transforms."""
-        state, links = self.optimizer.state, self._those_with("kept")
+        state, transforms = self.optimizer.state, self._those_with("extra_state")
         return [
             {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}
-            | {key: value for link in links for key, value in link.kept(tensor).items()}
+            | {key: value for transform in transforms for key, value in transform.extra_state(tensor).items()}
             for tensor in self.stepped
         ]
 
@@ -646,11 +671,11 @@ class TransformChain:
     @property
     def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
         """Return the context managers that every rank enters around a micro-batch's backward; each takes the window."""
-        return [link.micro_batch for link in self._those_with("micro_batch")]
+        return [transform.micro_batch for transform in self._those_with("micro_batch")]
 
     def has_copies(self) -> bool:
         """Return True if a replacement on this rank has separate memory."""
-        return any(link.has_copies() for link in self.links)
+        return any(transform.has_copies() for transform in self.transforms)
 
     @torch.no_grad()
     def find_overwritten(self) -> str | None:
@@ -658,8 +683,8 @@ class TransformChain:
 
         Host synchronization: one per tensor with a copy.
         """
-        for link in self.links:
-            tensor = link.find_overwritten()
+        for transform in self.transforms:
+            tensor = transform.find_overwritten()
             if tensor is not None:
                 names = (at.name for at in self.positions if any(tensor is given for given in at.path))
                 return next(names, None) or label_of(tensor)
@@ -669,36 +694,36 @@ class TransformChain:
         """Clear the gradients of the model, of the stepped tensors, and of all tensors between them."""
         with own_calls:
             self.optimizer.zero_grad(set_to_none)
-            for link in self.links:
-                link.clear(set_to_none)
+            for transform in self.transforms:
+                transform.clear(set_to_none)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries of all transforms that a checkpoint needs in addition to the optimizer's own state."""
-        return {key: value for link in self.links for key, value in link.state_dict().items()}
+        return {key: value for transform in self.transforms for key, value in transform.state_dict().items()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if ``state`` was saved in another layout."""
-        for link in self.links:
-            link.check_state(state)
+        for transform in self.transforms:
+            transform.check_state(state)
         if "shards" in state and "shards" not in self.state_dict():
             raise other_layout(state["shards"], None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` on this rank. Every rank must call `publish` afterwards.
+        """Restore ``state`` on this rank. Every rank must call `write_back` afterwards.
 
         Raises:
             ValueError: The state does not fit; nothing is changed.
         """
         self.check_state(state)
-        for link in self.links:
-            link.load_state_dict(state)
+        for transform in self.transforms:
+            transform.load_state_dict(state)
 
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Write the stepped weights into the model, after they were loaded. Every rank must call it."""
-        for link in reversed(self.links):
-            link.publish()
+        for transform in reversed(self.transforms):
+            transform.write_back()
 
 
 def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPosition]) -> Any:
@@ -706,7 +731,7 @@ def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPo
     if len(signature(method).parameters) != 3:
         return method(first, positions)
     name = method.__name__
-    wanted = f"{name}({', '.join(signature(getattr(Link, name)).parameters)})"
+    wanted = f"{name}({', '.join(signature(getattr(ParamTransform, name)).parameters)})"
     warn_deprecated(
         f"{type(method.__self__).__name__}.{name} with a list of tensors as its third argument",
         f"write {wanted}; each position has its tensor as position.tensor",
@@ -714,12 +739,14 @@ def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPo
     return method(first, positions, [at.tensor for at in positions])
 
 
-def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:
+def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], object]:
     """Return the transform's `step`, also if it has the deprecated form ``step(update)``."""
-    if len(signature(link.step).parameters) != 1:
-        return link.step
-    warn_deprecated(f"{type(link).__name__}.step(update)", "write step(self, request, update) and call update(request)")
-    step: Callable[[Callable[[], object]], object] = link.step  # type: ignore[assignment]
+    if len(signature(transform.step).parameters) != 1:
+        return transform.step
+    warn_deprecated(
+        f"{type(transform).__name__}.step(update)", "write step(self, request, update) and call update(request)"
+    )
+    step: Callable[[Callable[[], object]], object] = transform.step  # type: ignore[assignment]
     return lambda request, update: step(partial(update, request))
 
 

@@ -112,12 +112,12 @@ class GradientCompletion:
         # These collectives precede the transforms, so that their order does not depend on whether this rank ran a backward.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
-        for link in self.chain.catching_up:
-            link.catch_up(window)
+        for transform in self.chain.catching_up:
+            transform.catch_up(window)
         if seen is not None:
             self._look(seen, window, averaged and switch is not None and (switch.in_backward or window.reduced))
-        for link in self.chain.bringing:
-            problem = link.bring(window, averaged) or problem
+        for transform in self.chain.pulling_grads:
+            problem = transform.pull_grads(window, averaged) or problem
         window.has_stale_grads = True
         if seen is not None:
             on_all_ranks(lambda: check_kinds(self.table), self.chain.registry)

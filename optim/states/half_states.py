@@ -20,12 +20,12 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.value_checks import check_count, fields
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, Link, Placement, Position, Replacements
+from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement
 from .elementwise import check_in_buckets
 
 
 @dataclass(frozen=True)
-class HalfStates(Placement):
+class HalfStates(StatePlacement):
     """The state placement that keeps optimizer states of float32 parameters and masters in bfloat16.
 
         optimizer = ParallelOptimizer(adamw, registry, states=HalfStates())
@@ -58,7 +58,7 @@ class HalfStates(Placement):
     """
 
     position: ClassVar[Position] = Position.STATE
-    draws: ClassVar[bool] = True
+    rounds_stochastically: ClassVar[bool] = True
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
 
@@ -69,11 +69,11 @@ class HalfStates(Placement):
             raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
         check_in_buckets(binding.optimizer, "HalfStates steps bucket by bucket")
 
-    def link(self, binding: Binding) -> Link:
+    def transform(self, binding: Binding) -> ParamTransform:
         return HalfStatesTransform(self, binding)
 
 
-class HalfStatesTransform(Link):
+class HalfStatesTransform(ParamTransform):
     """The transform that converts states to float32 before each update and rounds them afterwards; see `HalfStates`."""
 
     def __init__(self, how: HalfStates, binding: Binding) -> None:
@@ -92,7 +92,7 @@ class HalfStatesTransform(Link):
                 name = f"{spec} {tuple(tensor.shape)}" if spec.tied else at.name  # tied copies may have other names
                 where = [self.registry.coordinate[axis] for axis in spec.distinct_axes(self.registry.topology)]
                 self._keys[tensor] = f"{name} {where}"
-        self.publish()
+        self.write_back()
         return {}
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class HalfStatesTransform(Link):
         self.steps += 1
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Round loaded states, because torch's `load_state_dict` casts them to the parameters' dtype."""
         self._round(self._keys)
 

@@ -27,7 +27,7 @@ from ..norm.param_table import ParamPosition
 from ..norm.replicas import TensorHash
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
 from ..step.window import Window
-from .chain import Binding, Link, Replacements
+from .chain import Binding, ParamTransform, Replacements
 from .elementwise import check_in_buckets
 
 # Split master weights -------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
     check_in_buckets(binding.optimizer, f"{name} steps bucket by bucket")
 
 
-class SplitMasters(Link):
+class SplitMasters(ParamTransform):
     """The remainders of trained bfloat16 tensors: the low 16 bits of their float32 masters.
 
     Writing a weight between two steps sets its remainder to 0, so that its master is the written value. A write is detected
@@ -77,7 +77,7 @@ class SplitMasters(Link):
             weight.
     """
 
-    divisible = True
+    supports_partial_step = True
 
     def __init__(self, binding: Binding) -> None:
         self.optimizer = binding.optimizer
@@ -132,7 +132,7 @@ class SplitMasters(Link):
         self._note_weights()
         return [weights[index] for index in sorted({*written, *moved})]
 
-    def bring(self, window: Window, averaged: bool) -> None:
+    def pull_grads(self, window: Window, averaged: bool) -> None:
         """Set the remainders of written weights to 0. Host synchronization: none, except once after a load.
 
         Raises:
@@ -159,7 +159,7 @@ class SplitMasters(Link):
         finally:
             self._versions, self._loaded = list(map(_version, self._weights)), []
 
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Keep all remainders, because this library has written the weights together with them."""
         self._note_weights()
         if self._loaded:
@@ -181,7 +181,7 @@ class SplitMasters(Link):
                 self._drop_written()
         return remainder
 
-    def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
+    def extra_state(self, tensor: Tensor) -> Mapping[str, Tensor]:
         remainder = self._remainder(tensor)
         return {} if remainder is None else {"remainder": remainder}
 
@@ -251,7 +251,7 @@ def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
 # Transforms of the precision modes ------------------------------------------------------------------------------------
 
 
-def precision_link(binding: Binding) -> Link:
+def precision_transform(binding: Binding) -> ParamTransform:
     """Return the parameter transform of the precision mode."""
     if binding.precision.split_masters:
         return SplitMasters(binding)
@@ -280,7 +280,7 @@ def check_main_grads(binding: Binding, accumulation_steps: int | None) -> None:
         )
 
 
-class ModelDtypes(Link):
+class ModelDtypes(ParamTransform):
     """The transform of modes that step the model's tensors in the model's dtypes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -310,7 +310,7 @@ class ModelDtypes(Link):
             )
 
 
-class Masters(Link):
+class Masters(ParamTransform):
     """The transform that replaces half-precision tensors by float32 masters; see `MasterWeights`.
 
     Args:
@@ -318,7 +318,7 @@ class Masters(Link):
         cast: True (default): otherwise masters get float32 copies of the gradients.
     """
 
-    divisible = True
+    supports_partial_step = True
 
     def __init__(self, main_grads: bool, cast: bool = True) -> None:
         self._main_grads, self._cast = main_grads, cast
@@ -336,7 +336,7 @@ class Masters(Link):
 
     @property
     def _made(self) -> MasterWeights:
-        assert self.masters is not None, "a link is installed before it is used"
+        assert self.masters is not None, "a transform is installed before it is used"
         return self.masters
 
     def move_state(
@@ -344,24 +344,25 @@ class Masters(Link):
     ) -> None:
         """Do nothing: `MasterWeights` has moved the state, in float32."""
 
-    def bring(self, window: Window, averaged: bool) -> None:
+    def pull_grads(self, window: Window, averaged: bool) -> None:
         self._made.collect()
 
     def step(self, request: UpdateRequest, update: Update) -> None:
         masters = self._made
         late = []
         for tensor, master in masters.held():
-            if master.grad is None and tensor.grad is not None:  # set after `bring`, on a copy that CPU offload made
+            # set after `pull_grads`, on a copy that CPU offload made
+            if master.grad is None and tensor.grad is not None:
                 master.grad = tensor.grad.float()
                 late.append(master)
         copies = LowPrecisionOut(masters.param_of)
         update(replace(request, low_precision_out=copies))
-        masters.publish(copies.written)
+        masters.write_back(copies.written)
         if late:
             clear_gradients(late, set_to_none=True)  # CPU offload gives the copy new gradient memory in the next step
 
-    def publish(self) -> None:
-        self._made.publish()
+    def write_back(self) -> None:
+        self._made.write_back()
 
     def reload(self) -> None:
         self._made.reload_from_model()
@@ -385,7 +386,7 @@ class Masters(Link):
         self._made.load_state_dict(state)
 
 
-class StochasticallyRounded(Link):
+class StochasticallyRounded(ParamTransform):
     """The transform that steps bfloat16 tensors in float32 and rounds stochastically; see `StochasticRounding`."""
 
     def __init__(self, binding: Binding) -> None:
@@ -405,7 +406,7 @@ class StochasticallyRounded(Link):
 
     @property
     def _made(self) -> StochasticRounding:
-        assert self._rounding is not None, "a link is installed before it is used"
+        assert self._rounding is not None, "a transform is installed before it is used"
         return self._rounding
 
     def step(self, request: UpdateRequest, update: Update) -> None:

@@ -35,7 +35,7 @@ from ..norm.param_table import ParamPosition
 from ..step.update import hold_only, steps_in_parts
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
-from .chain import Binding, Link, Placement, Position, Replacements
+from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement
 
 # Copies on the CPU, in buckets ----------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class HostBucket:
 
 
 @dataclass(frozen=True)
-class Offloaded(Placement):
+class Offloaded(StatePlacement):
     """The state placement that keeps and steps masters and optimizer states of some parameters on the CPU.
 
         optimizer = ParallelOptimizer(adamw, registry, states=Offloaded(0.5))  # at least half of the elements
@@ -212,11 +212,11 @@ class Offloaded(Placement):
                 "not make: leave data_parallel out, so that the optimizer averages over the data axes itself"
             )
 
-    def link(self, binding: Binding) -> Link:
+    def transform(self, binding: Binding) -> ParamTransform:
         return OffloadTransform(self.fraction, binding.main_grads)
 
 
-class OffloadTransform(Link):
+class OffloadTransform(ParamTransform):
     """The transform that replaces some of an optimizer's parameters by copies on the CPU.
 
     Args:
@@ -224,7 +224,7 @@ class OffloadTransform(Link):
         main_grads: True if half-precision parameters have float32 gradients.
     """
 
-    differs = True
+    replica_dependent = True
 
     def __init__(self, fraction: float, main_grads: bool) -> None:
         self.fraction, self.main_grads = fraction, main_grads
@@ -235,7 +235,7 @@ class OffloadTransform(Link):
         self._seen: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
         self._copy_versions: dict[Tensor, int] = {}  # version of the copy after the last step, per parameter
 
-    def holds_back(self, tensor: Tensor) -> bool:
+    def keeps_grad_here(self, tensor: Tensor) -> bool:
         return tensor in self.copies
 
     def not_captured(self) -> str | None:
@@ -265,7 +265,7 @@ class OffloadTransform(Link):
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def bring(self, window: Window, averaged: bool) -> None:
+    def pull_grads(self, window: Window, averaged: bool) -> None:
         """Copy weights that were written since the last step to the CPU. Host synchronization: only for these."""
         self._refresh()
 
@@ -284,8 +284,8 @@ class OffloadTransform(Link):
         Host synchronization: a wait for the gradients of each bucket, and for the last weights.
         """
         optimizer = self._optimizer
-        assert optimizer is not None, "a link is installed before it is used"
-        if self.in_parts and steps_in_parts(optimizer):
+        assert optimizer is not None, "a transform is installed before it is used"
+        if self.may_step_partially and steps_in_parts(optimizer):
             self._step_in_parts(optimizer, request, update)
         else:
             for bucket in self.buckets:
@@ -320,7 +320,7 @@ class OffloadTransform(Link):
             bucket.send()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Copy the CPU weights to the device. Host synchronization: a wait for the last bucket."""
         self._send(self.buckets)
         self._arrive()

@@ -268,7 +268,7 @@ class Saved:
             if scale is not None:
                 scale.load_state_dict(scale_backup)
             raise
-        self.chain.publish()
+        self.chain.write_back()
         if self.clip is not None:
             self.clip.load_state_dict((own or {}).get("clip"))
         return own or {}

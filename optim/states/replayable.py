@@ -13,7 +13,7 @@ from torch import Tensor
 from ...amp.casting import copy_each_
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, Link, Placement, Position, Replacements
+from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement
 
 if TYPE_CHECKING:
     from ..parallel_optimizer import ParallelOptimizer
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Replayable(Placement):
+class Replayable(StatePlacement):
     """The state placement that keeps copies of the inputs of each update, for `replay`.
 
         optimizer = ParallelOptimizer(adamw, registry, states=Replayable())
@@ -35,7 +35,7 @@ class Replayable(Placement):
     position: ClassVar[Position] = Position.UPDATE
 
     def check(self, binding: Binding) -> None:
-        drawn = [type(other).__name__ for other in binding.placements if other.draws]
+        drawn = [type(other).__name__ for other in binding.placements if other.rounds_stochastically]
         drawn += [f"precision={binding.precision.name!r}"] * binding.precision.stochastic_rounding
         if drawn:
             raise ValueError(f"Replayable with {drawn[0]}, which rounds randomly in each step: leave one of them out")
@@ -46,7 +46,7 @@ class Replayable(Placement):
                 "Replayable out of states=, or split_masters"
             )
 
-    def link(self, binding: Binding) -> Link:
+    def transform(self, binding: Binding) -> ParamTransform:
         return UpdateRecorder(binding.optimizer)
 
 
@@ -70,9 +70,9 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
         RuntimeError: `Replayable` is not installed, or no update was made since the optimizer was made or loaded.
     Collectives: none. Host synchronization: a few.
     """
-    for link in optimizer.transforms.links:
-        if isinstance(link, UpdateRecorder):
-            return link.replay()
+    for transform in optimizer.transforms.transforms:
+        if isinstance(transform, UpdateRecorder):
+            return transform.replay()
     raise RuntimeError("the inputs of updates are not kept: give states=Replayable(), which copies them in each step")
 
 
@@ -93,7 +93,7 @@ class _Inputs:
     groups: list[State]
 
 
-class UpdateRecorder(Link):
+class UpdateRecorder(ParamTransform):
     """The transform that copies the inputs of each update; see `Replayable`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -55,7 +55,7 @@ from ..gradients.reduce_in_backward import (
 from ..norm.param_table import ParamPosition
 from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, entries_of
 from ..step.window import Window
-from .chain import Binding, Link, Placement, Position, Replacements, other_layout
+from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement, other_layout
 from .elementwise import check_elementwise
 
 # Buckets of sharded parameters ----------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
 
 @renamed_arguments(exchange="compression")
 @dataclass(frozen=True)
-class Sharded(Placement):
+class Sharded(StatePlacement):
     """The state placement that shards optimizer states and masters over an axis (ZeRO-1), and also gradients (ZeRO-2).
 
         optimizer = ParallelOptimizer(adamw, registry, states=Sharded("data", gradients=True))
@@ -403,7 +403,7 @@ class Sharded(Placement):
     Memory in addition to the slices: flat copies of two buckets during these collectives.
     """
 
-    position: ClassVar[Position] = Position.CUT
+    position: ClassVar[Position] = Position.SHARD
     axis: str = "data"
     gradients: bool = False
     compression: Exchange | None = None
@@ -429,11 +429,11 @@ class Sharded(Placement):
             )
         check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim shards of parameters")
 
-    def link(self, binding: Binding) -> Link:
-        return Shards(self, binding) if binding.registry.size(self.axis) > 1 else Link()
+    def transform(self, binding: Binding) -> ParamTransform:
+        return Shards(self, binding) if binding.registry.size(self.axis) > 1 else ParamTransform()
 
 
-class Shards(Link):
+class Shards(ParamTransform):
     """The transform that replaces parameters by this rank's shards in the param groups; see `Sharded`."""
 
     def __init__(self, how: Sharded, binding: Binding) -> None:
@@ -449,7 +449,7 @@ class Shards(Link):
         self._segments: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
 
-    def cut_over(self, tensor: Tensor) -> tuple[str, ...] | None:
+    def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
         """Return the axes over which ``tensor`` is sharded, also if this rank has no shard of it; None: it is unsharded."""
         return self._axes_of.get(tensor)
 
@@ -553,7 +553,7 @@ class Shards(Link):
                 )
             entries.append(entry)
         over = self.registry.topology.atoms(self.how.axis)
-        return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), cut_over=over)
+        return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), sharded_over=over)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -586,7 +586,7 @@ class Shards(Link):
                 self._reducer.reduce_now()
 
     @torch.no_grad()
-    def bring(self, window: Window, averaged: bool) -> None:
+    def pull_grads(self, window: Window, averaged: bool) -> None:
         """Reduce the gradients that backward has not reduced, and set the gradient of each shard.
 
         Raises:
@@ -616,7 +616,7 @@ class Shards(Link):
                 )
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Gather the shards of all ranks into the model's parameters."""
         run_all([bucket.gather for bucket in self.buckets])
 

@@ -446,10 +446,13 @@ def receiver_of_caller(method: Callable[..., object]) -> Any:
 
 
 def level_of_caller() -> int:
-    """Return the ``stacklevel`` with which the caller warns about the innermost frame outside this package."""
-    package = __name__.split(".")[0]
+    """Return the ``stacklevel`` with which the caller warns about the innermost frame outside this package.
+
+    The standard library's ``abc``, which creates classes, counts as part of the package.
+    """
+    skipped = (__name__.split(".")[0], "abc")
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in skipped:
         frame, level = frame.f_back, level + 1
     return level
 

@@ -88,7 +88,9 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
     masters = sum(piece.tensor.nbytes for piece in pieces if piece.tensor.dtype != piece.param.dtype)
     states = {piece: _state_bytes(optimizer, piece.tensor) for piece in pieces}
     # What is offloaded is a piece where states are sharded, else a parameter: both lie where the gradient is measured.
-    copies = next((link.copies for link in optimizer._states.links if isinstance(link, OffloadTransform)), {})
+    copies = next(
+        (transform.copies for transform in optimizer._states.transforms if isinstance(transform, OffloadTransform)), {}
+    )
     beside = [piece for piece in pieces if piece.grad_tensor in copies]
     offloaded = sum(_state_bytes(optimizer, piece.tensor) + piece.tensor.nbytes for piece in beside)
     parameters = sum(param.nbytes for param in model.parameters())
@@ -100,8 +102,8 @@ def _state_bytes(optimizer: ParallelOptimizer, stepped: Tensor) -> int:
 
 
 def _slices(optimizer: ParallelOptimizer) -> int:
-    shards = (link for link in optimizer._states.links if isinstance(link, Shards))
-    gradients = [gradient for link in shards for bucket in link.buckets for gradient in bucket.gradients]
+    shards = (transform for transform in optimizer._states.transforms if isinstance(transform, Shards))
+    gradients = [gradient for transform in shards for bucket in transform.buckets for gradient in bucket.gradients]
     return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 

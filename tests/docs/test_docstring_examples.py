@@ -51,15 +51,15 @@ WITHOUT = {  # exported names without an example, and why
     "DataParallel": "names of options",
     "Mode": "names of options",
     "Role": "names of options",
-    "Position": "names of options; see Placement",
+    "Position": "names of options; see StatePlacement",
     "Classifier2p5D": "deprecated",
     "Embedding2p5D": "deprecated",
     "LayerNorm2p5D": "deprecated",
     "Linear2p5D": "deprecated",
     "WarmupLR": "base class of the schedules, which have examples",
     "Exchange": "base class; Bf16Wire has an example",
-    "Binding": "made by the library for Placement.check",
-    "UpdateRequest": "made by the library for Link.step",
+    "Binding": "made by the library for StatePlacement.check",
+    "UpdateRequest": "made by the library for ParamTransform.step",
 }
 
 # What the text around an example gives: executed before it.
@@ -118,7 +118,7 @@ SETUP = {
     "replay": "optimizer = ParallelOptimizer(adamw, registry, states=Replayable())\n"
     "optimizer.backward(model(x).square().mean()); optimizer.step()",
     "Booster": "criterion, loader = nn.MSELoss(), torch.utils.data.DataLoader(dataset, batch_size=32)",
-    "Placement": "CountUpdates = Link",
+    "StatePlacement": "CountUpdates = ParamTransform",
     "Pipeline": "from torch.distributed.pipelining import PipelineStage, ScheduleGPipe\n"
     "inputs, targets = torch.randn(8, 4), torch.randn(8, 4)\n"
     "stage = PipelineStage(model, 0, 1, registry.device, group=registry.group('pipe'))\n"

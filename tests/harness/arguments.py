@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from meshstep.optim import ByValue, Link, Offloaded, ParallelOptimizer, Placement, Sharded, Skip
+from meshstep.optim import ByValue, Offloaded, ParallelOptimizer, ParamTransform, Sharded, Skip, StatePlacement
 
-AnyLink = TypeVar("AnyLink", bound=Link)
+AnyTransform = TypeVar("AnyTransform", bound=ParamTransform)
 
 
 def arguments(**options: Any) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def arguments(**options: Any) -> dict[str, Any]:
     ``shard_states shard_gradients`` are `Sharded`'s, ``offload`` is `Offloaded`'s fraction, ``clip_value`` `ByValue`'s,
     ``max_skips_in_a_row`` `Skip`'s; all else is what it is.
     """
-    states: list[Placement] = []
+    states: list[StatePlacement] = []
     axis, gradients = options.pop("shard_states", None), options.pop("shard_gradients", False)
     if axis is not None:
         states.append(Sharded(axis, gradients=gradients))
@@ -34,6 +34,6 @@ def arguments(**options: Any) -> dict[str, Any]:
     return options
 
 
-def link_of(optimizer: ParallelOptimizer, kind: type[AnyLink]) -> AnyLink:
-    """The link of this kind in the optimizer's chain."""
-    return next(link for link in optimizer._states.links if isinstance(link, kind))
+def link_of(optimizer: ParallelOptimizer, kind: type[AnyTransform]) -> AnyTransform:
+    """The transform of this kind in the optimizer's chain."""
+    return next(transform for transform in optimizer._states.transforms if isinstance(transform, kind))

@@ -15,8 +15,8 @@ from meshstep.optim import (
     Fingerprints,
     Offloaded,
     ParallelOptimizer,
-    Placement,
     Sharded,
+    StatePlacement,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -48,10 +48,10 @@ class Layout:
         return registry_of(self.axes) if self.dtensors else ProcessGroupRegistry(self.topology)
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple[StatePlacement, ...]:
         """Of states."""
         states = self.options.get("states", ())
-        return (states,) if isinstance(states, Placement) else tuple(states)
+        return (states,) if isinstance(states, StatePlacement) else tuple(states)
 
     def copies(self, parameter: str, rank: int) -> tuple[int, ...]:
         """The ranks that step the same bits of a parameter as ``rank``, itself among them."""

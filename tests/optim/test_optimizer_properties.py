@@ -159,6 +159,6 @@ def test_explicit_clip_in_window_accounts_for_grad_scaler() -> None:
 
 def test_transforms_property_contains_master_weights() -> None:
     optimizer = optimizer_of(model_of(torch.bfloat16), precision="bf16")
-    assert optimizer.transforms.links
+    assert optimizer.transforms.transforms
     assert all(tensor.dtype == torch.float32 for tensor in optimizer.transforms.stepped)
     assert optimizer.grad_sync is None

@@ -2,43 +2,182 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import meshstep
 import meshstep.optim
 import pytest
 import torch
-from meshstep.optim import Link, ParallelOptimizer, Placement, Position, SteppedTensor
+from meshstep.amp import MasterWeights
+from meshstep.optim import ParallelOptimizer, ParamTransform, Position, ReductionPlan, StatePlacement, SteppedTensor
+from meshstep.optim.states.chain import TransformChain
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
 
+# By package: new name by former name.
+OBJECTS: dict[str, dict[str, str]] = {
+    "optim": {
+        "Link": "ParamTransform",
+        "Piece": "SteppedTensor",
+        "Placement": "StatePlacement",
+    },
+}
+# By class: new name by former name.
+MEMBERS: dict[type, dict[str, str]] = {
+    MasterWeights: {"publish": "write_back"},
+    ParamTransform: {
+        "bring": "pull_grads",
+        "publish": "write_back",
+        "holds_back": "keeps_grad_here",
+        "kept": "extra_state",
+        "differs": "replica_dependent",
+        "divisible": "supports_partial_step",
+        "in_parts": "may_step_partially",
+        "cut_over": "sharded_over",
+    },
+    Position: {"CUT": "SHARD"},
+    ReductionPlan: {"holders": "num_replicas", "weights": "replica_weights", "cut_over": "sharded_over"},
+    StatePlacement: {"link": "transform", "draws": "rounds_stochastically"},
+    SteppedTensor: {"piece": "tensor"},
+    TransformChain: {"links": "transforms", "publish": "write_back"},
+}
 
-@pytest.fixture
-def optimizer() -> Iterator[ParallelOptimizer]:
+
+@contextmanager
+def warns_here(*texts: str) -> Iterator[None]:
+    """Expect one DeprecationWarning per text, in this order, all at lines of this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [(warning.category, str(warning.message)) for warning in caught] == [
+        (DeprecationWarning, text) for text in texts
+    ]
+    assert {Path(warning.filename).name for warning in caught} == {Path(__file__).name}
+
+
+@contextmanager
+def parallel_sgd(**options: Any) -> Iterator[ParallelOptimizer]:
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(3, 2)
         declare(model, {"*": P()})
-        yield ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
+        yield ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry, **options)
 
 
-def test_piece_is_deprecated_alias_of_stepped_tensor() -> None:
-    with pytest.warns(DeprecationWarning, match=r"meshstep\.optim\.Piece is deprecated: write SteppedTensor"):
-        assert meshstep.optim.Piece is SteppedTensor
-    with pytest.raises(AttributeError, match="no attribute 'Pieces'"):
-        meshstep.optim.Pieces  # noqa: B018
+@pytest.mark.parametrize(("package", "old"), [(package, old) for package, names in OBJECTS.items() for old in names])
+def test_former_object_name_returns_the_object(package: str, old: str) -> None:
+    module, new = getattr(meshstep, package), OBJECTS[package][old]
+    text = f"meshstep.{package}.{old} is deprecated: write {new} instead"
+    with warns_here(text, text):
+        assert getattr(module, old) is getattr(meshstep, old) is getattr(module, new)
+    with warns_here(text):
+        exec(compile(f"from meshstep.{package} import {old}", __file__, "exec"), {"__name__": "user"})
+    assert old not in module.__all__
 
 
-def test_deprecated_members_of_records_warn_and_return_same_values(optimizer: ParallelOptimizer) -> None:
-    row, plan = optimizer.pieces()[0], optimizer.plan
-    with pytest.warns(DeprecationWarning, match=r"SteppedTensor\.piece is deprecated: write tensor"):
-        assert row.piece is row.tensor
-    with pytest.warns(DeprecationWarning, match="write num_replicas"):
-        assert plan.holders == plan.num_replicas
-    with pytest.warns(DeprecationWarning, match="write replica_weights"):
-        assert plan.weights == plan.replica_weights
+def test_unknown_name_is_an_error() -> None:
+    for module in (meshstep, meshstep.optim):
+        with pytest.raises(AttributeError, match=rf"module '{module.__name__}' has no attribute 'Pieces'"):
+            module.Pieces  # type: ignore[attr-defined] # noqa: B018
 
 
-class FormerLink(Link):
+def instance_of(owner: type) -> Any:
+    """Return an instance without attributes, also of an abstract class."""
+    methods: frozenset[str] = getattr(owner, "__abstractmethods__", frozenset())
+    return object.__new__(type(owner.__name__, (owner,), dict.fromkeys(methods)))
+
+
+@pytest.mark.parametrize(("owner", "old"), [(owner, old) for owner, names in MEMBERS.items() for old in names])
+def test_former_member_name_reads_and_sets_the_new_one(owner: type, old: str) -> None:
+    new = MEMBERS[owner][old]
+    text = f"{owner.__name__}.{old} is deprecated: write {new} instead"
+    if hasattr(owner, new):
+        with warns_here(text):
+            assert getattr(owner, old) is getattr(owner, new)
+    member = owner.__dict__.get(new)
+    if issubclass(owner, Enum) or isinstance(member, property | cached_property) or dataclasses.is_dataclass(owner):
+        return
+    instance, value = instance_of(owner), object()
+    with warns_here(text):
+        setattr(instance, old, value)
+    with warns_here(text):
+        assert getattr(instance, old) is getattr(instance, new) is value
+
+
+def test_former_members_of_records_return_the_same() -> None:
+    with parallel_sgd() as optimizer:
+        records = {SteppedTensor: optimizer.pieces()[0], ReductionPlan: optimizer.plan}
+    for owner, record in records.items():
+        for old, new in MEMBERS[owner].items():
+            with warns_here(f"{owner.__name__}.{old} is deprecated: write {new} instead"):
+                assert getattr(record, old) is getattr(record, new)
+
+
+def test_override_with_a_former_name_is_called_and_warns_at_its_class() -> None:
+    class Middle(ParamTransform):
+        def pull_grads(self, window: Any, averaged: bool) -> Any:
+            return "middle"
+
+    texts = [
+        "Own.bring is deprecated: write pull_grads instead",
+        "Own.differs is deprecated: write replica_dependent instead",
+    ]
+    with warns_here(*texts):
+
+        class Own(Middle):
+            differs = True
+
+            def bring(self, window: Any, averaged: bool) -> Any:
+                return f"own, {super().bring(window, averaged)}"  # type: ignore[misc]
+
+    class Last(Own):
+        def pull_grads(self, window: Any, averaged: bool) -> Any:
+            return f"last, {super().pull_grads(window, averaged)}"
+
+    with warns_here("Both.bring is deprecated: write pull_grads instead"):
+
+        class Both(Own):
+            def bring(self, window: Any, averaged: bool) -> Any:
+                return f"both, {super().bring(window, averaged)}"
+
+    window: Any = None
+    assert Own().pull_grads(window, True) == Own().bring(window, True) == "own, middle"
+    assert Last().pull_grads(window, True) == "last, own, middle"
+    assert Both().pull_grads(window, True) == "both, own, middle"
+    assert Own().replica_dependent
+
+
+def test_placement_with_former_names_takes_part_in_a_step() -> None:
+    calls = []
+    with warns_here("Former.bring is deprecated: write pull_grads instead"):
+
+        class Former(ParamTransform):
+            def bring(self, window: Any, averaged: bool) -> None:
+                calls.append("bring")
+
+    with warns_here("FormerPlacement.link is deprecated: write transform instead"):
+
+        class FormerPlacement(StatePlacement):
+            position = Position.STATE
+
+            def check(self, binding: Any) -> None: ...
+
+            def link(self, binding: Any) -> ParamTransform:
+                return Former()
+
+    with parallel_sgd(states=FormerPlacement()) as optimizer:  # type: ignore[abstract]
+        optimizer.backward(sum(param.sum() for group in optimizer.param_groups for param in group["params"]))
+        optimizer.step()
+    assert calls == ["bring"]
+
+
+class FormerTransform(ParamTransform):
     seen: Any = None
 
     def install(self, optimizer: torch.optim.Optimizer, held: Any, tensors: Any) -> Any:  # type: ignore[override]
@@ -50,19 +189,19 @@ class FormerLink(Link):
         return plan
 
 
-class FormerPlacement(Placement):
+class OwnPlacement(StatePlacement):
     position = Position.STATE
 
     def check(self, binding: Any) -> None: ...
 
-    def link(self, binding: Any) -> Link:
-        self.made = FormerLink()
+    def transform(self, binding: Any) -> ParamTransform:
+        self.made = FormerTransform()
         return self.made
 
 
-def test_deprecated_link_signatures_work_with_warning() -> None:
+def test_transform_with_a_list_of_tensors_still_works_with_a_warning() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model, placement = nn.Linear(3, 2), FormerPlacement()
+        model, placement = nn.Linear(3, 2), OwnPlacement()
         declare(model, {"*": P()})
         inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
         with pytest.warns(DeprecationWarning, match=r"write (install\(self, optimizer, positions\)|derive)"):

@@ -13,8 +13,8 @@ from meshstep.optim import (
     HalfStates,
     Offloaded,
     ParallelOptimizer,
-    Placement,
     Sharded,
+    StatePlacement,
     TorchStates,
     load_checkpoint,
     save_checkpoint,
@@ -28,7 +28,7 @@ from world import World
 
 STEPS, BROKEN, SAVED, MAX_NORM = 6, 2, 3, 0.4  # one step overflows; later another optimizer loads a checkpoint
 SCENARIO = SCENARIOS["data x tensor"]
-PLACEMENTS: dict[str, tuple[Placement, ...]] = {
+PLACEMENTS: dict[str, tuple[StatePlacement, ...]] = {
     "whole": (),
     "zero1": (Sharded("data"),),
     "zero2": (Sharded("data", gradients=True),),

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement, Sharded, align_copies
+from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Sharded, StatePlacement, align_copies
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.mesh.agreement import gather_objects
 from optimizers import adamw
@@ -18,7 +18,7 @@ from zero_models import small_buckets
 
 MODES: dict[str, Any] = {"fp32": "fp32", "bf16": "bf16", "rounded": Bf16(stochastic_rounding=True)}
 MODES["split masters"] = Bf16(split_masters=True)
-STATES: dict[str, tuple[Placement, ...]] = {
+STATES: dict[str, tuple[StatePlacement, ...]] = {
     "whole": (),
     "sharded": (Sharded("data"),),
     "offloaded": (Offloaded(0.5),),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Offloaded, ParallelOptimizer, Placement, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded, StatePlacement
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -67,7 +67,7 @@ def test_group_added_after_freezing_trains_and_frozen_parameter_stays(world: Wor
             torch.testing.assert_close(found[name], wanted.detach(), rtol=1e-5 if mode == "fp32" else 2**-6, atol=0)
 
 
-def added_on_some(named: bool, starts_empty: bool, states: tuple[Placement, ...]) -> dict[str, Tensor]:
+def added_on_some(named: bool, starts_empty: bool, states: tuple[StatePlacement, ...]) -> dict[str, Tensor]:
     """Add a group that only the second of two stages holds; with ``starts_empty`` the second stage holds no first
     group."""
     with ProcessGroupRegistry(Topology(pipe=2, data=2)) as registry:
@@ -93,7 +93,7 @@ def added_on_some(named: bool, starts_empty: bool, states: tuple[Placement, ...]
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("states", [(), (ZERO1,), (ZERO2,)], ids=["whole", "ZeRO-1", "ZeRO-2"])
 def test_group_can_be_added_on_one_pipeline_stage_only(
-    world: World, named: bool, starts_empty: bool, states: tuple[Placement, ...]
+    world: World, named: bool, starts_empty: bool, states: tuple[StatePlacement, ...]
 ) -> None:
     start = torch.linspace(0.5, 2, 6)
     for rank, found in enumerate(world.run(4, added_on_some, named, starts_empty, states)):

@@ -17,8 +17,8 @@ from meshstep.optim import (
     HalfStates,
     Offloaded,
     ParallelOptimizer,
-    Placement,
     Sharded,
+    StatePlacement,
     load_checkpoint,
     save_checkpoint,
 )
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
 
-States = tuple[Placement, ...]
+States = tuple[StatePlacement, ...]
 ZERO2 = Sharded("data", gradients=True)
 
 

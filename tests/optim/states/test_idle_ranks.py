@@ -15,9 +15,9 @@ from meshstep.optim import (
     Muon,
     Offloaded,
     ParallelOptimizer,
-    Placement,
     Replayable,
     Sharded,
+    StatePlacement,
     align_copies,
     replay,
 )
@@ -33,7 +33,7 @@ PRECISIONS: dict[str, Precision] = {
     "bf16 half gradients": Bf16(main_grads=False),
 }
 ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
-STATES: dict[str, tuple[Placement, ...]] = {
+STATES: dict[str, tuple[StatePlacement, ...]] = {
     "whole": (),
     "ZeRO-1": (ZERO1,),
     "ZeRO-2": (ZERO2,),

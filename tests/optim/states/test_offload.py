@@ -14,7 +14,7 @@ from arguments import arguments, link_of
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
-from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement
+from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, StatePlacement
 from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.states import offloaded as states_offloaded
 from meshstep.optim.states.offloaded import HostBucket, OffloadTransform, offloaded
@@ -115,7 +115,7 @@ def small_buckets(nbytes: int | None) -> Iterator[None]:
         yield
 
 
-def order_of_a_step(kind: str, states: tuple[Placement, ...] = ()) -> list[str]:
+def order_of_a_step(kind: str, states: tuple[StatePlacement, ...] = ()) -> list[str]:
     """Return the order of operations of a step with four offloaded buckets and one bias on the device."""
     with small_buckets(64):
         model = Small()
@@ -148,7 +148,7 @@ def test_offloaded_bucket_is_stepped_while_next_bucket_is_copied() -> None:
 
 @pytest.mark.parametrize(("kind", "states"), [("adamw, not fused", ()), ("adamw", (HalfStates(),))])
 def test_optimizer_with_own_step_counts_is_called_once_for_all_buckets(
-    kind: str, states: tuple[Placement, ...]
+    kind: str, states: tuple[StatePlacement, ...]
 ) -> None:
     done = order_of_a_step(kind, states)
     assert done == [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import slice_of
 from meshstep.amp import Bf16, NaiveFp16, Precision
-from meshstep.optim import Offloaded, ParallelOptimizer, Placement, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded, StatePlacement
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from planted import LAYOUTS, SHAPES, Key, Part, Planted, parts, run_step, start
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from zero_models import small_buckets
 @dataclass(frozen=True)
 class Placed:
     layout: str
-    states: tuple[Placement, ...] = ()
+    states: tuple[StatePlacement, ...] = ()
     precision: Precision | str = "fp32"
 
 

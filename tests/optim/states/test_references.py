@@ -39,8 +39,8 @@ def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: i
         groups: Any = model.groups()
         optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.1), registry, precision=mode, states=how)
         run_step(model, optimizer, 0, micros)
-        for link in optimizer._states.bringing:
-            link.bring(optimizer._window, True)
+        for transform in optimizer._states.pulling_grads:
+            transform.pull_grads(optimizer._window, True)
         scale = 1.0 if optimizer.loss_scale is None else float(optimizer.loss_scale.scale)
         found = []
         for bucket in link_of(optimizer, Shards).buckets:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement, Replayable, Sharded
+from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Replayable, Sharded, StatePlacement
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
 from world import World
 from zero_models import small_buckets
 
 ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
-STATES: dict[str, tuple[Placement, ...]] = {
+STATES: dict[str, tuple[StatePlacement, ...]] = {
     "whole": (),
     "ZeRO-1": (ZERO1,),
     "ZeRO-2": (ZERO2,),
@@ -33,7 +33,7 @@ MODES: dict[str, tuple[Any, torch.dtype]] = {
 }
 
 
-def written(mode: str, states: tuple[Placement, ...], reload: bool) -> float | str:
+def written(mode: str, states: tuple[StatePlacement, ...], reload: bool) -> float | str:
     """Clamp all weights through ``.data`` after two steps. Return the distance of the next step from a dense SGD
     step."""
     precision, dtype = MODES[mode]

@@ -25,10 +25,10 @@ from meshstep.optim import (
     Offloaded,
     ParallelOptimizer,
     PerParameter,
-    Placement,
     Replayable,
     ReplicaMismatchError,
     Sharded,
+    StatePlacement,
     Telemetry,
     load_checkpoint,
     save_checkpoint,
@@ -53,14 +53,14 @@ Bits = list[Tensor]
 def ties_away() -> Iterator[None]:
     """Round float32 master weights like split ones, as the reference."""
 
-    def publish(self: MasterWeights, written: Sequence[Tensor] = ()) -> None:
+    def write_back(self: MasterWeights, written: Sequence[Tensor] = ()) -> None:
         held = self.held()
         with torch.no_grad():
             for param, master in held:
                 param.copy_(split_master(master.detach())[0])
         self._record_versions(held)
 
-    with mock.patch.object(MasterWeights, "publish", publish):
+    with mock.patch.object(MasterWeights, "write_back", write_back):
         yield
 
 
@@ -166,7 +166,7 @@ def test_wrapping_optimizer_again_uses_new_remainders(kernels: Kernels) -> None:
             return optimizer, after
 
         first, _ = stepped()
-        kept = [link.remainders for link in first._states.links if isinstance(link, SplitMasters)]
+        kept = [transform.remainders for transform in first._states.transforms if isinstance(transform, SplitMasters)]
         bits = [remainder.clone() for remainder in kept[0].values()]
         _, masters = stepped()
         assert any(bool((master.bfloat16().float() != master).any()) for master in masters)
@@ -248,7 +248,7 @@ def test_split_masters_are_stepped_in_one_compiled_call() -> None:
 # Layouts and state placements
 # ----------------------------------------------------------------------------------------------
 
-RUNS: dict[str, tuple[str, tuple[Placement, ...], dict[str, Any]]] = {
+RUNS: dict[str, tuple[str, tuple[StatePlacement, ...], dict[str, Any]]] = {
     "grid": ("grid", (), {}),
     "tied": ("pipe, tied", (), {}),
     "replicas": ("data", (), {"check_replicas": True}),
@@ -472,7 +472,7 @@ def test_split_masters_support_existing_states_frozen_weights_and_added_groups()
 # Overwritten weights
 # ----------------------------------------------------------------------------------------------------
 
-STATES: dict[str, tuple[Placement, ...]] = {
+STATES: dict[str, tuple[StatePlacement, ...]] = {
     "whole": (),
     "ZeRO-1": (ZERO1,),
     "ZeRO-2": (ZERO2,),
@@ -624,13 +624,13 @@ def test_weights_written_before_three_steps_in_a_row_warn_once() -> None:
 
 def test_written_weights_in_captured_step_raise() -> None:
     weight, optimizer = one_weight()
-    link = next(link for link in optimizer._states.links if isinstance(link, SplitMasters))
+    transform = next(transform for transform in optimizer._states.transforms if isinstance(transform, SplitMasters))
     optimizer._window.captured = True
-    link.bring(optimizer._window, False)
+    transform.pull_grads(optimizer._window, False)
     with torch.no_grad():
         weight.zero_()
     with pytest.raises(RuntimeError, match=r"weight was written since the last step.*make one step without a graph"):
-        link.bring(optimizer._window, False)
+        transform.pull_grads(optimizer._window, False)
     optimizer.registry.close()
 
 

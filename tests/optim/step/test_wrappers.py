@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Offloaded, ParallelOptimizer, Placement, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded, StatePlacement
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -109,7 +109,7 @@ class Averaged(torch.optim.SGD):
                 param.lerp_(self.state[param]["first"], 1.0 - weight)
 
 
-def modes(states: tuple[Placement, ...], masters: bool) -> list[list[float]]:
+def modes(states: tuple[StatePlacement, ...], masters: bool) -> list[list[float]]:
     """Return the model's weights: initial, after a step, in eval, in train again, and after another step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(2)
@@ -138,7 +138,7 @@ def modes(states: tuple[Placement, ...], masters: bool) -> list[list[float]]:
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("states", [(), (Sharded("data"),), (Sharded("data"), Offloaded(1.0))], ids=str)
 def test_train_and_eval_of_optimizer_update_model_weights(
-    world: World, states: tuple[Placement, ...], masters: bool
+    world: World, states: tuple[StatePlacement, ...], masters: bool
 ) -> None:
     first, second = world.run(2, modes, states, masters)
     assert first == second

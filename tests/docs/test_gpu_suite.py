@@ -42,7 +42,7 @@ def started(checkout: Path, *arguments: str, processes: int = 0) -> subprocess.C
 
 
 def test_gpu_tests_run_from_a_checkout_and_skip_without_a_gpu(checkout: Path) -> None:
-    chosen = "test_gpu_steps and (cuda or (waits and cpu and fp16))"
+    chosen = "test_gpu_steps and (cuda or (host_synchronization and cpu and fp16))"
     before = sorted(checkout.rglob("*"))
     done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +53,7 @@ def test_gpu_tests_run_from_a_checkout_and_skip_without_a_gpu(checkout: Path) ->
 
 
 def test_gpu_tests_run_under_torchrun(checkout: Path) -> None:
-    chosen = "mean_gradient or (fp32 and (same_bits or (leave and replicated)))"
+    chosen = "mean_gradient or (fp32 and (replicas_are or (replays and replicated)))"
     done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("7 passed") == 2

@@ -1,4 +1,4 @@
-"""All scripts share one command line: what a flag means, what happens without it, and how a wrong one is told."""
+"""The command line that all scripts share: flags, defaults, and errors of wrong arguments."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def read(name: str, arguments: Sequence[str], processes: int = 1) -> argparse.Na
 
 
 def run_main(name: str, *arguments: str) -> None:
-    """What happens below ``if __name__ == "__main__"``, up to the first step."""
+    """Run the code below ``if __name__ == "__main__"`` up to the first step."""
     module = script(name)
     prepare = getattr(module, "prepare", None) or getattr(module, "Trainer", None) or module.Experiment
     example("command_line").main(lambda world_size: module.read_options(world_size, arguments), prepare, lambda _: None)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_is_printed_and_nothing_is_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_usage_without_running(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_main(name, "--help")
     assert ended.value.code == 0
@@ -55,7 +55,7 @@ def test_help_is_printed_and_nothing_is_run(name: str, capsys: pytest.CaptureFix
         assert [flag for flag in SHARED if f" {flag}" not in printed] == []
 
 
-def test_quickstart_prints_its_help_and_trains_nothing() -> None:
+def test_quickstart_help_prints_usage_without_training() -> None:
     done = start_example("quickstart", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: quickstart.py [-h]")
@@ -66,7 +66,7 @@ def test_quickstart_prints_its_help_and_trains_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "package"), [("clip_resnet34", "torchvision"), ("amp_vit", "torchvision"), ("train_digits", "sklearn")]
 )
-def test_missing_package_is_told_with_the_extra_that_brings_it(name: str, package: str) -> None:
+def test_missing_package_error_names_the_extra_to_install(name: str, package: str) -> None:
     program = f"import sys, runpy; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]; "
     program += f"sys.path[0] = {str(EXAMPLES)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     script = str(EXAMPLES / f"{name}.py")
@@ -78,7 +78,7 @@ def test_missing_package_is_told_with_the_extra_that_brings_it(name: str, packag
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_without_a_topology_all_processes_are_on_data(name: str) -> None:
+def test_default_topology_has_all_processes_on_the_data_axis(name: str) -> None:
     assert read(name, [], processes=4).topology.data_axes == ("data",)
     assert read(name, [], processes=4).topology.size("data") == 4
     given = read(name, ["--topology", "data=2,tensor=2"]).topology
@@ -86,7 +86,7 @@ def test_without_a_topology_all_processes_are_on_data(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_shared_flags_are_read_alike(name: str) -> None:
+def test_all_training_scripts_read_the_shared_flags(name: str) -> None:
     given = "--steps 7 --precision O1 --accumulate 2 --zero 1 --resume folder --plot curve.svg --batch-size 8"
     options = read(name, given.split())
     found = options.steps, options.accumulate, options.zero, options.resume, options.plot
@@ -103,7 +103,7 @@ def test_shared_flags_are_read_alike(name: str) -> None:
     [
         ("train_digits", "--topology tensor", "'tensor' is neither axis=size nor alias=axis+axis"),
         ("train_digits", "--topology tensor=2", "has 2 ranks but the world has 1"),
-        ("train_digits", "--topology data=3", "has 3 ranks but the world has 1"),  # nor is 64 a multiple of 3
+        ("train_digits", "--topology data=3", "has 3 ranks but the world has 1"),  # 64 is not a multiple of 3 either
         ("pipeline_lm", "--topology data=3", "has 3 ranks but the world has 1"),
         ("pipeline_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),
         ("accumulate_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),
@@ -138,7 +138,7 @@ def test_shared_flags_are_read_alike(name: str) -> None:
         ("compare_norms", "--topology pipe=1", "no layers for"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_wrong_argument_prints_one_error_line(
     name: str, arguments: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"examples/{name}.py"])
@@ -150,28 +150,28 @@ def test_what_is_wrong_is_one_line(
     assert re.search(told, line), line
 
 
-def test_under_torchrun_one_rank_tells_it_at_the_end() -> None:
+def test_under_torchrun_one_rank_prints_the_error_last() -> None:
     done = torchrun_example("compare_norms", "--topology", "tensor=3", processes=2)
     assert done.returncode != 0
     assert done.stdout == ""
     told = "compare_norms.py: error: Topology(tensor=3) has 3 ranks but the world has 2; the product of the sizes must be 2"
     *_, line, rule = done.stderr.splitlines()
-    assert set(rule) == {"="}, (
-        "torchrun closes its report, the last that it prints, with a rule; nothing goes below that"
-    )
+    assert set(rule) == {"="}, "the report of torchrun, which ends with a rule, should be printed last"
     assert told in line
     assert done.stderr.count(told) == 1
-    assert str(EXAMPLES) not in done.stderr.replace(f"{EXAMPLES}/compare_norms.py FAILED", ""), "no traceback of a rank"
+    assert str(EXAMPLES) not in done.stderr.replace(f"{EXAMPLES}/compare_norms.py FAILED", ""), (
+        "a traceback of a rank was printed"
+    )
 
 
-def test_an_error_that_only_another_rank_has_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_on_a_rank_other_than_0_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = example("command_line")
     monkeypatch.setattr(shared, "PATIENCE", 0.0)
     with pytest.raises(ValueError, match="here only"), shared._told_by_one_rank(3):
         raise ValueError("here only")
 
 
-def test_an_error_of_the_run_keeps_its_traceback() -> None:
+def test_error_during_the_run_keeps_its_traceback() -> None:
     def fail(_: object) -> None:
         raise ValueError("a bug")
 
@@ -189,7 +189,7 @@ def test_attention_heads_must_divide_over_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.name)
-def test_only_public_names_are_imported(path: Path) -> None:
+def test_examples_import_only_public_modules(path: Path) -> None:
     packages = {
         words[1]
         for line in path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""``--cuda-graph`` of the main job: a clear end without a GPU; and with a graph of the CPU in its place, the same curve."""
+"""``--cuda-graph`` of the main job: a clear error without a GPU, and the same curve with a CPU substitute of the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from run_example import example, start_example
 FLAGS = ["--steps", "8", "--max-norm", "0.95", "--topology", "data=1"]
 
 
-def test_without_a_gpu_it_ends_with_one_line() -> None:
+def test_cuda_graph_flag_without_gpu_prints_one_error_line() -> None:
     with mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
         done = start_example("train_digits", "--cuda-graph", *FLAGS)
     assert done.returncode == 2
@@ -30,10 +30,10 @@ def curve(flags: list[str]) -> torch.Tensor:
         return torch.stack(trainer.history)
 
 
-@pytest.mark.usefixtures("torchs_kernels")  # a graph of the CPU is made of torch's operators
+@pytest.mark.usefixtures("torchs_kernels")  # the CPU graph records torch operators
 @pytest.mark.parametrize("flags", [[], ["--precision", "bf16", "--accumulate", "4"], ["--precision", "fp16_naive"]])
-def test_replays_have_the_curve_of_steps(flags: list[str]) -> None:
-    """Up to the rate, which is a float32 tensor there."""
+def test_graph_replays_give_the_curve_of_eager_steps(flags: list[str]) -> None:
+    """Equal up to rounding, because the learning rate is a float32 tensor with a graph."""
     expected = curve(flags)
     with mock.patch.object(example("cuda_graph"), "torch", SimpleNamespace(cuda=CUDA_OF_THE_CPU)):
         found = curve(["--cuda-graph", *flags])

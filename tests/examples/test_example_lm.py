@@ -17,30 +17,30 @@ from run_example import (
 )
 from world import World
 
-# 104 paragraphs to train: 6 batches of 16 and one of 8 in an epoch, which is half a window where a window has 2 parts.
+# 104 paragraphs for training: an epoch has 6 batches of 16 and one of 8, which is half of a window of two micro-batches.
 FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "3", "--width", "32", "--depth", "1", "--seed", "3"]
 STEPS = 21
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, str]:
-    """Its curve, and what it prints."""
+    """The curve and the printed text of a run in one process."""
     path = tmp_path_factory.mktemp("lm") / "one.csv"
     printed = run_example("accumulate_lm", "--curve", str(path), *FLAGS)
     curve = read_curve(path)
     assert curve.shape == (STEPS, 3)
     before, after = losses_of_tests(printed)
-    assert after < before - 1, "it should learn"
+    assert after < before - 1, "the model should learn"
     return curve, printed
 
 
 @pytest.mark.parametrize(
     ("topology", "accumulate"), [("data=2,tensor=2", 2), ("data=2,cp=2", 1), ("cp=2,tensor=2", 2), ("cp=4", 1)]
 )
-def test_however_it_is_split_it_is_the_run_of_one_process(
+def test_lm_example_on_each_layout_equals_one_process(
     world: World, topology: str, accumulate: int, one_process: tuple[torch.Tensor, str], tmp_path: Path
 ) -> None:
-    """Data coordinates, parts of the sequence and micro-batches hold different numbers of tokens."""
+    """Data ranks, sequence shards and micro-batches have different numbers of tokens."""
     path = tmp_path / "split.csv"
     how = ["--curve", str(path), "--accumulate", str(accumulate), *FLAGS]
     printed, *others = world.run(4, printed_by_example, "accumulate_lm", how, topology)
@@ -60,5 +60,5 @@ def too_few_heads() -> None:
         example("models.gpt").GPT(registry, 30, 3, 1)
 
 
-def test_heads_that_do_not_divide_over_the_parts_of_the_sequence_are_an_error(world: World) -> None:
+def test_attention_heads_must_divide_over_tensor_and_context_axes(world: World) -> None:
     world.run(2, too_few_heads)

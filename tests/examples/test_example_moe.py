@@ -1,4 +1,4 @@
-"""Mixtures of experts from the command line: wherever the experts are, the curve and the norm of the dense model."""
+"""The mixture-of-experts example: on each layout of the experts, curve and norm equal the dense model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     path = tmp_path_factory.mktemp("moe") / "one.csv"
     printed = run_example("train_moe", "--curve", str(path), *FLAGS)
     assert "right" in printed
-    assert "0.0% of the choices" not in printed, "no token is dropped, so capacity isn't tested"
+    assert "0.0% of the choices" not in printed, "no token was dropped, so the capacity is not tested"
     found = read_curve(path, COLUMNS)
     clipped = int((found[:, 3] < 1).sum())
     assert 0 < clipped < STEPS, "the threshold should clip some steps and not others, or it tests nothing"
-    assert found[-1, 0] < found[0, 0] - 0.1, "it should learn"
+    assert found[-1, 0] < found[0, 0] - 0.1, "the model should learn"
     return found
 
 
@@ -43,7 +43,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         ("edp=2,mid=2,tensor=2,data=edp+mid,expert=mid+tensor", ["--experts", "expert", "--zero", "2"]),
     ],
 )
-def test_experts_over_any_axes_have_the_curve_of_the_dense_model(
+def test_moe_example_with_experts_on_any_axes_equals_dense_model(
     world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"
@@ -54,10 +54,10 @@ def test_experts_over_any_axes_have_the_curve_of_the_dense_model(
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=1e-9, atol=0)
 
 
-def test_a_run_is_resumed_with_the_experts_elsewhere(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
+def test_moe_run_resumes_with_experts_on_other_axes(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     flags = ["--resume", str(tmp_path / "checkpoints"), "--save-every", "4", *FLAGS]
-    # Saves after step 4 and 8, and is then as good as lost.
+    # The first run saves after steps 4 and 8; its later steps are discarded.
     world.run(4, printed_by_example, "train_moe", [*flags, "--experts", "data,tensor"], "data=2,tensor=2")
     flags += ["--experts", "mid", "--zero", "2", "--curve", str(path)]
     printed, *_ = world.run(4, printed_by_example, "train_moe", flags, "edp=2,mid=2,data=edp+mid")
@@ -66,7 +66,7 @@ def test_a_run_is_resumed_with_the_experts_elsewhere(world: World, one_process: 
 
 
 def experts_without_tokens(topology: Topology, axes: tuple[str, ...]) -> list[float]:
-    """All tokens choose the first two of 4 experts, and there is room for them."""
+    """All tokens choose the first two of 4 experts, within their capacity."""
     moe, layers = example("models.moe"), example("models.layers")
     shape = moe.MixtureShape(experts=4, top_k=2, capacity=2.0)
     with ProcessGroupRegistry(topology) as registry:
@@ -92,8 +92,8 @@ def experts_without_tokens(topology: Topology, axes: tuple[str, ...]) -> list[fl
 
 
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor")])
-def test_experts_without_tokens_have_gradients_of_zeros(world: World, axes: tuple[str, ...]) -> None:
-    """And nobody waits for anybody: their ranks take part in all exchanges."""
+def test_experts_without_tokens_have_zero_gradients(world: World, axes: tuple[str, ...]) -> None:
+    """There is no deadlock either, because ranks with idle experts take part in all exchanges."""
     found = world.run(4, experts_without_tokens, Topology(data=2, tensor=2), axes)
     idle = [not any(gradients) for gradients in found]
     assert idle == [rank >= 2 if "data" in axes else rank % 2 == 1 for rank in range(4)]

@@ -1,4 +1,4 @@
-"""`--optimizer`: each has the curve of one process on every topology, and Muon is below AdamW at equal steps."""
+"""`--optimizer`: each optimizer has the curve of one process on every topology, and Muon beats AdamW at equal steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
 DIGITS = ["--steps", str(STEPS), "--depth", "1", "--seed", "3"]
 
 
-# SOAP's first bases are arbitrary where the first gradient has fewer independent columns than rows: its last bits decide.
+# The first bases of SOAP depend on rounding if the first gradient has fewer independent columns than rows.
 @pytest.mark.parametrize(("name", "tolerance"), [("muon", 2e-5), ("lamb", 2e-5), ("adafactor", 2e-5), ("soap", 3e-3)])
-def test_each_has_the_curve_of_one_process_on_every_topology(
+def test_each_optimizer_has_the_curve_of_one_process_on_every_topology(
     world: World, name: str, tolerance: float, tmp_path: Path
 ) -> None:
     flags = [*DIGITS, "--optimizer", name]
@@ -30,7 +30,7 @@ def test_each_has_the_curve_of_one_process_on_every_topology(
         torch.testing.assert_close(read_curve(path, COLUMNS)[:, 0], expected[:, 0], rtol=tolerance, atol=0)
 
 
-def test_muon_is_below_adamw_at_equal_steps_and_a_plot_shows_both(world: World, tmp_path: Path) -> None:
+def test_muon_has_lower_loss_than_adamw_and_plot_shows_both(world: World, tmp_path: Path) -> None:
     flags = ["--paragraphs", "500", "--epochs", "3", "--width", "32", "--seed", "3"]
     curves = {name: tmp_path / f"{name}.csv" for name in ("adamw", "muon")}
     plot = tmp_path / "both.svg"

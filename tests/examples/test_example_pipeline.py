@@ -1,4 +1,4 @@
-"""The pipeline example: the curve of one process, by every schedule and topology, and a run that goes on in another."""
+"""The pipeline example: each schedule and topology has the curve of one process, and a run resumes with others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from properties import repetitions
 from run_example import assert_same_test_losses, printed_by_example, read_curve, run_example, train_example
 from world import World
 
-# 80 paragraphs to train: the last step is of a second epoch.
+# 80 paragraphs for training, so the last step is in the second epoch.
 FLAGS = ["--paragraphs", "208", "--batch-size", "16", "--steps", "6", "--width", "32", "--seed", "3"]
 STEPS = 6
 V = "zbv" if ZBV_RUNS else "gpipe"
@@ -22,11 +22,11 @@ RUNS: list[tuple[str, int, str, list[str]]] = [
 ]
 
 
-def test_by_every_schedule_it_is_the_run_of_one_process(world: World, tmp_path: Path) -> None:
+def test_pipeline_example_with_each_schedule_equals_one_process(world: World, tmp_path: Path) -> None:
     printed = run_example("pipeline_lm", "--verify", "--curve", str(tmp_path / "one.csv"), *FLAGS)
     expected = read_curve(tmp_path / "one.csv")
     assert expected.shape == (STEPS, 3)
-    assert expected[-1, 1] < expected[0, 1] - 0.5, "it should learn"
+    assert expected[-1, 1] < expected[0, 1] - 0.5, "the model should learn"
     for topology, ranks, schedule, more in repetitions(RUNS, "pipeline_lm", default=2):
         curve = tmp_path / f"{topology}.csv"
         how = [*FLAGS, "--verify", "--schedule", schedule, "--curve", str(curve), *more]
@@ -37,7 +37,7 @@ def test_by_every_schedule_it_is_the_run_of_one_process(world: World, tmp_path: 
         assert "off the dense model's in float64: right" in also_printed
 
 
-def test_it_goes_on_by_another_schedule_and_topology(world: World, tmp_path: Path) -> None:
+def test_pipeline_run_resumes_with_other_schedule_and_topology(world: World, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole.csv", tmp_path / "resumed.csv"
     world.run(2, train_example, "pipeline_lm", [*FLAGS, "--curve", str(whole)], "pipe=2")
     saving = [*FLAGS, "--resume", str(tmp_path / "run"), "--save-every", "4", "--curve", str(resumed)]

@@ -12,10 +12,10 @@ from run_example import example
 from test_examples import options
 from world import World
 
-STEPS, SPLIT = 54, 25  # those of one process, which learns; of each topology the first half
+STEPS, SPLIT = 54, 25  # number of steps in one process, and on each topology
 TOPOLOGIES = ("tensor=2", "row=2,col=2", "data=2,tensor=2")
-# Largest difference of the losses over the first 25 steps: about five times what was seen. Half types carry 11 (fp16) or 8
-# (bf16) significant bits, and split sums round in another order; 8-bit layers amplify that.
+# Largest allowed difference of the losses over the first 25 steps: about five times the observed difference. fp16 has 11
+# and bf16 8 significant bits, and sums over shards round in another order. 8-bit layers amplify the difference.
 TOLERANCE = {
     "fp32": 2.5e-6,
     "fp16": 6e-4,
@@ -40,9 +40,9 @@ def losses(topology: str, precision: str, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-def test_losses_equal_those_of_one_process(world: World, precision: str) -> None:
+def test_digits_losses_in_each_precision_equal_one_process(world: World, precision: str) -> None:
     alone = losses("", precision, STEPS)
-    assert sum(alone[-10:]) / 10 < alone[0] - 0.5, "it should learn"
+    assert sum(alone[-10:]) / 10 < alone[0] - 0.5, "the model should learn"
     for topology in repetitions(TOPOLOGIES, precision):
         for found in world.run(Topology.parse(topology).world_size, losses, topology, precision, SPLIT):
             difference = max(abs(a - b) for a, b in zip(found, alone[:SPLIT], strict=True))

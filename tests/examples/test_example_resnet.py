@@ -1,4 +1,4 @@
-"""Gradient clipping from the command line: it learns, and in double precision there is one curve for every topology."""
+"""The gradient clipping example: the model learns, and in float64 every topology has the same curve."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def exact_curve(world: World, folder: Path, topology: str, *more: str) -> torch.
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_topology_has_the_curve_of_one_process(
+def test_resnet_example_on_each_topology_equals_one_process(
     world: World, folder: Path, alone: torch.Tensor, topology: str
 ) -> None:
     found = exact_curve(world, folder, topology, *TOPOLOGIES[topology])
@@ -53,19 +53,19 @@ def test_every_topology_has_the_curve_of_one_process(
 
 
 def results_of(printed: str) -> list[tuple[float, float]]:
-    """Loss and accuracy in percent, before and after."""
+    """Return loss and accuracy in percent, before and after training."""
     found = re.findall(r"test \w+: +loss ([\d.]+), accuracy ([\d.]+)%", printed)
     return [(float(loss), float(accuracy)) for loss, accuracy in found]
 
 
-def test_it_learns(world: World, folder: Path) -> None:
+def test_resnet_example_learns(world: World, folder: Path) -> None:
     (printed,) = world.run(1, printed_by_narrow, ["--sample", "--data", str(folder)], "data=1")
     (before, wrong), (after, right) = results_of(printed)
     assert after < before / 2
     assert wrong < 20 < 60 < right
 
 
-def test_from_the_command_line_it_is_resnet_34(folder: Path) -> None:
+def test_resnet_example_runs_from_the_command_line(folder: Path) -> None:
     printed = run_example("clip_resnet34", "--sample", "--data", str(folder), "--batch-size", "8", "--steps", "2")
     assert re.search(r": 2 steps in [\d.]+ s, 0 of them skipped\n", printed)
     (before, _), (after, _) = results_of(printed)

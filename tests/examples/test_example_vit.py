@@ -1,4 +1,4 @@
-"""Mixed precision from the command line: one curve on every topology; and the sample data that it reads."""
+"""The mixed precision example: one curve on every topology; and its sample data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from world import World
 
 pytest.importorskip("torchvision", reason="the example and its sample data are read by torchvision's dataset classes")
 
-# Most of the time images are read and prepared: so there are few in a batch. The last 7 steps are of a second epoch.
+# Reading images takes most of the time, so batches are small. The last 7 steps are in the second epoch.
 FLAGS = ["--sample", "--batch-size", "16", "--steps", "70", "--image-size", "16", "--seed", "3"]
 STEPS = 70
 
@@ -24,9 +24,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def test_split_it_has_the_curve_of_one_process_and_in_half_precision_nearly_so(
-    world: World, data: Path, tmp_path: Path
-) -> None:
+def test_sharded_vit_example_equals_one_process_and_bf16_is_close(world: World, data: Path, tmp_path: Path) -> None:
     paths = {name: tmp_path / f"{name}.csv" for name in ("one", "split", "half")}
     flags = {name: [*FLAGS, "--data", str(data), "--curve", str(path)] for name, path in paths.items()}
     printed = run_example("amp_vit", *flags["one"], "--precision", "fp32")
@@ -39,13 +37,13 @@ def test_split_it_has_the_curve_of_one_process_and_in_half_precision_nearly_so(
     torch.testing.assert_close(half[:, 1], one[:, 1], rtol=1e-2, atol=0)
     assert not torch.equal(half[:, 1], one[:, 1])
     before, after = losses_of_tests(printed)
-    assert after < before - 1, "it should learn"
+    assert after < before - 1, "the model should learn"
 
 
-def test_the_sample_data_are_read_by_torchvisions_classes_and_made_once(tmp_path: Path) -> None:
+def test_sample_data_can_be_made_twice_and_read_by_torchvision(tmp_path: Path) -> None:
     datasets = importlib.import_module("torchvision.datasets")
     sample = example("sample_data")
-    for _ in range(2):  # the second time finds the files
+    for _ in range(2):  # the second iteration finds the files
         caltech101 = datasets.Caltech101(sample.make_caltech101(tmp_path))
         train, test = (sample.SampleCIFAR10(sample.make_cifar10(tmp_path), train=train) for train in (True, False))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["caltech101", "cifar-10-batches-py"]
@@ -53,18 +51,18 @@ def test_the_sample_data_are_read_by_torchvisions_classes_and_made_once(tmp_path
     assert caltech101.categories == sorted(["china", "flower", *sample.DIGITS])
     assert Counter(caltech101.y) == dict.fromkeys(range(12), 100)
     image, label = caltech101[1199]
-    with image:  # its file is open until it is closed or loaded
+    with image:  # closes the image file
         assert (caltech101.categories[label], image.mode) == ("zero", "RGB")
 
     assert (len(train), len(test), train.classes) == (1440, 357, sample.DIGITS)
     assert train.targets + test.targets == load_digits().target.tolist()
     assert train[0][0].size == (32, 32)
-    # The middle of a zero is the photograph, darkened; its ink is light.
+    # The middle of a zero shows the darkened photograph; the strokes of the digit are light.
     zero = train.data[0]
     assert zero[14:18, 14:18].max() < 128 < zero[8:24, 8:24].max()
 
 
-def test_files_that_could_not_be_completed_are_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sample_data_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = example("sample_data")
 
     def fail(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The main job from the command line: the same curve on every topology, and norms that are the dense model's."""
+"""The main job from the command line: the same curve on every topology, and the norms of the dense model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     assert found.shape == (STEPS, 4)
     clipped = int((found[:, 3] < 1).sum())
     assert 0 < clipped < STEPS, "the threshold should clip some steps and not others, or it tests nothing"
-    assert found[-1, 0] < found[0, 0] - 0.05, "it should learn"
+    assert found[-1, 0] < found[0, 0] - 0.05, "the model should learn"
     return found
 
 
@@ -34,14 +34,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     ("topology", "flags"),
     [
         ("row=2,col=2", []),
-        ("row=1,col=4", []),  # 10 classes don't divide over it
+        ("row=1,col=4", []),  # 10 classes are not divisible by 4
         ("depth=2,row=2,col=2", []),
         ("input=2,weight=2,output=2", []),
         ("data=2,tensor=2", []),
         ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"]),
     ],
 )
-def test_a_topology_has_the_curve_of_one_process(
+def test_digits_example_on_each_topology_equals_one_process(
     world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"
@@ -53,10 +53,10 @@ def test_a_topology_has_the_curve_of_one_process(
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 
-def test_a_run_is_resumed_on_another_topology(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
+def test_digits_run_resumes_on_another_topology(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     flags = ["--resume", str(tmp_path / "checkpoints"), "--save-every", "5", *FLAGS]
-    # The schedule needs the whole length; the first run saves after step 5 and 10 and is then as good as lost.
+    # The schedule needs the full length, so the first run trains all steps; only its checkpoints (steps 5, 10) are used.
     world.run(1, printed_by_example, "train_digits", flags, "data=1")
     flags += ["--accumulate", "4", "--zero", "2", "--curve", str(path)]
     printed, *_ = world.run(4, printed_by_example, "train_digits", flags, "data=2,tensor=2")
@@ -65,13 +65,13 @@ def test_a_run_is_resumed_on_another_topology(world: World, one_process: torch.T
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    """Those of the command line, with others in the place of some."""
+    """Return the default options of the command line with ``changes``."""
     given: argparse.Namespace = example("train_digits").read_options(1, [])
     few = {"steps": 2, "batch_size": 32, "lr": 1e-3, "seed": 5, "verify": True}
     return argparse.Namespace(**{**vars(given), **few, **changes})
 
 
-def test_verify_notices_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_detects_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = example("train_digits")
     full_parameters = script.full_parameters
 
@@ -87,7 +87,7 @@ def test_verify_notices_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert ("right," in capsys.readouterr().out) is right
 
 
-def test_a_topology_without_layers_is_an_error() -> None:
+def test_topology_without_matching_layers_raises() -> None:
     with (
         ProcessGroupRegistry(Topology(expert=1)) as registry,
         pytest.raises(ValueError, match=r"no layers for .*expert=1.*tensor, or row and col.*input, weight and output"),
@@ -104,7 +104,7 @@ def test_every_epoch_uses_each_sample_once_and_in_another_order() -> None:
     assert not torch.equal(first, second)
 
 
-def test_batch_norm_and_accumulation_do_not_mix() -> None:
+def test_accumulation_is_exact_with_group_norm_but_not_with_batch_norm() -> None:
     script, registry = example("accumulate_norms"), ProcessGroupRegistry(Topology(data=1))
     for norm in script.NORMS:
         found, expected = (script.train(norm, micro_batches, 5, registry) for micro_batches in (4, 1))
@@ -122,7 +122,7 @@ def compare_norms(topology: str) -> tuple[float, list[tuple[str, float]]]:
 
 
 @pytest.mark.parametrize("topology", ["data=4", "tensor=4", "data=2,tensor=2"])
-def test_norms_are_compared_on_other_topologies_too(world: World, topology: str) -> None:
+def test_compare_norms_example_is_exact_on_other_topologies(world: World, topology: str) -> None:
     for truth, rows in world.run(4, compare_norms, topology):
         *others, (method, norm) = rows
         assert method.startswith("meshstep, bias declared P(")

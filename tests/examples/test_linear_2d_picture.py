@@ -1,4 +1,4 @@
-"""The picture of the 2-D linear layer is what its script draws now, and what real ranks hold, sum over and count."""
+"""The picture of the 2-D linear layer equals the output of its script, and matches the shards and sums of real ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PICTURE = ROOT / "docs" / "pictures" / "linear_2d.svg"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_file_is_what_the_script_draws() -> None:
+def test_linear_2d_picture_equals_the_output_of_its_script() -> None:
     drawn = example("draw_linear_2d").draw()
     command = "python examples/draw_linear_2d.py docs/pictures/linear_2d.svg"
     assert PICTURE.read_text(encoding="utf-8") == drawn, f"run: {command}"
 
 
-def test_the_page_shows_it() -> None:
+def test_norms_page_shows_the_linear_2d_picture() -> None:
     assert "(../pictures/linear_2d.svg)" in (ROOT / "docs" / "explanation" / "NORMS_OF_LAYOUTS.md").read_text()
 
 
-def test_everything_is_inside_the_frame() -> None:
+def test_linear_2d_picture_fits_its_frame() -> None:
     root = ET.fromstring(PICTURE.read_text(encoding="utf-8"))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     for rect in root.iter(f"{SVG}rect"):
@@ -38,12 +38,12 @@ def test_everything_is_inside_the_frame() -> None:
         assert x + w <= width
         assert y + h <= height
     for text in root.iter(f"{SVG}text"):
-        if text.attrib["text-anchor"] == "start":  # a wide font takes 7 units a character
+        if text.attrib["text-anchor"] == "start":  # a wide font takes 7 units per character
             assert float(text.attrib["x"]) + 7.3 * len(text.text or "") <= width, text.text
 
 
 def facts(layout: BiasLayout) -> dict[str, tuple[str, tuple[int, ...], Fraction, tuple[int, ...]]]:
-    """By parameter, of a real layer on this rank: its spec, the elements held, the weight and the ranks of the sum."""
+    """Return spec, local elements, norm weight, and ranks of the sum for each parameter of a real layer on this rank."""
     script = example("draw_linear_2d")
     with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
         layer = Linear2D(script.IN, script.OUT, registry, bias=layout)
@@ -61,7 +61,7 @@ def facts(layout: BiasLayout) -> dict[str, tuple[str, tuple[int, ...], Fraction,
 
 
 @pytest.mark.parametrize("layout", get_args(BiasLayout))
-def test_real_ranks_hold_and_sum_what_it_shows(world: World, layout: BiasLayout) -> None:
+def test_linear_2d_picture_matches_shards_and_sums_of_real_ranks(world: World, layout: BiasLayout) -> None:
     shown = {param.title: param for param in example("draw_linear_2d").linear_2d_parameters()}
     for rank, found in enumerate(world.run(4, facts, layout)):
         for name, title in (("weight", "weight"), ("bias", f'bias="{layout}"')):
@@ -75,7 +75,7 @@ def test_real_ranks_hold_and_sum_what_it_shows(world: World, layout: BiasLayout)
             assert ranks in param.groups
 
 
-def test_every_element_counts_once() -> None:
+def test_linear_2d_picture_counts_every_element_once() -> None:
     for param in example("draw_linear_2d").linear_2d_parameters():
         counts: Any = [
             sum(held.weight for held in param.held if element in held.elements)

@@ -1,5 +1,7 @@
-"""`prove` on the examples' models, which were not made for it: split in every way, with experts, attention over a split
-sequence, and torch's pipeline schedules. All are right; and one mistake in each is found."""
+"""`prove` on the models of the examples: each layout, experts, and the pipeline schedules of torch.
+
+`prove` accepts all models, and finds one planted mistake in each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from world import World
 
 
 def _proved(model: nn.Module, loss: Any, registry: ProcessGroupRegistry, broken: str) -> tuple[Proof, Proof]:
-    """As it is, and with a gradient that is doubled."""
+    """Return the proofs of the correct model and of the model with one doubled gradient."""
     right = prove(model, loss, registry)
     named = dict(model.named_parameters())
     if broken in named:
@@ -63,7 +65,7 @@ def _digits(topology: Topology, broken: str, experts: tuple[str, ...] | None = N
         "input=2,weight=2,output=2",
     ],
 )
-def test_the_digits_model(world: World, axes: str) -> None:
+def test_prove_accepts_digits_model_and_finds_a_planted_mistake(world: World, axes: str) -> None:
     topology = Topology.parse(axes)
     _check(world.run(topology.world_size, _digits, topology, "blocks.0.norm1.bias")[0], "blocks.0.norm1.bias")
 
@@ -80,7 +82,9 @@ def test_the_digits_model(world: World, axes: str) -> None:
     ],
     ids=repr,
 )
-def test_the_mixture_of_experts(world: World, topology: Topology, experts: tuple[str, ...]) -> None:
+def test_prove_accepts_mixture_of_experts_and_finds_a_planted_mistake(
+    world: World, topology: Topology, experts: tuple[str, ...]
+) -> None:
     name = "blocks.0.mixture.router.weight"
     _check(world.run(4, _digits, topology, name, experts)[0], name)
 
@@ -119,6 +123,6 @@ def _pipeline(topology: Topology, schedule: str, broken: str) -> tuple[Proof, Pr
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", *(["zbv"] if ZBV_RUNS else [])])
-def test_torchs_pipeline_schedules(world: World, schedule: str) -> None:
+def test_prove_accepts_pipeline_schedules_and_finds_a_planted_mistake(world: World, schedule: str) -> None:
     topology = Topology(pipe=2, tensor=2)
     _check(world.run(4, _pipeline, topology, schedule, "embed.weight")[0], "embed.weight")

@@ -1,4 +1,4 @@
-"""A user's project, elsewhere, with the wheel installed: its tests pass, and fail when its bug is planted."""
+"""A user's project with the installed wheel: its tests pass, and fail after a bug is planted."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PROJECT = ROOT / "examples" / "prove_my_layout"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of it in a folder of its own, with ``site`` beside it, where the wheel lies."""
+    """A copy of the project in a folder of its own; the wheel is installed into ``site`` beside it."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("of_a_user")
     source, project = folder / "source", folder / "project"
-    # A copy: a build leaves files beside the sources, where an installation may be at work.
+    # Build in a copy, because a build writes files beside the sources, which an editable installation may be using.
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "tests", "examples")
     shutil.copytree(ROOT, source, ignore=left_out)
     for package in ("parallel", "amp", "optim"):
-        link = source / "src" / "meshstep" / package  # of an editable installation; copied with what it leads to
+        link = source / "src" / "meshstep" / package  # a link of an editable installation, copied as a folder
         shutil.rmtree(link, ignore_errors=True)
     build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
@@ -38,7 +38,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_tests(project: Path, *flags: str, processes: int = 0) -> tuple[int, str]:
-    """Exit code, and what was printed; under torchrun where processes are said."""
+    """Run the tests of the project, under torchrun if ``processes`` > 0; return exit code and output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(project.parent / "site"), "OMP_NUM_THREADS": "1"}
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-W", "error", "-rs", *flags]
@@ -46,30 +46,32 @@ def run_tests(project: Path, *flags: str, processes: int = 0) -> tuple[int, str]
     return done.returncode, done.stdout + done.stderr
 
 
-def test_it_uses_what_is_installed(project: Path) -> None:
+def test_user_project_imports_the_installed_package(project: Path) -> None:
     code = "import meshstep.testing, meshstep.pytest_plugin; print(meshstep.testing.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(project.parent / "site")}
     done = Forked("-c", code, cwd=project, env=environment).completed()
     assert done.stdout.strip() == str(project.parent / "site" / "meshstep" / "testing" / "__init__.py"), done.stderr
 
 
-def test_its_tests_pass(project: Path) -> None:
+def test_tests_of_user_project_pass(project: Path) -> None:
     code, printed = run_tests(project)
     assert code == 0, printed
     assert "5 passed" in printed
 
 
-def test_its_bug_is_found_and_the_parameters_are_named(project: Path) -> None:
+def test_tests_of_user_project_fail_and_name_parameters_of_planted_bug(project: Path) -> None:
     code, printed = run_tests(project, "--forget-sum")
     assert code == 1, printed
     assert "5 failed" in printed
     for name in ("norm.weight", "norm.bias"):
-        assert printed.count(f"the gradient of {name}, ranks 0-") == 3, "a step on two meshes, and on any mesh"
+        assert printed.count(f"the gradient of {name}, ranks 0-") == 3, (
+            "expected in two tests with fixed meshes and one with drawn meshes"
+        )
     assert not re.search(r"the gradient of (up|down)\.", printed)
 
 
 @pytest.mark.parametrize("flag", ["", "--forget-sum"])
-def test_launched_processes_say_the_same(project: Path, flag: str) -> None:
+def test_tests_of_user_project_have_the_same_outcome_under_torchrun(project: Path, flag: str) -> None:
     _, printed = run_tests(project, *filter(None, [flag]), processes=2)
     outcome = "2 failed, 3 skipped" if flag else "2 passed, 3 skipped"
     assert printed.count(outcome) == 2, printed

@@ -1,6 +1,6 @@
 """The quickstart is short, and prints the same numbers on four processes as in one.
 
-That the README shows the file, and what it prints in one process, is in docs/test_readme.py.
+docs/test_readme.py checks that the README shows the file and its output in one process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ QUICKSTART = EXAMPLES / "quickstart.py"
 README = (EXAMPLES.parent / "README.md").read_text()
 
 
-def test_it_has_at_most_40_lines() -> None:
+def test_quickstart_has_at_most_40_lines() -> None:
     assert len(QUICKSTART.read_text().splitlines()) <= 40
 
 
@@ -29,7 +29,7 @@ def run_on_this_rank() -> tuple[str, tuple[int, ...]]:
     return printed.getvalue(), registry.topology.sizes
 
 
-def test_four_processes_print_what_the_readme_says_of_one(world: World) -> None:
+def test_quickstart_on_four_processes_prints_the_output_in_the_readme(world: World) -> None:
     said = re.search(r"^```text\n(.*?)^```$", README.partition(QUICKSTART.read_text())[2], re.MULTILINE | re.DOTALL)
     assert said is not None
     assert world.run(4, run_on_this_rank) == [(said[1], (2, 2)), *[("", (2, 2))] * 3]

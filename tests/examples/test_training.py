@@ -1,4 +1,4 @@
-"""What surrounds the steps of the training scripts: they resume anywhere, in parts of a batch and sharded, and draw."""
+"""Common features of the training scripts: resuming, with accumulation and ZeRO, precision modes, and plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from run_example import example, made_trainer, read_curve, train_example
 from world import World
 
 SVG = "{http://www.w3.org/2000/svg}"
-# 128 paragraphs are for the test; 36 are left: an epoch of 3 steps, of which the last one is of a smaller batch.
+# 128 paragraphs are the test set; the other 36 make an epoch of 3 steps, the last one with a smaller batch.
 LM = ["accumulate_lm", "--paragraphs", "164", "--batch-size", "16", "--width", "16", "--steps", "5"]
 VIT = ["amp_vit", "--sample", "--image-size", "16", "--precision", "fp32", "--width", "16", "--steps", "5"]
 RESNET = ["clip_resnet34", "--sample", "--batch-size", "4", "--steps", "5"]
@@ -25,12 +25,12 @@ RESNET = ["clip_resnet34", "--sample", "--batch-size", "4", "--steps", "5"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the sample data are made, once."""
+    """The folder of the sample data, which are made once."""
     return tmp_path_factory.mktemp("data")
 
 
 def trainer_of(name: str) -> Callable[..., int]:
-    """`train_example` of a script, but of a narrow ResNet."""
+    """Return `train_example` of a script; for the ResNet example with a narrow model."""
     if name == "clip_resnet34":
         return importlib.import_module("narrow_resnet").train_narrow  # type: ignore[no-any-return]
     return partial(train_example, name)
@@ -45,7 +45,7 @@ def trainer_of(name: str) -> Callable[..., int]:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )
-def test_a_run_is_resumed_on_another_topology(
+def test_training_scripts_resume_on_another_topology(
     world: World, data: Path, tmp_path: Path, script: list[str], topology: str, also: list[str]
 ) -> None:
     name, *flags = script
@@ -62,23 +62,23 @@ def test_a_run_is_resumed_on_another_topology(
     assert began == [4] * ranks
     found, expected = read_curve(curve), read_curve(whole)
     assert expected[-1, 0] == 5
-    # The loss of a report is a mean over five steps in all but one script, of which the resumed run knows the last one.
+    # Most scripts report the mean loss of five steps. The resumed run has only the last one, so losses are not compared.
     torch.testing.assert_close(found[:, ::2], expected[:, ::2], rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["train_digits", "train_moe", "accumulate_lm", "pipeline_lm"])
-def test_a_run_that_has_ended_is_resumed_for_more_steps(world: World, tmp_path: Path, name: str) -> None:
+def test_finished_run_can_be_resumed_for_more_steps(world: World, tmp_path: Path, name: str) -> None:
     flags = ["--width", "16", "--resume", str(tmp_path / "checkpoints"), "--save-every", "2"]
     flags += ["--paragraphs", "164", "--batch-size", "16"] if name.endswith("lm") else []
     assert len(world.run(1, rates_of, name, [*flags, "--steps", "4"])[0]) == 4
     (found,) = world.run(1, rates_of, name, [*flags, "--steps", "40"])
     assert len(found) == 36
-    assert min(found[1:]) > 0, "none is after the end of the schedule"
-    assert max(found) > found[0] < found[1], "the rate of a short run's end is left"
+    assert min(found[1:]) > 0, "a step is after the end of the schedule"
+    assert max(found) > found[0] < found[1], "the rate should leave the low value of the end of the short run"
 
 
 def rates_of(name: str, flags: list[str]) -> list[float]:
-    """The learning rate of each step."""
+    """Return the learning rate of each step."""
     rates = list[float]()
     with made_trainer(name, flags) as trainer:
 
@@ -100,7 +100,7 @@ def test_every_precision_trains_every_model(world: World, precision: str, data: 
             world.run(1, trainer_of(name), [*flags, *mode, "--steps", "1", "--data", str(data)])
 
 
-def test_the_plot_has_a_curve_for_loss_and_norm_and_gaps_where_they_are_not_finite(tmp_path: Path) -> None:
+def test_plot_has_loss_and_norm_curves_with_gaps_at_non_finite_values(tmp_path: Path) -> None:
     path = tmp_path / "curve.svg"
     rows = [(1, 3.0, 10.0), (2, 2.0, nan), (3, 1.0, 30.0), (4, 1.5, 20.0)]
     example("training").write_plot(path, "a < b", rows)
@@ -116,7 +116,7 @@ def test_the_plot_has_a_curve_for_loss_and_norm_and_gaps_where_they_are_not_fini
     assert (right - left, bottom - top) == (script.WIDTH, script.HEIGHT)
 
 
-def test_a_norm_that_is_no_number_is_not_right() -> None:
+def test_verdict_rejects_wrong_and_non_finite_norm_differences() -> None:
     verdict = example("training").verdict
     for wrong in ([nan], [1e-7, nan], [nan, 1e-7], [inf], [1e-7, 2e-5]):
         said, right = verdict(wrong)
@@ -129,7 +129,7 @@ def test_a_norm_that_is_no_number_is_not_right() -> None:
     assert verdict([])[0].startswith("the norm is at most 0.0e+00 ")
 
 
-def test_a_run_without_reports_draws_empty_frames() -> None:
+def test_plot_without_reports_has_no_curves() -> None:
     drawn = example("plot").draw("nothing yet", [], {"loss": []})
     assert "polyline" not in drawn
     assert ET.fromstring(drawn).tag == f"{SVG}svg"

@@ -1,7 +1,7 @@
-"""Run these tests from a plain checkout: nothing has to be installed but torch, einops and pytest, and nothing is fetched.
+"""Run these tests from a plain checkout. They need only torch, einops and pytest, and no network.
 
-python -m tests.gpu                                          on one GPU, with its rehearsals on the CPU
-python -m tests.gpu -k "not cpu"                             without those; arguments go to pytest
+python -m tests.gpu                                          on one GPU, and smaller tests on the CPU
+python -m tests.gpu -k "not cpu"                             without the CPU; arguments go to pytest
 torchrun --standalone --nproc-per-node 4 -m tests.gpu        on several GPUs, over NCCL: other tests
 """
 
@@ -17,8 +17,7 @@ GPU = ROOT / "tests" / "gpu"
 
 
 def make_importable(beside: Path) -> None:
-    """Make `meshstep` importable here and in processes that are started from here, as an editable install would, by links
-    in a folder that is empty."""
+    """Make `meshstep` importable here and in child processes, like an editable install, by links in an empty folder."""
     (beside / "meshstep").mkdir()
     front = ROOT / "src" / "meshstep" / "__init__.py"
     for source in (front, *(ROOT / package for package in ("parallel", "amp", "optim"))):
@@ -29,7 +28,7 @@ def make_importable(beside: Path) -> None:
 
 
 def what_runs() -> str:
-    """Which sources, on what."""
+    """Return the folder of the sources, the version of torch, and the GPU."""
     import torch
     from meshstep import optim
 
@@ -38,21 +37,19 @@ def what_runs() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status of pytest."""
+    """Run pytest and return its exit status."""
     try:
         import pytest
     except ImportError:
         print("tests.gpu needs pytest: python -m pip install pytest", file=sys.stderr)
         return 2
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = (
-        "1"  # no plugin is needed, and some would have to import what is missing
-    )
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no plugin is needed, and some would import missing packages
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
     chosen = GPU / "test_gpu_torchrun.py" if under_torchrun else GPU
     with tempfile.TemporaryDirectory() as folder:
         make_importable(Path(folder))
         print(what_runs(), flush=True)
-        # Without the suite's conftest.py, which needs hypothesis; and a warning of another torch is no failure here.
+        # Without tests/conftest.py, which needs hypothesis; warnings of other torch versions are not errors here.
         own = ["--confcutdir", str(GPU), "-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
         return int(pytest.main([str(chosen), "--rootdir", str(ROOT), *own, "-rs", *arguments]))
 

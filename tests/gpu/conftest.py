@@ -1,4 +1,4 @@
-"""Every test here runs on a GPU, and, smaller, on the CPU: so that what is wrong in it shows on any machine."""
+"""Every test here runs on a GPU and, at a smaller size, on the CPU, so that mistakes in a test show on any machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from on_gpu import why_no_gpu
 
 @pytest.fixture
 def torchs_kernels() -> Iterator[None]:
-    """On the CPU as on a GPU: a graph in its place is made of torch's operators, and so the steps beside it are."""
+    """Use torch's kernels on the CPU, because the substitute of a CUDA graph records torch operators."""
     with using("torch"):
         yield
 
 
 @pytest.fixture(params=["cuda", "cpu"])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The GPU, where there is one; and the CPU, on which the same test is a rehearsal."""
+    """The GPU, if there is one, and the CPU, for a smaller run of the same test."""
     if request.param == "cuda" and (reason := why_no_gpu()):
         pytest.skip(reason)
     yield torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

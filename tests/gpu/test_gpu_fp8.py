@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def passed(device: torch.device, bias: bool, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients, on the CPU."""
+    """Return output and gradients, moved to the CPU."""
     torch.manual_seed(4)
     layer = Fp8Linear(64, 48, bias=bias)
     inputs, outer = torch.randn(32, 64, dtype=dtype), torch.randn(32, 48, dtype=dtype)
@@ -21,8 +21,8 @@ def passed(device: torch.device, bias: bool, dtype: torch.dtype) -> list[Tensor]
     return [output.detach().cpu(), inputs.grad.cpu(), layer.weight.grad.cpu()]
 
 
-def test_tensor_cores_compute_what_the_emulation_says(device: torch.device) -> None:
-    """Operands are the same 8 bits; a GPU keeps fewer bits of a running sum."""
+def test_fp8_linear_on_tensor_cores_matches_emulation(device: torch.device) -> None:
+    """The 8-bit operands are equal, but a GPU accumulates with fewer bits."""
     for bias in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
             for found, expected in zip(
@@ -32,12 +32,12 @@ def test_tensor_cores_compute_what_the_emulation_says(device: torch.device) -> N
                 assert float(error) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-def test_a_gpu_that_has_8_bits_uses_them(device: torch.device) -> None:
+def test_has_fp8_follows_the_compute_capability(device: torch.device) -> None:
     capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     assert has_fp8(device) == capable
 
 
-def test_a_model_in_8_bits_learns(device: torch.device) -> None:
+def test_model_in_8_bits_learns(device: torch.device) -> None:
     torch.manual_seed(0)
     model = Fp8().prepare(
         torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16)).to(device)

@@ -1,4 +1,4 @@
-"""The loss scale goes the way of torch's GradScaler."""
+"""The loss scale changes like the one of torch's GradScaler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 OVERFLOWS = {0, 1, 7, 8, 20, 33, 34, 35}
 
 
-def test_the_trace_is_that_of_torchs_grad_scaler(device: torch.device) -> None:
+def test_loss_scale_sequence_equals_grad_scaler_of_torch(device: torch.device) -> None:
     settings = {"init_scale": 2.0**20, "growth_interval": 4}
     scaler = torch.amp.GradScaler(device.type, **settings)  # type: ignore[arg-type]
     own = DynamicLossScale(**settings, device=device)  # type: ignore[arg-type]

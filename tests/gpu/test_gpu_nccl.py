@@ -1,4 +1,4 @@
-"""A world of one over NCCL (gloo on the CPU) leaves the bits that no process group leaves."""
+"""A world of one rank over NCCL (gloo on the CPU) is bitwise identical to training without a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = [(mode, placed) for placed in PLACED for mode in ("fp32", "bf16", "fp16_
 
 
 def trained(device: torch.device, topology: Topology) -> list[dict[str, Tensor]]:
-    """What each case leaves."""
+    """Return the final tensors of each case."""
     with ProcessGroupRegistry(topology) as registry:
         assert registry.device.type == (device.type if topology.axes else "cpu")
         found = []
@@ -23,7 +23,7 @@ def trained(device: torch.device, topology: Topology) -> list[dict[str, Tensor]]
         return found
 
 
-def test_a_world_of_one_leaves_the_same_bits(device: torch.device) -> None:
+def test_world_of_one_rank_is_bitwise_identical_to_no_process_group(device: torch.device) -> None:
     expected = trained(device, Topology())
     (found,) = ranks("nccl" if device.type == "cuda" else "gloo", 1, trained, device, Topology(data=1))
     for case, one, other in zip(CASES, expected, found, strict=True):

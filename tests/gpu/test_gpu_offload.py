@@ -1,4 +1,4 @@
-"""Offloaded states: the same training, and the GPU's memory that they leave free."""
+"""Offloaded states: equal training, and the freed GPU memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAYERS = 4
 
 
 def trained(device: torch.device, width: int, fraction: float) -> tuple[list[torch.Tensor], int]:
-    """The weights after some steps on the CPU, and the bytes that the GPU keeps from step to step."""
+    """Return the final weights, moved to the CPU, and the bytes that stay allocated on the GPU between steps."""
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))).to(device)
@@ -31,9 +31,9 @@ def trained(device: torch.device, width: int, fraction: float) -> tuple[list[tor
     return [param.detach().cpu() for param in model.parameters()], kept
 
 
-def test_offloaded_states_leave_the_memory_free_and_train_the_same(device: torch.device) -> None:
+def test_offloaded_states_free_gpu_memory_and_train_equally(device: torch.device) -> None:
     width = 1024 if device.type == "cuda" else 32
-    # The first run also gets what libraries keep for good.
+    # The first run also allocates memory that libraries keep.
     _, (expected, whole), (found, rest) = (trained(device, width, fraction) for fraction in (0.0, 0.0, 1.0))
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

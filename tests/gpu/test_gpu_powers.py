@@ -1,4 +1,4 @@
-"""The sums of |g|^p of one gradient, from one element to 2^28, against float64."""
+"""The sum of |g|^p of one gradient, from one element to 2^28, compared with float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST = 2**28
 
 
 def expected_power(gradient: Tensor, p: float) -> float:
-    """In float64, part by part: all of it would take eight times the memory."""
+    """Compute the sum in float64 in parts, to save memory."""
     parts = [part.double().abs() for part in gradient.reshape(-1).split(2**24)]
     return max(float(x.max()) for x in parts) if p == inf else sum(float(x.pow(p).sum()) for x in parts)
 
@@ -27,10 +27,10 @@ def assert_right(gradient: Tensor, p: float) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exponent", [0, 1, 5, 10, 13, 16, 20, 24, 26, 28])
-def test_at_every_size(device: torch.device, exponent: int, dtype: torch.dtype, p: float) -> None:
+def test_power_sum_is_accurate_at_every_size(device: torch.device, exponent: int, dtype: torch.dtype, p: float) -> None:
     numel = 2**exponent + (exponent % 3 if exponent < 28 else 0)
     if device.type == "cpu" and exponent > 16:
-        pytest.skip("a rehearsal is small")
+        pytest.skip("too large for the CPU")
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 16 * numel + 2**31:
         pytest.skip(f"{numel} elements need more memory than this GPU has")
     generator = torch.Generator(device).manual_seed(exponent)
@@ -40,25 +40,27 @@ def test_at_every_size(device: torch.device, exponent: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [1, 2, 3])
-def test_where_memory_is_not_aligned(device: torch.device, offset: int, dtype: torch.dtype, p: float) -> None:
+def test_power_sum_is_accurate_on_unaligned_memory(
+    device: torch.device, offset: int, dtype: torch.dtype, p: float
+) -> None:
     whole = torch.randn(100_003, device=device).to(dtype)
     assert_right(whole[offset:], p)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
-def test_in_another_memory_format(device: torch.device, p: float) -> None:
+def test_power_sum_is_accurate_in_other_memory_formats(device: torch.device, p: float) -> None:
     gradient = torch.randn(8, 16, 15, 17, device=device).to(memory_format=torch.channels_last)
     assert_right(gradient, p)
     assert_right(torch.randn(100, 300, device=device).t(), p)
 
 
 @pytest.mark.parametrize("value", [1e30, 1e-30])
-def test_no_power_is_out_of_range_that_float64_has(device: torch.device, value: float) -> None:
+def test_power_sum_has_the_range_of_float64(device: torch.device, value: float) -> None:
     assert_right(torch.full((100_000,), value, device=device), 2.0)
 
 
 @pytest.mark.parametrize("bad", [inf, -inf, torch.nan])
-def test_what_is_not_finite_is_not_lost(device: torch.device, bad: float) -> None:
+def test_power_sum_propagates_non_finite_values(device: torch.device, bad: float) -> None:
     for p in (1.0, 2.0, 3.0, inf):
         gradients = [torch.ones(70_000, device=device) for _ in range(3)]
         gradients[1][69_999] = bad

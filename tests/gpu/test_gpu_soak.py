@@ -1,4 +1,4 @@
-"""Ten thousand steps: no memory grows, every overflow is counted, nobody waits."""
+"""Ten thousand steps: constant memory, every overflow counted, no host synchronization."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshstep.amp import NaiveFp16
 from on_gpu import nobody_waits
 
 
-def test_ten_thousand_steps(device: torch.device) -> None:
+def test_ten_thousand_steps_keep_memory_constant_without_host_synchronization(device: torch.device) -> None:
     steps = 10_000 if device.type == "cuda" else 200
-    # It grows between two overflows, and falls at each.
+    # The loss scale grows between two overflows, and falls at each overflow.
     run = Run(Setting(NaiveFp16(init_scale=2.0**8, growth_interval=10, hysteresis=1), {"max_norm": 0.5}), device)
     good, bad = [run.batch(number) for number in range(3, 9)], run.batch(9)
     kept = []
     for part in range(10):
-        with nobody_waits(device) if part else nullcontext():  # the first step looks
+        with nobody_waits(device) if part else nullcontext():  # the first step checks the gradients
             for number in range(part * steps // 10, (part + 1) * steps // 10):
                 run.optimizer.zero_grad()
                 run.optimizer.backward(run.loss(bad if number % 20 == 19 else good[number % 6]))

@@ -1,4 +1,4 @@
-"""One GPU, no torch.distributed, every mode: the right norm, nobody waits, and a skip leaves every bit."""
+"""One GPU without torch.distributed, in every mode: exact norm, no host synchronization, skipped steps change nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STEPPED = {
 
 
 @pytest.mark.parametrize("name", STEPPED)
-def test_nobody_waits_for_the_gpu_from_the_second_step_on(device: torch.device, name: str) -> None:
-    """More steps than those after which skips are looked at; the first one looks at what came."""
+def test_steps_after_the_second_cause_no_host_synchronization(device: torch.device, name: str) -> None:
+    """Run more steps than the interval after which skips are checked; the first step checks the gradients."""
     run = Run(STEPPED[name], device)
     batches = [run.batch(number) for number in range(40)]
     for index, batch in enumerate(batches):
@@ -36,7 +36,7 @@ def test_nobody_waits_for_the_gpu_from_the_second_step_on(device: torch.device, 
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive", "O2"])
-def test_the_norm_is_that_of_the_gradients(device: torch.device, name: str) -> None:
+def test_norm_equals_float64_norm_of_the_gradients(device: torch.device, name: str) -> None:
     run = Run(STEPPED[name], device)
     run.optimizer.backward(run.loss(run.batch(0)))
     scale = 1.0 if run.optimizer.loss_scale is None else float(run.optimizer.loss_scale.scale)
@@ -48,7 +48,7 @@ def test_the_norm_is_that_of_the_gradients(device: torch.device, name: str) -> N
 
 
 @pytest.mark.parametrize("name", STEPPED)
-def test_a_skipped_step_leaves_every_bit(device: torch.device, name: str) -> None:
+def test_skipped_step_leaves_all_tensors_bitwise_identical(device: torch.device, name: str) -> None:
     run = Run(STEPPED[name], device)
     run.steps(range(3, 6))
     before = snapshot(run.model, run.optimizer)
@@ -62,8 +62,8 @@ def test_a_skipped_step_leaves_every_bit(device: torch.device, name: str) -> Non
     assert differences(before, snapshot(run.model, run.optimizer)) != []
 
 
-def test_a_run_on_the_gpu_is_that_on_the_cpu(device: torch.device) -> None:
-    """Up to rounding, which momentum does not amplify as Adam does."""
+def test_training_on_device_matches_training_on_host_within_rounding(device: torch.device) -> None:
+    """Use momentum, which amplifies rounding less than Adam."""
     found, expected = (Run(SETTINGS["momentum"], where) for where in (device, torch.device("cpu")))
     for run in (found, expected):
         run.steps(range(3, 9))

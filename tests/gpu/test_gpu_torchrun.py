@@ -1,4 +1,4 @@
-"""Several GPUs, one process each, over NCCL (over gloo on the CPU where there are none):
+"""Several GPUs over NCCL, one process per GPU, or several processes over gloo on the CPU:
 
 torchrun --standalone --nproc-per-node 4 -m tests.gpu
 """
@@ -30,7 +30,7 @@ MODES = ("fp32", "bf16", "fp16_naive")
 
 @pytest.fixture(scope="module")
 def joined() -> Iterator[tuple[torch.device, ProcessGroupRegistry]]:
-    """This process's device, and all processes on the axis data."""
+    """The device of this process, and a registry with all processes on the axis data."""
     launch = init_distributed()
     with ProcessGroupRegistry(Topology(data=launch.world_size)) as registry:
         yield launch.device, registry
@@ -42,7 +42,7 @@ def run_of(joined: tuple[torch.device, ProcessGroupRegistry], mode: str, placed:
 
 
 def by_rank(value: Tensor, registry: ProcessGroupRegistry) -> list[Tensor]:
-    """Of every rank."""
+    """Return the value of every rank."""
     own = value.detach().contiguous()
     found = [torch.empty_like(own) for _ in range(registry.topology.world_size)]
     dist.all_gather(found, own)
@@ -51,7 +51,9 @@ def by_rank(value: Tensor, registry: ProcessGroupRegistry) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placed", PLACED)
-def test_copies_keep_the_same_bits(joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str) -> None:
+def test_replicas_are_bitwise_identical(
+    joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str
+) -> None:
     run = run_of(joined, mode, placed)
     run.steps(range(24))
     for param in run.model.parameters():
@@ -61,7 +63,7 @@ def test_copies_keep_the_same_bits(joined: tuple[torch.device, ProcessGroupRegis
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_the_norm_is_that_of_the_mean_gradient(joined: tuple[torch.device, ProcessGroupRegistry]) -> None:
+def test_norm_equals_norm_of_the_mean_gradient(joined: tuple[torch.device, ProcessGroupRegistry]) -> None:
     run = run_of(joined, "fp32", "replicated")
     run.optimizer.backward(run.loss(run.batch(3)))
     gradients = [param.grad.double().flatten() for param in run.model.parameters() if param.grad is not None]
@@ -73,7 +75,9 @@ def test_the_norm_is_that_of_the_mean_gradient(joined: tuple[torch.device, Proce
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placed", PLACED)
-def test_nobody_waits(joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str) -> None:
+def test_steps_over_several_gpus_cause_no_host_synchronization(
+    joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str
+) -> None:
     run = run_of(joined, mode, placed)
     batches = [run.batch(number) for number in range(3, 9)] * 6
     for index, batch in enumerate(batches):
@@ -91,7 +95,7 @@ def test_nobody_waits(joined: tuple[torch.device, ProcessGroupRegistry], placed:
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placed", PLACED)
-def test_replays_leave_the_bits_that_steps_leave(
+def test_graph_replays_over_several_gpus_are_bitwise_identical_to_eager_steps(
     joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str, micro: int
 ) -> None:
     make = CudaGraph if joined[0].type == "cuda" else CpuGraph

@@ -1,7 +1,7 @@
-"""Triton's kernels on a GPU: powers of float64's precision, updates of the formula's, skips to the bit, steps as torch's.
+"""Triton kernels on a GPU: power sums as accurate as float64, steps equal to torch within rounding, exact skips.
 
-Their rehearsal on the CPU is what Triton's interpreter makes of them, in a process that has asked for it where triton is
-imported: ``TRITON_INTERPRET=1 python -m tests.gpu -k "triton and cpu"``.
+On the CPU they run in the interpreter of Triton, which must be enabled before triton is imported:
+``TRITON_INTERPRET=1 python -m tests.gpu -k "triton and cpu"``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _by_triton(device: torch.device) -> Iterator[None]:
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_powers_are_the_references_to_1e14(device: torch.device, dtype: torch.dtype, p: float) -> None:
-    """Of many sizes, at addresses that are not aligned, with dims exchanged; 2^26 elements among them on a GPU."""
+def test_triton_power_sums_match_the_reference_to_1e14(device: torch.device, dtype: torch.dtype, p: float) -> None:
+    """Use many sizes (on a GPU up to 2^26 elements), unaligned addresses and transposed tensors."""
     sizes = [0, 1, 7, 1023, 1025, 16384, 16385, 33_000, *([2**26 + 3] if device.type == "cuda" else [])]
     tensors = [torch.randn(size + 1, device=device).to(dtype)[size % 2 :][:size] for size in sizes]
     tensors += [torch.randn(40, 41, device=device).to(dtype).t(), torch.full((70_000,), 6e-8, device=device).to(dtype)]
@@ -48,11 +48,11 @@ def test_powers_are_the_references_to_1e14(device: torch.device, dtype: torch.dt
         found = local_powers(tensors, p)
     expected = reference_powers(tensors, p)
     torch.testing.assert_close(found, expected.to(device), rtol=1e-14, atol=0.0)
-    assert torch.equal(local_powers(tensors, p), found), "another order of sums"
+    assert torch.equal(local_powers(tensors, p), found), "the order of summation must not change between calls"
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
-def test_what_is_not_finite_is_not_lost(device: torch.device, p: float) -> None:
+def test_triton_power_sums_propagate_non_finite_values(device: torch.device, p: float) -> None:
     for bad in (inf, -inf, torch.nan):
         gradients = [torch.ones(20_000, device=device) for _ in range(3)]
         gradients[1][19_999] = bad
@@ -103,8 +103,10 @@ class Run:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MAKE)
-def test_steps_are_torchs_and_a_skip_changes_nothing(device: torch.device, name: str, precision: str) -> None:
-    """To rounding; bfloat16 weights are the masters rounded, and no step waits for the GPU from the third on."""
+def test_triton_steps_match_torch_and_skipped_step_changes_nothing(
+    device: torch.device, name: str, precision: str
+) -> None:
+    """Equal within rounding; bfloat16 weights are the rounded masters; no host synchronization from the third step on."""
     found = []
     for kernels in KERNELS:
         with using(kernels):

@@ -5,7 +5,7 @@ import multiprocessing.forkserver
 import pytest
 from world import PRELOAD
 
-# What ranks of the tests here import of the neighbours, for seconds each.
+# Modules of third-party packages that the ranks of these tests import; each import takes seconds.
 NEIGHBOURS = (
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
@@ -18,8 +18,8 @@ NEIGHBOURS = (
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_once() -> None:
-    """In the process that ranks are forked from, if there is none yet."""
+    """Import these modules once, in the process from which ranks are forked."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *NEIGHBOURS])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("DS_ACCELERATOR", "cpu")  # or DeepSpeed looks for others, and says so
+        patched.setenv("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for accelerators and prints messages
         multiprocessing.forkserver.ensure_running()

@@ -1,6 +1,6 @@
-"""A loop of accelerate's, by itself and with the recipe, all in one start of two processes: run_accelerate.py FOLDER MODEL.
+"""A training loop of accelerate, stock and with the recipe, in one start of two processes: run_accelerate.py FOLDER MODEL.
 
-Norms and weights of each run, and what is said of wrong ones, are left in FOLDER.
+Writes norms and weights of each run, and the errors of wrong runs, into FOLDER.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def whole(model: nn.Module) -> list[Tensor]:
     ]
 
 
-# Copies, in DistributedDataParallel -------------------------------------------------------------------------------------
+# Replicated, in DistributedDataParallel ---------------------------------------------------------------------------------
 
 
 def replicated(how: str, folder: Path) -> Run:
-    """``resumed``: the second epoch alone, from what another run has saved after the first."""
+    """Train a replicated model; ``resumed`` runs only the second epoch, from a checkpoint of the run ``ours``."""
     accelerator, norms = new_accelerator(), list[float]()
     x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, x[:, :3]), batch_size=3)
@@ -89,8 +89,11 @@ def replicated(how: str, folder: Path) -> Run:
 
 
 def other_clips() -> tuple[tuple[list[Tensor], list[Tensor]], tuple[float, float], float]:
-    """Gradients clipped by value, ours and accelerate's own; by inf, which is the optimizer's own ``max_norm``, the norm
-    that is returned and the norm after it; the norm before."""
+    """Clip by value with both, and by inf, which uses ``max_norm`` of the optimizer.
+
+    Return the gradients clipped by value (ours, stock), the norm returned by the clip by inf and the norm after it, and the
+    norm before it.
+    """
     ours, by_value = gradients("ours")
     ours.clip_grad_value_(by_value, 0.01)
     stock, clamped = gradients("stock")
@@ -102,7 +105,7 @@ def other_clips() -> tuple[tuple[list[Tensor], list[Tensor]], tuple[float, float
 
 
 def gradients(how: str) -> tuple[Any, list[nn.Parameter]]:
-    """An accelerator and the parameters of a model after one backward."""
+    """Return an accelerator and the parameters of a model after one backward."""
     accelerator = new_accelerator()
     if how == "stock":
         model = accelerator.prepare(net())
@@ -123,11 +126,11 @@ def norm_of(params: list[nn.Parameter]) -> float:
     return float(nn.utils.get_total_norm([grad_of(param) for param in params]))
 
 
-# Split by Transformers --------------------------------------------------------------------------------------------------
+# Sharded by Transformers ------------------------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
-    """Its parameters are the model's; called with tokens it gives logits, as a batch of ``train_one_epoch`` wants."""
+    """A wrapper that takes tokens and returns logits, as ``train_one_epoch`` needs; it shares the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -164,7 +167,7 @@ def token_batches(epoch: int, rank: int) -> Sequence[tuple[Tensor, Tensor]]:
     return [(batch[rank::2], 10 * F.one_hot(batch[rank::2], 64).float()) for batch in tokens]
 
 
-# Told -------------------------------------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------------------
 
 
 def told(wrong: Callable[[], object]) -> str:
@@ -218,8 +221,8 @@ def main(folder: Path, path: str) -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     found = {
-        "copies": {how: replicated(how, folder / "copies") for how in ("stock", "ours", "resumed")},
-        "split": {how: split(how, path, folder / "split") for how in ("stock", "ours", "resumed")},
+        "replicated": {how: replicated(how, folder / "replicated") for how in ("stock", "ours", "resumed")},
+        "sharded": {how: split(how, path, folder / "sharded") for how in ("stock", "ours", "resumed")},
         "other clips": other_clips(),
         "told": errors(),
     }

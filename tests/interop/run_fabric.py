@@ -1,4 +1,4 @@
-"""Some steps with Lightning Fabric, by itself, with the recipe, and stopped and resumed with it: run_fabric.py FOLDER."""
+"""Steps with Lightning Fabric: stock, with the recipe, and resumed with the recipe: run_fabric.py FOLDER."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs of timm's loop, by itself, with the recipe, and stopped and resumed with it: run_timm.py FOLDER."""
+"""Epochs of the training loop of timm: stock, with the recipe, and resumed with the recipe: run_timm.py FOLDER."""
 
 from __future__ import annotations
 

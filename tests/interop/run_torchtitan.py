@@ -1,6 +1,6 @@
-"""torchtitan's llama3 debug model on 4 ranks, by itself, with the recipe, and resumed with it.
+"""The llama3 debug model of torchtitan on 4 ranks: stock, with the recipe, and resumed with the recipe.
 
-run_torchtitan.py FOLDER LAYOUT. Made to run on CPUs, which torchtitan is not: see `on_cpus`.
+run_torchtitan.py FOLDER LAYOUT. `on_cpus` makes torchtitan run on CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 torch.set_num_threads(1)
-with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):  # it asks once, where it is imported
+with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):  # read once, at import
     import torchtitan.components.metrics as metrics
     import torchtitan.distributed.fsdp as fsdp
     import torchtitan.distributed.utils as dist_utils
@@ -35,7 +35,7 @@ with mock.patch("torch._utils._get_available_device_type", return_value="cpu"): 
     from torchtitan.trainer import Trainer
 
 VOCAB, LENGTH, BATCH, STEPS, SAVE_EVERY = 2048, 32, 2, 10, 5
-LAYERS = 2  # of 6: the others are like these
+LAYERS = 2  # of 6 equal layers
 LAYOUTS = {
     "fsdp x tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     "hsdp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
@@ -68,7 +68,7 @@ class Data(BaseDataLoader):  # type: ignore[misc, unused-ignore]  # the package 
 
 
 class Numbers(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # the package may be missing
-    """Tokens are numbers already."""
+    """A tokenizer for data that already consist of token numbers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc, unused-ignore]
@@ -88,8 +88,10 @@ class Numbers(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # the packag
 
 
 def on_cpus() -> None:
-    """Put something else in the place of what is for GPUs: memory figures, attention that has no backward on a CPU, a kind
-    of sum that gloo lacks, a barrier that names devices."""
+    """Replace the parts of torchtitan that need a GPU.
+
+    These are memory figures, attention without a backward on CPUs, a reduction that gloo lacks, and a barrier with devices.
+    """
 
     class NoMemory:
         device_name = "cpu"
@@ -126,13 +128,13 @@ def config_of(folder: Path, layout: str) -> Any:
     config.debug.seed, config.validator.enable, config.activation_checkpoint = 42, False, None
     if config.parallelism.pipeline_parallel_degree > 1:
         config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size = BATCH, 2 * BATCH
-        config.parallelism.pipeline_parallel_schedule = "1F1B"  # one stage a rank
+        config.parallelism.pipeline_parallel_schedule = "1F1B"  # one stage per rank
     config.checkpoint.enable, config.checkpoint.interval, config.dump_folder = True, SAVE_EVERY, str(folder)
     return config
 
 
 def exact_norm(trainer: Any) -> float:
-    """Of all stages."""
+    """Return the exact gradient norm over all stages."""
     params = [param for part in trainer.model_parts for param in part.parameters()]
     grads = [param.grad.full_tensor() for param in params if param.grad is not None]
     power = torch.stack([grad.double().square().sum() for grad in grads]).sum()
@@ -143,8 +145,8 @@ def exact_norm(trainer: Any) -> float:
 
 
 def main(how: str, folder: Path, layout: str, resumed: bool) -> None:
-    """Resumed: from the last checkpoint but one."""
-    if resumed and os.environ["RANK"] == "0":  # before the others can go on
+    """Run the trainer; ``resumed``: from the checkpoint before the last one."""
+    if resumed and os.environ["RANK"] == "0":  # before other ranks start
         shutil.rmtree(folder / how / "checkpoint" / f"step-{STEPS}")
     on_cpus()
     config = config_of(folder / how, layout)
@@ -163,7 +165,7 @@ def main(how: str, folder: Path, layout: str, resumed: bool) -> None:
     rows: list[tuple[int, float, float]] = []
     trainer.metrics_processor.log = lambda step, loss, _, norm, **__: rows.append((step, loss, norm))
     trainer.train()
-    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # of the last stage, which has the loss
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # the last stage has the loss
         for row, norm in zip(rows, exact, strict=True):
             print("resumed" if resumed else how, *row, norm)
     trainer.close()

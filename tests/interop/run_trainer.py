@@ -1,6 +1,6 @@
-"""Some steps of Transformers' Trainer, by itself and with the recipe, all in one start of two processes.
+"""Steps of the Trainer of Transformers, stock and with the recipe, in one start of two processes.
 
-run_trainer.py MODEL FOLDER. Norms and weights of each run are left in FOLDER.
+run_trainer.py MODEL FOLDER writes norms and weights of each run into FOLDER.
 """
 
 from __future__ import annotations

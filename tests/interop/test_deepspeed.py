@@ -1,4 +1,4 @@
-"""DeepSpeed's own engine: its norm by our flags beside float64, and our optimizer in the place of its own."""
+"""The engine of DeepSpeed: its norm with flags of `mark_model_parallel`, and `ParallelOptimizer` in its place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ONE, GRID = (("data", 2), ("tensor", 2)), (("row", 2), ("col", 2))
 
 
 class Setting(NamedTuple):
-    """A mesh, and what of DeepSpeed runs on it."""
+    """A mesh, and the configuration of DeepSpeed on it."""
 
     axes: Axes
     stage: int
@@ -61,7 +61,7 @@ class Setting(NamedTuple):
 
 
 class Grid(nn.Module):
-    """Two layers of SUMMA, the biases in each of their layouts."""
+    """Two SUMMA layers with different bias layouts."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def model_on(registry: ProcessGroupRegistry) -> nn.Module:
 def loss_of(model: Any, step: int, registry: ProcessGroupRegistry, dtype: torch.dtype) -> Tensor:
     data = registry.coordinate.get("data", 0)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + data)).to(dtype)
-    loss: Tensor = model(x).float().square().sum() / 32  # a grid's ranks have parts of it
+    loss: Tensor = model(x).float().square().sum() / 32  # on a grid, each rank has a part of the sum
     return loss
 
 
@@ -106,7 +106,7 @@ def weights_of(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Te
 
 
 def true_norm(model: nn.Module, step: int, registry: ProcessGroupRegistry) -> float:
-    """In float64, of the gathered gradients of one backward, averaged over data as the engine does in their dtype."""
+    """Return the float64 norm of the gathered gradients of one backward, averaged over data in their dtype."""
     params = dict(model.named_parameters())
     dtype = next(iter(params.values())).dtype
     mean = [
@@ -132,7 +132,7 @@ def engine_for(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def norm_of_step(engine: Any) -> float:
-    """The engine forgets what it measures in float32 at stage 0."""
+    """Step the engine and return its norm; at stage 0 in float32 the engine does not store it."""
     module, found = import_module("deepspeed.runtime.engine"), []
 
     def measured(**arguments: Any) -> Any:
@@ -146,7 +146,7 @@ def norm_of_step(engine: Any) -> float:
 
 
 class Run(NamedTuple):
-    """Norms and last weights, and what the norms should be."""
+    """Norms, expected norms and final weights of a run."""
 
     norms: list[float]
     expected: list[float]
@@ -158,7 +158,7 @@ def by_engine(setting: Setting, marked: bool = True) -> Run:
         model = model_on(registry)
         if marked:
             mark_model_parallel(model.parameters(), registry)
-        else:  # one flag a parameter, as its author would set it
+        else:  # one flag per parameter, equal on all ranks
             for param in model.parameters():
                 param.model_parallel = bool(spec_of(param).sharded_axes)  # type: ignore[attr-defined]
         config = {**setting.config, "gradient_clipping": MAX_NORM}
@@ -190,14 +190,14 @@ def replaced(setting: Setting) -> Run:
 
 
 def under_its_engine(setting: Setting) -> Run:
-    """The engine averages, and our optimizer does all else."""
+    """Train with a `ParallelOptimizer` inside the engine, which only averages the gradients."""
     with deepspeed_on_cpu() as package, ProcessGroupRegistry(setting.topology) as registry:
         model = model_on(registry)
         if registry.coordinate.get("data", 0):
             for param in model.parameters():
                 param.data.zero_()
-        options: Any = {}  # the engine gives the weights of data rank 0 to all
-        if setting.bf16:  # but the masters are made before
+        options: Any = {}  # the engine broadcasts the weights of data rank 0
+        if setting.bf16:  # masters are made before that broadcast
             share_weights(model, registry)
             Bf16().prepare(model, registry)
             options = {"precision": "bf16"}
@@ -227,19 +227,21 @@ EXACT = [
 
 
 @pytest.mark.parametrize("setting", EXACT, ids=str)
-def test_by_our_flags_its_norm_is_exact_and_the_run_without_it_ends_with_the_same_weights(
+def test_deepspeed_norm_with_flags_is_exact_and_parallel_optimizer_trains_equally(
     world: World, setting: Setting
 ) -> None:
     engine = world.run(4, by_engine, setting)[0]
     ours = world.run(4, replaced, setting)[0]
     assert engine.norms == pytest.approx(engine.expected, rel=1e-6)
-    assert min(engine.expected) > MAX_NORM  # all are clipped
-    assert ours.norms == pytest.approx(engine.norms, rel=3e-3 if setting.bf16 else 1e-6)  # ours averages in float32
+    assert min(engine.expected) > MAX_NORM  # every step clips
+    assert ours.norms == pytest.approx(
+        engine.norms, rel=3e-3 if setting.bf16 else 1e-6
+    )  # ParallelOptimizer averages in float32
     assert farthest(engine, ours) < (1e-3 if setting.bf16 else 2e-6)
 
 
 @pytest.mark.parametrize("axes", [ONE, GRID], ids=["1-D", "2-D"])
-def test_one_flag_a_parameter_is_right_on_one_axis_and_wrong_on_a_grid(world: World, axes: Axes) -> None:
+def test_equal_flags_on_all_ranks_give_wrong_norm_only_on_a_grid(world: World, axes: Axes) -> None:
     engine = world.run(4, by_engine, Setting(axes, 0), False)[0]
     off = engine.norms[0] / engine.expected[0] - 1
     assert abs(off) < 1e-6 if axes == ONE else off > 1e-3
@@ -247,7 +249,7 @@ def test_one_flag_a_parameter_is_right_on_one_axis_and_wrong_on_a_grid(world: Wo
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("axes", [ONE, GRID], ids=["1-D", "2-D"])
-def test_our_optimizer_steps_under_its_engine_with_the_weights_of_data_rank_0(
+def test_parallel_optimizer_in_deepspeed_engine_trains_as_without_the_engine(
     world: World, axes: Axes, bf16: bool
 ) -> None:
     engine = world.run(4, under_its_engine, Setting(axes, 0, bf16))
@@ -257,7 +259,7 @@ def test_our_optimizer_steps_under_its_engine_with_the_weights_of_data_rank_0(
         assert farthest(found, ours) < 1e-6
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Rejected engines -----------------------------------------------------------------------------------------------------
 
 
 def refused(what: str) -> str:
@@ -290,7 +292,7 @@ def refused(what: str) -> str:
         ("stage 3", "is not known here"),
     ],
 )
-def test_an_engine_whose_norm_can_not_be_exact_is_refused(world: World, what: str, said: str) -> None:
+def test_check_engine_rejects_engines_with_inexact_norm(world: World, what: str, said: str) -> None:
     assert all(said in text for text in world.run(2, refused, what))
 
 
@@ -305,6 +307,6 @@ def unfused_norm() -> tuple[float, float]:
         return norm_of_step(engine), expected
 
 
-def test_the_optimizer_that_is_refused_counts_too_little(world: World) -> None:
+def test_unfused_optimizer_of_deepspeed_measures_a_too_small_norm(world: World) -> None:
     found, expected = world.run(2, unfused_norm)[0]
     assert found < 0.96 * expected

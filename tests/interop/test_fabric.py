@@ -1,4 +1,4 @@
-"""Lightning Fabric with the recipe of docs/integrations/LIGHTNING_FABRIC.md, beside its own run."""
+"""Lightning Fabric with the recipe of docs/integrations/LIGHTNING_FABRIC.md, compared with the stock run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SCRIPT = Path(__file__).parent / "run_fabric.py"
 
 
 def weights(folder: Path, first: int, last: int) -> list[list[torch.Tensor]]:
-    """Of both ranks after steps ``first`` to ``last``."""
+    """Return the weights of both ranks after steps ``first`` to ``last``."""
     return [torch.load(folder / f"{first} {last} {rank}.pt") for rank in range(2)]
 
 
-def test_weights_are_those_of_fabrics_own_run_and_its_checkpoints_resume(tmp_path: Path) -> None:
+def test_fabric_recipe_equals_stock_run_and_resumes(tmp_path: Path) -> None:
     torchrun(SCRIPT, 2, str(tmp_path))
     (expected, _), ours = weights(tmp_path / "stock", 0, 6), weights(tmp_path / "ours", 0, 6)
     for found in ours:

@@ -1,4 +1,4 @@
-"""`infer` on neighbours' own models: the layouts that their plans and flags say are those that the loss says."""
+"""`infer` on models of Transformers and Megatron: it finds the layouts of their plans and flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rules = dict[str, P]
 
 
 def without_blocks(spec: P) -> P:
-    """Of a strided split the axes alone, which is what values and shapes tell."""
+    """Remove the blocks of a spec, because values and shapes only determine the axes."""
     return P(*(spec.dim_axes(dim) for dim in range(len(spec.entries))), partial=spec.partial, owned=dict(spec.owned))
 
 
@@ -25,7 +25,7 @@ def without_blocks(spec: P) -> P:
 
 
 def llama(path: str) -> tuple[Rules, Rules, Rules, str]:
-    """What its DTensors say, and what is inferred of it as it is, and of the same local tensors that say nothing."""
+    """Return the specs of the DTensors, the specs inferred with and without full shapes, and the proofs."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -48,7 +48,7 @@ def llama(path: str) -> tuple[Rules, Rules, Rules, str]:
         return said, found.rules, blind.rules, f"{found.proof}\n{blind.proof}"
 
 
-def test_llama_by_its_tensor_parallel_plan(world: World, tmp_path: Path) -> None:
+def test_infer_finds_layout_of_llama_with_tensor_parallel_plan(world: World, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers (the extra 'interop')")
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
@@ -73,7 +73,7 @@ def test_llama_by_its_tensor_parallel_plan(world: World, tmp_path: Path) -> None
 
 
 def gpt_model(options: dict[str, Any], seed: int) -> tuple[Rules, Rules, Rules, str]:
-    """What its flags say, and what is inferred with the shapes of its dense model, and without."""
+    """Return the specs of the flags, the specs inferred with and without full shapes, and the proofs."""
     from megatron_on_cpu import gpt, loss_of, megatron
     from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
 
@@ -87,7 +87,7 @@ def gpt_model(options: dict[str, Any], seed: int) -> tuple[Rules, Rules, Rules, 
         said = {name: spec_of(param, registry.topology) for name, param in model.named_parameters()}
         with torch.no_grad():
             for name, param in model.named_parameters():
-                if param.dim() == 1:  # zeros and ones, of which nobody can say who holds which
+                if param.dim() == 1:  # replace zeros and ones, which are equal on all ranks for every layout
                     where = registry.rank("tensor") if said[name].sharded_axes else 0
                     generator = torch.Generator().manual_seed(1000 * len(name) + where)
                     param += 0.1 * torch.randn(param.shape, generator=generator)
@@ -104,12 +104,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_megatrons_gpt_model_by_its_flags(world: World, name: str) -> None:
+def test_infer_finds_layout_of_megatron_gpt_model_declared_by_flags(world: World, name: str) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
     for said, found, blind, proof in world.run(2, gpt_model, KINDS[name], 3):
         assert "wrong" not in proof, proof
         for key, spec in said.items():
-            if key.endswith("k_layernorm.bias"):  # attention doesn't depend on what is added to all keys
+            if key.endswith("k_layernorm.bias"):  # attention does not depend on a term added to all keys
                 assert key in proof.partition("not decided: ")[2]
             else:
                 assert found[key] == blind[key] == without_blocks(spec), key

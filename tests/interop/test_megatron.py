@@ -1,4 +1,4 @@
-"""Megatron-core's own GPTModel, stepped by its flags: beside the dense model in float64, and beside its own optimizer."""
+"""GPTModel of Megatron-core, declared by its flags: compared with a dense float64 model and with its own optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from world import World
 
 STEPS, LR, MAX_NORM, EPS = 4, 1e-2, 0.3, 1e-4
 Weights = dict[str, Tensor]
-LARGE: dict[str, Any] = {"init_method_std": 0.3}  # or nearly all of the gradient is the output layer's
+LARGE: dict[str, Any] = {"init_method_std": 0.3}  # otherwise the output layer has nearly all of the gradient
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,11 +49,11 @@ def stepped_by_us(
     micro_batches: int = 1,
     clears: bool = True,
 ) -> tuple[Weights, list[float], Weights]:
-    """The first weights, the norms of four steps, and the last weights; all of the dense model.
+    """Return initial weights, norms of four steps, and final weights, gathered to full tensors.
 
     Args:
-        kept: Its `DistributedDataParallel` is kept, with these options.
-        clears: After each step; or its gradients stay, and the next ones are added to them.
+        kept: Options of Megatron's `DistributedDataParallel`. None: the model is not wrapped.
+        clears: Clear gradients after each step. False: the next gradients are added to them.
     """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         given = gpt(tensor_model_parallel_size=2, **options)
@@ -77,7 +77,7 @@ def stepped_by_us(
 
 
 def with_its_optimizer(model: Any) -> tuple[Any, Any, Any]:
-    """Its DDP around the model, its optimizer, and what it completes gradients with."""
+    """Return Megatron's DDP around the model, its optimizer, and its `finalize_model_grads`."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -86,16 +86,16 @@ def with_its_optimizer(model: Any) -> tuple[Any, Any, Any]:
         optimizer="adam", lr=LR, adam_eps=EPS, weight_decay=0.1, clip_grad=MAX_NORM, use_distributed_optimizer=False
     )
     optimizer = get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
-    for group in optimizer.param_groups:  # it decays no biases and norms
+    for group in optimizer.param_groups:  # by default, biases and norms have no weight decay
         group["weight_decay"], group["wd_mult"] = 0.1, 1.0
     return chunk, optimizer, finalize_model_grads
 
 
 def stepped_by_megatron(options: dict[str, Any], broken: str = "") -> tuple[list[float], Weights]:
-    """Norms and last weights.
+    """Return norms and final weights.
 
     Args:
-        broken: Parameters whose names end so have the other flag (`BROKEN`).
+        broken: Ending of the names of parameters that get a wrong flag (`BROKEN`).
     """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         model = gpt(tensor_model_parallel_size=2, **options)
@@ -113,7 +113,7 @@ def stepped_by_megatron(options: dict[str, Any], broken: str = "") -> tuple[list
 
 
 def dense(first: Weights, options: dict[str, Any], steps: int = STEPS) -> tuple[list[float], Weights]:
-    """The same steps by one process, in float64."""
+    """Train with the same steps in one process in float64."""
     with megatron():
         model = gpt(**{**options, "sequence_parallel": False}).double()
         params = dict(model.named_parameters())
@@ -126,7 +126,7 @@ def dense(first: Weights, options: dict[str, Any], steps: int = STEPS) -> tuple[
             optimizer.zero_grad()
             for rank in range(2):
                 tokens, positions, mask = tokens_of(2 * step + rank)
-                logits = model(tokens[:, :-1], positions, mask)  # its own loss is in float32
+                logits = model(tokens[:, :-1], positions, mask)  # the loss of the model would be in float32
                 assert logits.dtype == torch.float64
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
                 (loss / 2).backward()
@@ -141,15 +141,13 @@ def farthest(found: Weights, expected: Weights) -> float:
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_its_model_is_stepped_as_the_dense_one_in_float64_and_as_by_its_own_optimizer(
-    world: World, options: dict[str, Any]
-) -> None:
+def test_megatron_model_trains_like_dense_model_and_megatron_optimizer(world: World, options: dict[str, Any]) -> None:
     ours = world.run(4, stepped_by_us, options)
     first, norms, last = ours[0]
     expected, weights = world.run(1, dense, first, options)[0]
     assert all(of_rank[1] == norms for of_rank in ours)
     assert norms == pytest.approx(expected, rel=1e-6)
-    assert min(expected) > MAX_NORM  # all are clipped
+    assert min(expected) > MAX_NORM  # every step clips
     theirs = world.run(4, stepped_by_megatron, options)[0]
     assert theirs[0] == pytest.approx(expected, rel=1e-5)
     assert farthest(last, theirs[1]) < 2e-6
@@ -159,7 +157,7 @@ def test_its_model_is_stepped_as_the_dense_one_in_float64_and_as_by_its_own_opti
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-def test_where_its_ddp_is_kept_gradients_are_read_from_its_buffers(
+def test_training_in_megatron_ddp_equals_training_without_it(
     world: World, overlap: bool, half: bool, micro_batches: int
 ) -> None:
     dtype = {"params_dtype": torch.bfloat16, "bf16": True} if half else {}
@@ -172,8 +170,8 @@ def test_where_its_ddp_is_kept_gradients_are_read_from_its_buffers(
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-def test_where_its_ddp_is_kept_gradients_that_nobody_cleared_are_added_to_once(world: World, overlap: bool) -> None:
-    """`step` leaves the buffers' gradients in ``.grad``, to which backward would add before its hook adds that to them."""
+def test_uncleared_gradients_in_megatron_ddp_accumulate_once(world: World, overlap: bool) -> None:
+    """`step` leaves the buffer gradients in ``.grad``; backward must not add to them both directly and in its hook."""
     cleared, alone = (world.run(4, stepped_by_us, {}, None, "fp32", 1, clears)[0] for clears in (True, False))
     assert alone[1][1] != pytest.approx(cleared[1][1], rel=1e-2)
     for _, norms, last in world.run(4, stepped_by_us, {}, {"overlap_grad_reduce": overlap}, "fp32", 1, False):
@@ -185,7 +183,7 @@ def test_where_its_ddp_is_kept_gradients_that_nobody_cleared_are_added_to_once(w
 
 
 def by_its_schedule(tensor: int) -> tuple[Weights, list[float], Weights]:
-    """What this rank's stage has, by the dense model's names, before and after two steps of two micro-batches; norms."""
+    """Return weights of this stage, by names of the dense model, before and after two steps, and the norms."""
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
     with megatron(**sizes), registry_of() as registry:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -227,9 +225,9 @@ def by_its_schedule(tensor: int) -> tuple[Weights, list[float], Weights]:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_its_pipeline_with_tied_embeddings_is_stepped_as_the_dense_model(world: World, tensor: int) -> None:
+def test_megatron_pipeline_with_tied_embeddings_trains_like_dense_model(world: World, tensor: int) -> None:
     ours = world.run(2 * tensor, by_its_schedule, tensor)
-    (first, _, last), (first_of_1, _, last_of_1) = ours[0], ours[tensor]  # of the stages
+    (first, _, last), (first_of_1, _, last_of_1) = ours[0], ours[tensor]  # one result per stage
     (shared,) = last.keys() & last_of_1.keys()
     assert shared == "embedding.word_embeddings.weight"
     assert torch.equal(last[shared], last_of_1[shared])
@@ -252,22 +250,25 @@ MOE: dict[str, Any] = {
 }
 EXPERT_MESHES = {
     "experts over data": (1, {"expert_model_parallel_size": 2}),
-    "experts over data, split over tensor": (2, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    "experts over data, sharded over tensor": (2, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
     "experts over tensor": (2, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
     "experts over both": (2, {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
-    "all experts on each, copies over tensor": (2, {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}),
+    "all experts on each rank, replicated over tensor": (
+        2,
+        {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1},
+    ),
 }
 
 
 def expert_names(name: str, ranks: int) -> list[str]:
-    """What the expert of one name on each of the expert ranks is in the dense model."""
+    """Return the dense-model names of one expert parameter, one name per expert rank."""
     before, _, after = name.partition("local_experts.")
     local, _, rest = after.partition(".")
     return [f"{before}local_experts.{4 // ranks * rank + int(local)}.{rest}" for rank in range(ranks)]
 
 
 def with_experts(tensor: int, sizes: dict[str, Any], kept: bool) -> tuple[Weights, float, Weights]:
-    """First weights, first norm, and weights after a step; by the dense model's names."""
+    """Return initial weights, first norm, and weights after a step, by names of the dense model."""
     ranks = sizes["expert_model_parallel_size"]
     with megatron(tensor_model_parallel_size=tensor, **sizes), registry_of() as registry:
         given = gpt(tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1, **sizes, **MOE)
@@ -284,7 +285,7 @@ def with_experts(tensor: int, sizes: dict[str, Any], kept: bool) -> tuple[Weight
 
 
 def draw_experts(model: nn.Module, registry: ProcessGroupRegistry, ranks: int) -> None:
-    """By their names in the dense model: initialised on the CPU, those of all expert ranks are the same."""
+    """Draw expert weights by their dense-model names, because CPU initialisation is equal on all expert ranks."""
     for name, param in model.named_parameters():
         if "local_experts" in name:
             names = expert_names(name, ranks)
@@ -326,7 +327,7 @@ def dense_with_experts(first: Weights, batches: int) -> tuple[float, Weights]:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["alone", "in its DDP"])
 @pytest.mark.parametrize(("tensor", "sizes"), EXPERT_MESHES.values(), ids=EXPERT_MESHES)
-def test_experts_on_a_mesh_of_their_own_are_stepped_as_those_of_one_process(
+def test_megatron_experts_on_separate_mesh_train_like_one_process(
     world: World, tensor: int, sizes: dict[str, int], kept: bool
 ) -> None:
     ours = world.run(4, with_experts, tensor, sizes, kept)
@@ -338,8 +339,8 @@ def test_experts_on_a_mesh_of_their_own_are_stepped_as_those_of_one_process(
 
 
 def all_experts_by_megatron() -> tuple[Weights, float, set[str]]:
-    """First weights, first norm, and what differs between copies after its own step."""
-    tensor, given = EXPERT_MESHES["all experts on each, copies over tensor"]
+    """Return initial weights, first norm, and the parameters whose replicas differ after a step of Megatron."""
+    tensor, given = EXPERT_MESHES["all experts on each rank, replicated over tensor"]
     sizes: dict[str, Any] = {**given}
     with megatron(tensor_model_parallel_size=tensor, **sizes), registry_of() as registry:
         model = gpt(tensor_model_parallel_size=tensor, sequence_parallel=True, **sizes, **MOE)
@@ -353,10 +354,10 @@ def all_experts_by_megatron() -> tuple[Weights, float, set[str]]:
         return first, norm, {d.name for d in audit(model, registry).disagreements if d.found == "the values differ"}
 
 
-def test_its_own_step_lets_copies_of_experts_drift_apart_where_each_rank_has_all_of_them(world: World) -> None:
+def test_megatron_optimizer_lets_replicated_experts_diverge(world: World) -> None:
     first, norm, differ = world.run(4, all_experts_by_megatron)[0]
     expected, _ = world.run(1, dense_with_experts, first, 2)[0]
-    assert abs(norm / expected - 1) > 5e-4  # ours is within 1e-6, above
+    assert abs(norm / expected - 1) > 5e-4  # ParallelOptimizer is within 1e-6, see the test above
     assert differ == {name for name in first if "local_experts" in name}
 
 
@@ -365,19 +366,19 @@ def test_its_own_step_lets_copies_of_experts_drift_apart_where_each_rank_has_all
 NORM, COLUMN_BIAS, ROW_BIAS = "input_layernorm.weight", "linear_fc1.bias", "linear_fc2.bias"
 BROKEN = {
     NORM: ("sequence_parallel", False, "the gradients differ"),
-    COLUMN_BIAS: ("tensor_model_parallel", False, "the gradients differ"),  # zeros
+    COLUMN_BIAS: ("tensor_model_parallel", False, "the gradients differ"),  # the values are zeros
     "linear_fc1.weight": ("tensor_model_parallel", False, "the values differ"),
     "embedding.position_embeddings.weight": ("sequence_parallel", True, "the gradients are equal"),
     "output_layer.weight": ("tensor_model_parallel", False, "the values differ"),
 }
-COPY_AS_PIECE = {ROW_BIAS: ("tensor_model_parallel", True, "the values are equal and so are the gradients")}
+REPLICA_AS_SHARD = {ROW_BIAS: ("tensor_model_parallel", True, "the values are equal and so are the gradients")}
 
 
 def break_flags(model: nn.Module, ends: Iterable[str]) -> None:
     for name, param in model.named_parameters():
         for end in ends:
             if name.endswith(end):
-                flag, value, _ = (BROKEN | COPY_AS_PIECE)[end]
+                flag, value, _ = (BROKEN | REPLICA_AS_SHARD)[end]
                 setattr(param, flag, value)
 
 
@@ -392,7 +393,7 @@ def audited(options: dict[str, Any], breaks: bool, kept: bool) -> Audit:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["alone", "in its DDP"])
-def test_the_audit_finds_nothing_in_its_models_and_names_what_flags_get_wrong(world: World, kept: bool) -> None:
+def test_audit_accepts_megatron_models_and_names_wrong_flags(world: World, kept: bool) -> None:
     cases = [(4, (options, False, kept)) for options in KINDS.values()]
     for of_ranks in world.run_each(audited, cases):
         assert str(of_ranks[0]).endswith("parameters match their declared layouts")
@@ -417,7 +418,7 @@ def test_the_audit_finds_nothing_in_its_models_and_names_what_flags_get_wrong(wo
 
 
 def by_flags_alone() -> tuple[float, float, list[str]]:
-    """The first norm by flags alone, and by its rules; and which copies differ then."""
+    """Return the first norm by flags alone and by all rules, and the names that the audit finds with flags alone."""
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         model = gpt(tensor_model_parallel_size=2, qk_layernorm=True, **LARGE)
         norms = []
@@ -436,7 +437,7 @@ def by_flags_alone() -> tuple[float, float, list[str]]:
         return norms[0], norms[1], found
 
 
-def test_no_flag_says_that_gradients_of_q_and_k_norms_are_sums(world: World) -> None:
+def test_megatron_flags_alone_miss_partial_gradients_of_qk_norms(world: World) -> None:
     wrong, right, found = world.run(4, by_flags_alone)[0]
     assert 1e-5 < abs(wrong / right - 1) < 1e-2
     assert len(found) == 8
@@ -444,7 +445,7 @@ def test_no_flag_says_that_gradients_of_q_and_k_norms_are_sums(world: World) -> 
 
 
 @pytest.mark.parametrize(("end", "less"), [("linear_fc1.weight", True), (ROW_BIAS, False)])
-def test_its_own_norm_is_wrong_where_a_flag_is_wrong(world: World, end: str, less: bool) -> None:
+def test_wrong_flag_makes_the_norm_of_megatron_wrong(world: World, end: str, less: bool) -> None:
     first, ours, _ = world.run(4, stepped_by_us, LARGE)[0]
     expected = world.run(1, dense, first, LARGE)[0][0][0]
     found = world.run(4, stepped_by_megatron, LARGE, end)[0][0][0]
@@ -452,7 +453,7 @@ def test_its_own_norm_is_wrong_where_a_flag_is_wrong(world: World, end: str, les
     assert (found < 0.99 * expected) if less else (found > 1.0001 * expected)
 
 
-def test_the_recipe_of_the_page_runs(world: World) -> None:
+def test_megatron_page_recipe_runs(world: World) -> None:
     assert world.run(4, recipe) == world.run(4, recipe)
 
 
@@ -478,7 +479,7 @@ def refused(ddp: dict[str, bool], config: dict[str, bool]) -> str:
         return str(error.value)
 
 
-def test_what_its_ddp_would_do_twice_is_refused(world: World) -> None:
+def test_unsupported_options_of_megatron_ddp_are_rejected(world: World) -> None:
     assert "states=Sharded('data') instead" in world.run(4, refused, {"use_distributed_optimizer": True}, {})[3]
     assert "backward(loss, weight=...)" in world.run(4, refused, {}, {"calculate_per_token_loss": True})[3]
 
@@ -489,5 +490,5 @@ def not_initialised() -> str:
     return str(error.value)
 
 
-def test_without_its_parallel_state_the_error_says_what_to_call(world: World) -> None:
+def test_registry_of_before_megatron_initialization_raises_a_clear_error(world: World) -> None:
     assert "initialize_model_parallel" in world.run(1, not_initialised)[0]

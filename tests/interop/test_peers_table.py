@@ -1,4 +1,4 @@
-"""tests/benchmarks/peers.py beside the real packages, at a size of seconds: each contender's row is there."""
+"""tests/benchmarks/peers.py with the real packages at a small size: the table has a row for each library."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"
-EVERYBODY = ["bare fused AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's kernels", "meshstep"]
+ROWS = ["bare fused AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's kernels", "meshstep"]
 
 
 @pytest.mark.parametrize("flags", ["--ranks 2", "--train"])
-def test_the_table_has_a_row_of_each(flags: str) -> None:
+def test_peers_benchmark_prints_a_row_for_each_library(flags: str) -> None:
     command = [sys.executable, str(SCRIPT), "--seconds", "0", "--width", "64", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -24,6 +24,6 @@ def test_the_table_has_a_row_of_each(flags: str) -> None:
     for precision in ("fp32", "bf16, float32 masters", "fp16, float32 masters"):
         rows = done.stdout.split(f"\n{precision} (")[1].split("\n\n")[0].splitlines()[1:]
         names = [row.rsplit(" ms ")[0].rsplit(maxsplit=1)[0].strip() for row in rows]
-        missing = {*EVERYBODY} - {*names}
+        missing = {*ROWS} - {*names}
         assert missing == ({"DeepSpeed"} if refused and precision.startswith("fp16") else set())
         assert all(float(row.split()[-1].removesuffix("x")) > 0 for row in rows)

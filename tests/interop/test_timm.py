@@ -1,4 +1,4 @@
-"""timm's loop with the recipe of docs/integrations/TIMM.md, beside its own run."""
+"""The training loop of timm with the recipe of docs/integrations/TIMM.md, compared with the stock run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "run_timm.py"
 
 
 def weights(folder: Path, first: int, last: int) -> list[dict[str, dict[str, Tensor]]]:
-    """Of both ranks, and their averages, after epochs ``first`` to ``last``."""
+    """Return weights and averages of both ranks after epochs ``first`` to ``last``."""
     return [torch.load(folder / f"{first} {last} {rank}.pt") for rank in range(2)]
 
 
@@ -25,7 +25,7 @@ def largest_difference(one: dict[str, dict[str, Tensor]], other: dict[str, dict[
     return max(float((left - right).abs().max()) for left, right in pairs)
 
 
-def test_weights_are_those_of_timms_own_run_and_its_checkpoints_resume(tmp_path: Path) -> None:
+def test_timm_recipe_equals_stock_run_and_resumes(tmp_path: Path) -> None:
     torchrun(SCRIPT, 2, str(tmp_path))
     (expected, _), ours = weights(tmp_path / "stock", 0, 4), weights(tmp_path / "ours", 0, 4)
     for found in ours:

@@ -1,4 +1,4 @@
-"""torchtitan's trainer with the recipe of docs/integrations/TORCHTITAN.md, beside its own run."""
+"""The trainer of torchtitan with the recipe of docs/integrations/TORCHTITAN.md, compared with the stock run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ Row = tuple[float, float, float, float]
 
 
 def rows(how: str, printed: str) -> list[Row]:
-    """Step, loss, norm, and the norm of the gathered gradients in float64, of each step of a run."""
+    """Return step, loss, norm, and float64 norm of the gathered gradients for each step of a run."""
     lines = [line.split() for line in printed.splitlines()]
     found = [tuple(float(word) for word in numbers) for run, *numbers in filter(None, lines) if run == how]
     return [(step, loss, norm, exact) for step, loss, norm, exact in found]
 
 
 @pytest.mark.parametrize("layout", ["fsdp x tp", "hsdp", "pp x fsdp"])
-def test_losses_are_those_of_torchtitans_own_run_norms_exact_and_its_checkpoints_resume(
-    tmp_path: Path, layout: str
-) -> None:
+def test_torchtitan_recipe_equals_stock_run_with_exact_norms_and_resumes(tmp_path: Path, layout: str) -> None:
     printed = torchrun(SCRIPT, 4, str(tmp_path), layout)
     expected, found, resumed = (rows(how, printed) for how in ("stock", "ours", "resumed"))
     assert [row[0] for row in found] == [row[0] for row in expected] == [*range(1, 11)]

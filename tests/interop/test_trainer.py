@@ -1,4 +1,4 @@
-"""Transformers' Trainer with the recipe of docs/integrations/TRANSFORMERS.md, beside its own runs."""
+"""The Trainer of Transformers with the recipe of docs/integrations/TRANSFORMERS.md, compared with stock runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Run = tuple[list[float], dict[str, Tensor]]
 
 
 def assert_close(found: Run, expected: Run) -> None:
-    assert min(expected[0]) > MAX_NORM, "clipped in every step"
+    assert min(expected[0]) > MAX_NORM, "every step should clip"
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     for name, weight in expected[1].items():
         torch.testing.assert_close(found[1][name], weight, rtol=0, atol=1e-5, msg=name)
 
 
-def test_norms_and_weights_are_those_of_the_trainers_own_run_and_its_checkpoints_resume(tmp_path: Path) -> None:
-    """The norm that it logs is the whole one under tensor parallelism too, where that of a q_norm is a pending sum."""
+def test_trainer_recipe_equals_stock_run_and_resumes(tmp_path: Path) -> None:
+    """The logged norm is the global one, also under tensor parallelism, where a q_norm has a partial gradient."""
     path = tmp_path / "model"
     made("qwen3").save_pretrained(path)
     torchrun(SCRIPT, 2, str(path), str(tmp_path))

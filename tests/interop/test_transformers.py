@@ -1,4 +1,4 @@
-"""Transformers' own models, split by its own plans, are stepped as the whole model is; nothing is declared."""
+"""Models of Transformers, sharded by its plans, train like the unsharded model without a declaration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESHES = [(1, 2), (2, 2)]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The path of a model's float64 checkpoint."""
+    """A function that returns the path of the float64 checkpoint of a model."""
 
     def path_of(kind: str) -> str:
         path = tmp_path_factory.getbasetemp() / f"transformers-{kind}"
@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 def loaded(path: str, mesh: Mesh | None, dtype: torch.dtype = torch.float64) -> Any:
-    """The whole model, or the model split over fsdp x tp, or over these with experts over ep."""
+    """Load the model: unsharded, or sharded over fsdp x tp, optionally with experts over ep."""
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -47,7 +47,9 @@ def loaded(path: str, mesh: Mesh | None, dtype: torch.dtype = torch.float64) -> 
         if mesh is None
         else DistributedConfig(**dict(zip(("fsdp_size", "tp_size", "ep_size"), mesh, strict=False)))
     )
-    options = {"experts_implementation": "eager"} if "moe" in path else {}  # the others have no float64
+    options = (
+        {"experts_implementation": "eager"} if "moe" in path else {}
+    )  # other implementations do not support float64
     return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype, **options)
 
 
@@ -56,7 +58,7 @@ def tokens_of(step: int, rows: int = 4) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """In the dtype of the logits; the models' own is taken in float32."""
+    """Return the loss in the dtype of the logits; the loss of the model itself is in float32."""
     logits = model(input_ids=tokens).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -114,7 +116,7 @@ def run_recipe(path: str) -> int:
         return int(registry.topology.world_size)
 
 
-def test_the_recipe_of_the_page_runs(world: World, saved: Callable[[str], str]) -> None:
+def test_transformers_page_recipe_runs(world: World, saved: Callable[[str], str]) -> None:
     assert world.run(4, run_recipe, saved("llama")) == [4] * 4
 
 
@@ -130,7 +132,7 @@ def whole_run(path: str, make: Any = sgd) -> Trained:
 
 
 def assert_equal(found: Trained, expected: Trained, tolerance: float) -> None:
-    assert min(expected[0]) > 0.8, "clipped in every step"
+    assert min(expected[0]) > 0.8, "every step should clip"
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     for name, weight in expected[1].items():
         torch.testing.assert_close(found[1][name], weight, rtol=tolerance, atol=tolerance, msg=name)
@@ -138,7 +140,7 @@ def assert_equal(found: Trained, expected: Trained, tolerance: float) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_split_model_is_stepped_as_the_whole_one(
+def test_sharded_transformers_model_trains_like_unsharded_model(
     world: World, saved: Callable[[str], str], kind: str, mesh: Mesh
 ) -> None:
     path = saved(kind)
@@ -147,12 +149,12 @@ def test_a_split_model_is_stepped_as_the_whole_one(
         assert_equal(found, expected, 1e-12)
 
 
-# (2, 1, 2) last: torch remembers what it did on an equal mesh of a default group that is gone.
+# (2, 1, 2) must be last, because torch caches groups of an equal mesh on a destroyed default group.
 @pytest.mark.parametrize("mesh", [(4, 1, 2), (2, 2, 2), (2, 2, 4), (2, 1, 2)])
-def test_experts_on_another_mesh_are_stepped_as_in_the_whole_model(
+def test_transformers_experts_on_other_mesh_train_like_unsharded_model(
     world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
-    """fsdp x tp of the dense layers, and ep of the experts, which are fully sharded over efsdp=2, or over one rank."""
+    """Dense layers on fsdp x tp, and experts on ep, fully sharded over efsdp=2 or over one rank."""
     path = saved("qwen3_moe")
     expected = whole_run(path)
     for found in world.run(mesh[0] * mesh[1], split_run, path, mesh):
@@ -167,7 +169,9 @@ def in_modes(path: str, mesh: Mesh) -> list[Trained]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_float32_and_bfloat16(world: World, saved: Callable[[str], str], mesh: Mesh) -> None:
+def test_sharded_model_in_float32_and_bfloat16_trains_like_float64(
+    world: World, saved: Callable[[str], str], mesh: Mesh
+) -> None:
     path = saved("qwen3")
     expected = whole_run(path)
     for fp32, bf16 in world.run(mesh[0] * mesh[1], in_modes, path, mesh):
@@ -183,7 +187,7 @@ def accumulated(path: str, mesh: Mesh) -> Trained:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_gradients_of_norms_that_the_plan_sums_may_accumulate(
+def test_accumulation_is_exact_for_norms_with_partial_gradients(
     world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
     path = saved("qwen3")
@@ -193,7 +197,7 @@ def test_gradients_of_norms_that_the_plan_sums_may_accumulate(
 
 
 def stock_gradients(path: str, ours: bool) -> tuple[float, float]:
-    """How far the accumulated gradient of a q_norm, summed, is off; before it was split."""
+    """Return the error of the reduced, accumulated gradient of a q_norm, and the norm of the unsharded gradient."""
     model, whole = loaded(path, (1, 2)), loaded(path, None)
     name = "model.layers.0.self_attn.q_norm.weight"
     found, expected = dict(model.named_parameters())[name], dict(whole.named_parameters())[name]
@@ -209,10 +213,12 @@ def stock_gradients(path: str, ours: bool) -> tuple[float, float]:
     return float((found.grad - expected.grad).norm()), float(expected.grad.norm())
 
 
-def test_the_hook_that_sums_again_what_it_has_summed_is_gone(world: World, saved: Callable[[str], str]) -> None:
+def test_registry_of_removes_hook_that_reduces_accumulated_gradients_twice(
+    world: World, saved: Callable[[str], str]
+) -> None:
     path = saved("qwen3")
     for error, norm in world.run(2, stock_gradients, path, False):
-        assert error > 0.1 * norm, "Transformers' own hook"
+        assert error > 0.1 * norm, "the hook of Transformers should give a wrong gradient"
     for error, norm in world.run(2, stock_gradients, path, True):
         assert error < 1e-12 * norm
 
@@ -221,7 +227,7 @@ def test_the_hook_that_sums_again_what_it_has_summed_is_gone(world: World, saved
 
 
 def trained(path: str, max_grad_norm: float, directory: str, port: int, ours: dict[str, float] | None) -> Trained | str:
-    """On fsdp=2; ``ours``: what the optimizer is given, None for the Trainer alone."""
+    """Train on fsdp=2 with the Trainer; ``ours``: options of the `ParallelOptimizer`, None for the stock Trainer."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     rank = torch.distributed.get_rank()
@@ -250,7 +256,7 @@ def trained(path: str, max_grad_norm: float, directory: str, port: int, ours: di
     )
     try:
         trainer.train()
-        assert trainer.model_wrapped is model, "nobody wrapped it"
+        assert trainer.model_wrapped is model, "the Trainer wrapped the model"
         norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
         return norms, weights_of(model)
     except ValueError as error:
@@ -260,7 +266,9 @@ def trained(path: str, max_grad_norm: float, directory: str, port: int, ours: di
             optimizer.registry.close()
 
 
-def test_the_trainer_steps_it_in_two_lines(world: World, saved: Callable[[str], str], tmp_path: Path) -> None:
+def test_trainer_with_parallel_optimizer_trains_like_stock_trainer(
+    world: World, saved: Callable[[str], str], tmp_path: Path
+) -> None:
     """``max_grad_norm=0`` and ``optimizers=(ParallelOptimizer.for_model(..., max_norm=0.8), None)``."""
     path, arguments = saved("qwen3"), (str(tmp_path), 29555)
     stock = world.run(2, trained, path, 0.8, *arguments, None)
@@ -270,13 +278,15 @@ def test_the_trainer_steps_it_in_two_lines(world: World, saved: Callable[[str], 
         assert_equal(found, expected, 1e-5)
 
 
-def test_a_trainer_that_has_clipped_already_is_told(world: World, saved: Callable[[str], str], tmp_path: Path) -> None:
+def test_trainer_that_clips_by_itself_gets_a_clear_error(
+    world: World, saved: Callable[[str], str], tmp_path: Path
+) -> None:
     for found in world.run(2, trained, saved("qwen3"), 1.0, str(tmp_path), 29556, {}):
         assert "call meshstep.optim.take_over_clipping(trainer, optimizer), or write" in str(found)
         assert "TrainingArguments(max_grad_norm=0)" in str(found)
 
 
-# Refused -----------------------------------------------------------------------------------------------------------------
+# Rejected models ---------------------------------------------------------------------------------------------------------
 
 
 def refused(path: str) -> list[str]:
@@ -290,11 +300,11 @@ def refused(path: str) -> list[str]:
             ParallelOptimizer.for_model(given, sgd(given))
         except ValueError as error:
             found.append(str(error))
-    assert "forward" in vars(attention.q_norm), "nothing was changed"
+    assert "forward" in vars(attention.q_norm), "for_model changed a model before it raised"
     return found
 
 
-def test_models_that_are_not_split_or_wrapped_already_are_refused(world: World, saved: Callable[[str], str]) -> None:
+def test_for_model_rejects_unsharded_and_already_patched_models(world: World, saved: Callable[[str], str]) -> None:
     for whole, wrapped in world.run(2, refused, saved("qwen3")):
         assert "Qwen3ForCausalLM has no device mesh; load it with from_pretrained(path, distributed_config=" in whole
         assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped

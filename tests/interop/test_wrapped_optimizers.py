@@ -1,4 +1,4 @@
-"""Published optimizers on split weights: wrapped they step as in one process; our SOAP's numbers are the published ones."""
+"""Published optimizers on sharded weights: wrapped in `whole`, they equal one process; SOAP equals the published one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whole_runs import step_both
 from world import World
 
 
-def test_our_soap_has_the_numbers_of_the_published_one() -> None:
+def test_soap_equals_the_published_implementation() -> None:
     theirs_of: Callable[..., Any] = __import__("pytorch_optimizer").SOAP
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (12, 4), (7,), (3, 4, 2, 2))]
@@ -32,12 +32,12 @@ def test_our_soap_has_the_numbers_of_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
-def test_wrapped_it_steps_split_weights_as_in_one_process(world: World, kind: str) -> None:
+def test_wrapped_optimizer_on_sharded_weights_equals_one_process(world: World, kind: str) -> None:
     assert apart(world, kind, "wrapped") <= 1e-6
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if kind not in (*RIGHT_ON_PIECES, *NOT_REACHED)])
-def test_on_bare_pieces_it_is_another_optimizer(world: World, kind: str) -> None:
+def test_unwrapped_optimizer_on_shards_differs_from_one_process(world: World, kind: str) -> None:
     assert apart(world, kind, "on pieces") > 1e-5
 
 
@@ -50,6 +50,6 @@ def test_on_bare_pieces_it_is_another_optimizer(world: World, kind: str) -> None
         ("pytorch_optimizer", "SPlus", r"it switches the weights with train\(\) and eval\(\)"),
     ],
 )
-def test_what_looks_beyond_a_tensor_is_refused(package: str, name: str, says: str) -> None:
+def test_whole_rejects_optimizers_that_combine_several_tensors(package: str, name: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         whole(of(package, name)([nn.Parameter(torch.randn(4, 4))]))

@@ -1,4 +1,4 @@
-"""Negative controls: the harness finds what it is made to find, and MISTAKES.md and LIMITS.md list all mistakes.
+"""Negative controls: the harness detects wrong outcomes, and MISTAKES.md and LIMITS.md list all mistakes.
 
 ``PYTHONPATH=tests/harness:tests/mistakes python tests/mistakes/test_mistake_harness.py`` writes the tables of the page.
 """
@@ -151,7 +151,7 @@ def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, wo
         (error_after_right_steps, Error(TypeError, "a remedy"), "rank 0: ValueError"),
     ],
 )
-def test_harness_refuses_another_outcome(script: Script, outcome: Outcome, text: str, world: World) -> None:
+def test_harness_rejects_any_other_outcome(script: Script, outcome: Outcome, text: str, world: World) -> None:
     with pytest.raises(AssertionError, match=re.escape(text)):
         check(Mistake(script, "data=2", outcome, "nothing"), world)
 
@@ -171,7 +171,7 @@ def test_at_least_sixty_different_mistakes_are_listed() -> None:
     assert PENDING.keys() <= {*names}
 
 
-def test_page_of_mistakes_shows_what_the_tests_check() -> None:
+def test_mistakes_page_lists_all_tested_mistakes() -> None:
     page = (REFERENCE / "MISTAKES.md").read_text()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [*FILES]
     assert SECTION.findall(page) == tables()

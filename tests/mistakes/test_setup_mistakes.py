@@ -662,5 +662,5 @@ def forward_past_ddp(run: Run) -> None:
 
 
 @pytest.mark.parametrize("one", cases_of(__name__))
-def test_setup_mistake_is_right_or_an_error(one: Mistake, world: World) -> None:
+def test_setup_mistake_has_the_documented_outcome(one: Mistake, world: World) -> None:
     check(one, world)

@@ -1,4 +1,4 @@
-"""Mistakes after the optimizer was made: models and optimizers that are changed, checkpoints, reports, ranks apart."""
+"""Mistakes after the optimizer was made: changed models and optimizers, checkpoints, reports, calls on one rank only."""
 
 from __future__ import annotations
 
@@ -539,7 +539,7 @@ def inner_load_state_dict(run: Run) -> None:
     sgd.load_state_dict(optimizer.state_dict())
 
 
-# Ranks apart ----------------------------------------------------------------------------------------------------------
+# Calls on one rank only -----------------------------------------------------------------------------------------------
 
 
 @mistake(
@@ -632,5 +632,5 @@ def replica_evaluated_on_one_rank(run: Run) -> None:
 
 
 @pytest.mark.parametrize("one", cases_of(__name__))
-def test_state_mistake_is_right_or_an_error(one: Mistake, world: World) -> None:
+def test_state_mistake_has_the_documented_outcome(one: Mistake, world: World) -> None:
     check(one, world)

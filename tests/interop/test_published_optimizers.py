@@ -1,4 +1,4 @@
-"""Optimizers that others publish: ours have their numbers, and theirs, where they are elementwise, step pieces exactly."""
+"""Published optimizers: meshstep's versions equal them, and the published elementwise ones step shards exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def published(package: str, name: str) -> Any:
     return getattr(import_module(package), name)
 
 
-# The same numbers -------------------------------------------------------------------------------------------------------
+# Equal to the published implementation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def published(package: str, name: str) -> Any:
         (CAME, "came_pytorch", "CAME", {"lr": 0.003, "clip_threshold": 0.5, "eps": (1e-3, 1e-2)}, {}),
     ],
 )
-def test_the_numbers_are_the_published_ones(
+def test_optimizer_equals_the_published_implementation(
     ours: Kind, package: str, name: str, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_the_numbers_are_the_published_ones(
         assert float((param - other).detach().abs().max() / other.detach().abs().max()) <= EXACT
 
 
-# Elementwise ones -------------------------------------------------------------------------------------------------------
+# Elementwise optimizers -------------------------------------------------------------------------------------------------
 
 ELEMENTWISE: list[tuple[str, str, dict[str, Any]]] = [
     ("lion_pytorch", "Lion", {"lr": 0.01, "weight_decay": 0.1}),
@@ -84,7 +84,7 @@ every_one = pytest.mark.parametrize(("package", "name", "options"), ELEMENTWISE,
 
 
 def training(kind: Kind, options: dict[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
-    """Unnamed, for some take nothing else; those without a schedule are told that this is training."""
+    """Make an optimizer from unnamed parameters, which all of them accept, and switch schedule-free ones to training."""
     optimizer: Any = kind([item[1] if isinstance(item, tuple) else item for item in params], **options)
     if hasattr(optimizer, "train"):
         optimizer.train()
@@ -100,7 +100,7 @@ CASES = [
 
 
 @every_one
-def test_elementwise_ones_are_the_dense_update_on_pieces(
+def test_published_elementwise_optimizers_on_shards_equal_dense_update(
     world: World, package: str, name: str, options: dict[str, Any]
 ) -> None:
     make: Make = partial(training, published(package, name), options)
@@ -114,7 +114,7 @@ def test_elementwise_ones_are_the_dense_update_on_pieces(
 
 
 @every_one
-def test_elementwise_ones_ask_nobody_and_skip_an_overflow(
+def test_published_elementwise_optimizers_add_no_collectives_and_skip_overflow(
     world: World, package: str, name: str, options: dict[str, Any]
 ) -> None:
     make: Make = partial(training, published(package, name), options)
@@ -124,7 +124,7 @@ def test_elementwise_ones_ask_nobody_and_skip_an_overflow(
 
 
 def evaluated(layout: Layout, make: Make, options: dict[str, Any]) -> tuple[list[Part], list[Part]]:
-    """What this rank has after some steps and ``eval()``; and after ``train()`` and a step more."""
+    """Return the shards of this rank after four steps and ``eval()``, and after ``train()`` and one more step."""
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
@@ -133,7 +133,7 @@ def evaluated(layout: Layout, make: Make, options: dict[str, Any]) -> tuple[list
             optimizer.step()
         optimizer.eval()
         averages = parts(layout, optimizer)
-        # What the model has, which is whole where pieces are not.
+        # The model has full tensors where the optimizer has shards of them.
         shown = dict(model.named_parameters())
         for piece, part in zip(optimizer.pieces(), averages, strict=True):
             held = shown[piece.name].detach().flatten()[piece.offset : piece.offset + piece.tensor.numel()]
@@ -145,7 +145,7 @@ def evaluated(layout: Layout, make: Make, options: dict[str, Any]) -> tuple[list
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
-def test_schedule_free_averages_are_the_dense_ones(world: World, state: str) -> None:
+def test_schedule_free_averages_equal_dense_averages(world: World, state: str) -> None:
     make: Make = partial(training, published("schedulefree", "AdamWScheduleFree"), {"lr": 0.01, "warmup_steps": 2})
     layout = LAYOUTS["data x tensor"]
     dense, params = Dense(layout), {key: nn.Parameter(start(key)) for key in layout.keys}
@@ -168,7 +168,7 @@ def test_schedule_free_averages_are_the_dense_ones(world: World, state: str) -> 
 
 
 def refusal(layout: Layout, make: Make) -> str:
-    """What `ParallelOptimizer` says of it."""
+    """Return the error of `ParallelOptimizer`."""
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
         with pytest.raises(ValueError, match="sharded") as refused:
@@ -179,7 +179,9 @@ def refusal(layout: Layout, make: Make) -> str:
 @pytest.mark.parametrize(
     ("package", "name"), [("pytorch_optimizer", "Lamb"), ("pytorch_optimizer", "CAME"), ("timm.optim", "Adafactor")]
 )
-def test_those_that_measure_a_piece_are_refused(world: World, package: str, name: str) -> None:
+def test_published_optimizers_that_need_full_tensors_are_rejected_on_shards(
+    world: World, package: str, name: str
+) -> None:
     make: Make = partial(training, published(package, name), {"lr": 0.01})
     for said in world.run(2, refusal, LAYOUTS["tensor"], make):
         assert f"{name} is not known to be" in said

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..amp.modes import Mode, Precision, precision_of
-from ..parallel.interop.transformers import registry_of
+from ..parallel.interop.transformers import registry_of, sharded_model
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
@@ -256,15 +256,18 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
-        """Wrap the optimizer of a Transformers model that `from_pretrained` has split.
+        """Wrap the optimizer of a Transformers model that `from_pretrained` has sharded.
 
         The registry is `meshstep.parallel.registry_of(model)`. A fully sharded model is passed as ``data_parallel``.
 
         Args:
+            model: The model, or a wrapper around it (``torch.compile``, PEFT, a module of your own).
+            optimizer: As in the constructor.
             options: As in the constructor.
         """
-        sharded = {"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}
-        return cls(optimizer, registry_of(model), **sharded | options)
+        sharded = sharded_model(model)
+        data_parallel = {"data_parallel": sharded} if hasattr(sharded, "set_requires_gradient_sync") else {}
+        return cls(optimizer, registry_of(model), **data_parallel | options)
 
     # torch's optimizer interface -------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...parallel.layout.shard import Box, Shape
 from ...parallel.layout.spec import P
-from ...parallel.mesh.text import some
+from ...parallel.mesh.text import some, without_wrappers
 from ..states.chain import named_params_of
 from .exchange import Homes, Matrix
 from .optimizer import ADAMW, LazyTensors, Slot, Update, WholeOptimizer, adamw_update, moments
@@ -164,8 +164,8 @@ NO_MATRICES = (
     *("*embed*", "*wte*", "*wpe*", "*tok_emb*", "*pos_emb*"),  # embeddings
     *("*head.weight", "*classifier*", "output.weight", "proj_out.weight", "score.weight"),  # heads
 )
-"""Globs over the names of embeddings and heads. They see names without the prefixes of wrappers (``module.``)."""
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""Globs over the names of embeddings and heads. They see names without the parts that wrappers add (``module.``)."""
+_WRAPPERS = ("module.", "base_model.model.")  # of DistributedDataParallel and PEFT
 
 
 def scale_of(rule: Scale | None, shape: Shape) -> float:
@@ -439,6 +439,7 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
 
 
 def _unwrapped(name: str) -> str:
+    name = without_wrappers(name)
     while prefix := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), None):
         name = name.removeprefix(prefix)
     return name

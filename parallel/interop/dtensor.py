@@ -113,9 +113,10 @@ SEEN = "_meshstep_seen"
 
 @contextmanager
 def keep_specs(module: nn.Module) -> Iterator[None]:
-    """Restore declarations after an operation that replaces parameters under the same names.
+    """Restore declarations after an operation that replaces parameters.
 
-    Such operations are `fully_shard` and `parallelize_module`.
+    Such operations are `fully_shard` and `parallelize_module`. A new parameter gets the declaration of the old parameter
+    of the same module, also if the module was wrapped, or else of the old parameter with the same name.
 
         with keep_specs(model):
             for block in model.blocks:
@@ -127,12 +128,19 @@ def keep_specs(module: nn.Module) -> Iterator[None]:
     Args:
         module: The module whose parameters are replaced.
     """
-    before = {name: annotation_of(param) for name, param in module.named_parameters()}
+    before = {place: annotation_of(param) for place, param in _places(module)}
+    by_name = {name: annotation_of(param) for name, param in module.named_parameters()}
     yield
-    for name, param in module.named_parameters():
-        annotation = before.get(name)
+    names = {id(param): name for name, param in module.named_parameters()}
+    for place, param in _places(module):
+        annotation = before[place] if place in before else by_name.get(names[id(param)])
         if annotation is not None and annotation_of(param) is None:
             attach(param, annotation)
+
+
+def _places(module: nn.Module) -> list[tuple[tuple[nn.Module, str], Tensor]]:
+    """Return each parameter with the module and the attribute that hold it."""
+    return [((part, name), param) for part in module.modules() for name, param in part.named_parameters(recurse=False)]
 
 
 # Layout -----------------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Rules:
         self._axes: dict[str, Axes] = {"context": ()}
         self._axes |= {name: axes_of(_ranks(group), registry, name) for name, group in named.items()}
         self._stages = self._stages_of(embedding)
-        self._reduced = hasattr(model, "finish_grad_sync")
+        self._reduced = any(hasattr(module, "finish_grad_sync") for module in model.modules())
         self._experts = {
             id(param)
             for module in model.modules()

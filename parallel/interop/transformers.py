@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..layout.annotation import annotate, annotation_of
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.text import some, without_wrappers
 from ..mesh.topology import Topology
 from .local_parameters import divide_once
 
@@ -31,6 +32,7 @@ _DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
 _SUMMED = "replicated_with_grad_allreduce"
 _HOOK = "ReplicatedWithGradAllReduce.install_forward.<locals>."
+_RELEASED = "_meshstep_released"  # attribute of a module whose hook was removed
 
 
 def registry_of(model: nn.Module) -> ProcessGroupRegistry:
@@ -43,20 +45,17 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)
 
     Args:
-        model: A sharded Transformers model, before it is compiled or wrapped. Earlier declarations are kept.
+        model: A sharded Transformers model, or a wrapper around one (``torch.compile``, PEFT, a module of your own).
+            Parameters of the wrapper itself, such as adapters, are declared replicated unless they are DTensors. Earlier
+            declarations are kept.
     Raises:
-        ValueError: The model is not sharded, or the forward of a module whose hook must be removed is already wrapped.
-            Nothing is changed.
+        ValueError: There is no sharded model, or more than one; no module or parameter has a name of the tensor-parallel
+            plan; or the forward of a module whose hook must be removed was replaced. Nothing is changed.
     Collectives: none. Host synchronization: none.
     """
-    meshes: Any = getattr(model, "_mesh_manager", None)
-    if meshes is None:
-        raise ValueError(
-            f"{type(model).__name__} has no device mesh; load it with from_pretrained(path, distributed_config="
-            "DistributedConfig(tp_size=2)) and pass the model without a wrapper, or create a ProcessGroupRegistry and "
-            "call declare(model, ...)"
-        )
-    summed = _summed_modules(model)
+    sharded = sharded_model(model)
+    meshes: Any = vars(sharded)["_mesh_manager"]
+    summed = _summed_modules(sharded)
     dense, experts = meshes.get_mesh(_DENSE), meshes.get_mesh(_EXPERTS)
     if experts.size(3) == 1:
         registry = ProcessGroupRegistry.from_device_mesh(dense)
@@ -65,11 +64,36 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     pending = {id(param) for module in summed for param in module.parameters(recurse=False)}
     for module, forward in summed.items():
         _remove_hooks(module, forward)
-    divide_once(model)
+    divide_once(sharded)
+    names = {id(param): without_wrappers(name) for name, param in sharded.named_parameters()}
     for name, param in model.named_parameters():
         if annotation_of(param) is None:
-            annotate(param, P(partial="tp") if id(param) in pending else P(), name)
+            annotate(param, P(partial="tp") if id(param) in pending else P(), names.get(id(param), name))
     return registry
+
+
+def sharded_model(model: nn.Module) -> Any:
+    """Return the model that `from_pretrained` has sharded: ``model``, or a module within it.
+
+    The search is by the object that has the device meshes, so it does not depend on names of wrappers.
+
+    Raises:
+        ValueError: There is no such module, or more than one.
+    """
+    found = [module for module in model.modules() if vars(module).get("_mesh_manager") is not None]
+    kind = type(model).__name__
+    if not found:
+        raise ValueError(
+            f"{kind} has no device mesh; load it with from_pretrained(path, distributed_config="
+            "DistributedConfig(tp_size=2)), or create a ProcessGroupRegistry and call "
+            "declare(model, ...)"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{kind} contains {len(found)} sharded models ({', '.join(type(module).__name__ for module in found)}); pass "
+            "only the model that the optimizer trains"
+        )
+    return found[0]
 
 
 def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
@@ -88,26 +112,47 @@ def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int,
     )
 
 
-def _summed_modules(model: nn.Module) -> dict[nn.Module, Any]:
-    """Return the modules whose gradients a hook sums over ``tp``, each with the forward that attaches the hook."""
+def _summed_modules(model: Any) -> dict[nn.Module, Any]:
+    """Return the modules whose gradients a hook sums over ``tp``, each with the forward that attaches the hook.
+
+    The modules are found by that forward. The names in the plan only serve to find modules that have lost it.
+
+    Args:
+        model: The result of `sharded_model`.
+    Raises:
+        ValueError: As `registry_of`.
+    """
     if getattr(model, "_tp_size", None) in (None, 1):
         return {}
+    found = {module: vars(module).get("forward") for module in model.modules() if _is_summed(module)}
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
-    found: dict[nn.Module, Any] = {}
-    for name, module in model.named_modules():
-        if _SUMMED not in (plan.get(name), plan.get(re.sub(r"\d+", "*", name))):
-            continue
-        forward = vars(module).get("forward")
-        if forward is None and getattr(module, "_meshstep_released", False):
-            found[module] = None
-        elif not getattr(forward, "__qualname__", "").startswith(_HOOK):
+    modules = {without_wrappers(name): module for name, module in model.named_modules()}
+    names = [*modules, *(without_wrappers(name) for name, _ in model.named_parameters())]
+    if plan and not any(name in plan or _glob_of(name) in plan for name in names):
+        raise ValueError(
+            f"the tensor-parallel plan of {type(model).__name__} names {some(plan)}, but no module or parameter has such a "
+            "name; create the optimizer before you rename or wrap modules within the model"
+        )
+    for name, module in modules.items():
+        if _SUMMED in (plan.get(name), plan.get(_glob_of(name))) and not found.keys() & {*module.modules()}:
             raise ValueError(
                 f"{name} is {_SUMMED!r} in the plan, but its forward is not the forward that Transformers has set; create "
-                "the optimizer before you compile or wrap the model"
+                "the optimizer before you replace the module or its forward"
             )
-        else:
-            found[module] = forward
     return found
+
+
+def _is_summed(module: nn.Module) -> bool:
+    """Return True if the forward of Transformers sums this module's gradient by a hook, or did before `registry_of`."""
+    forward = vars(module).get("forward")
+    return getattr(forward, "__qualname__", "").startswith(_HOOK) or (
+        forward is None and getattr(module, _RELEASED, False) is True
+    )
+
+
+def _glob_of(name: str) -> str:
+    """Return the name with ``*`` for the indices of layers, as plans have it."""
+    return re.sub(r"\d+", "*", name)
 
 
 def _remove_hooks(module: nn.Module, forward: Any) -> None:
@@ -123,4 +168,4 @@ def _remove_hooks(module: nn.Module, forward: Any) -> None:
     del module.forward
     if getattr(inner["original_forward"], "__func__", None) is not type(module).forward:
         module.forward = inner["original_forward"]
-    module._meshstep_released = True  # type: ignore[assignment]
+    setattr(module, _RELEASED, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -230,3 +231,16 @@ def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
         lines += [""] if lines else []
         lines += [gap.join(f"{text:{width}}" for text in texts) for texts in zip(*row, strict=True)]
     return lines
+
+
+# Attributes under which torch.compile, activation checkpointing, FSDP and DeepSpeed keep the module that they wrap.
+_WRAPPED = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(?=\.|$)")
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name that a module or parameter has without the wrappers of torch and DeepSpeed around modules.
+
+    >>> without_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    return _WRAPPED.sub("", name).removeprefix(".")

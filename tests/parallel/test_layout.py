@@ -12,14 +12,18 @@ from meshstep.parallel import (
     ProcessGroupRegistry,
     Topology,
     blocks,
+    declare,
     full_shape,
     gather_objects,
     join,
     local_shape,
     shard,
+    spec_of,
     unshard,
 )
+from meshstep.parallel.interop.dtensor import keep_specs
 from meshstep.parallel.layout.shard import local_index
+from torch import nn
 from world import World
 
 SPECS = [
@@ -278,3 +282,19 @@ def test_blocks_that_do_not_divide_raise_with_the_spec_in_the_message(length: in
     with pytest.raises(ValueError, match=message) as error:
         local_shape((length,), spec, topology)
     assert repr(spec) in str(error.value)
+
+
+def test_keep_specs_finds_replaced_parameters_in_wrapped_and_replaced_modules() -> None:
+    """The block is wrapped within the context, and the head is replaced under its name."""
+    model = nn.ModuleDict({"block": nn.Linear(2, 2), "head": nn.Linear(2, 2, bias=False)})
+    declare(model, {"block.*": P("tensor"), "head.weight": P(None, "tensor")})
+    block = model["block"]
+    with keep_specs(model):
+        for name, param in list(block.named_parameters()):
+            setattr(block, name, nn.Parameter(param.detach().clone()))
+        model["block"] = nn.ModuleDict({"_checkpoint_wrapped_module": block})
+        model["head"] = nn.Linear(2, 2, bias=False)
+    specs = {name: spec_of(param) for name, param in model.named_parameters()}
+    wrapped = "block._checkpoint_wrapped_module"
+    expected = {f"{wrapped}.weight": P("tensor"), f"{wrapped}.bias": P("tensor"), "head.weight": P(None, "tensor")}
+    assert specs == expected

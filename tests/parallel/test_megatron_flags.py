@@ -152,14 +152,14 @@ EXPERT_MESHES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[P, P, P]]] = {
 }
 
 
-def experts(fields: dict[str, tuple[str, ...]], reduces: bool) -> list[P]:
+def experts(fields: dict[str, tuple[str, ...]], reduces: bool, wrapped: bool = False) -> list[P]:
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         groups = collection(registry, tp=("tensor",), pp=(), dp=("data",), **fields)
         shapes = {"column": ((4, 6), SPLIT), "row": ((4, 6), {**SPLIT, "partition_dim": 1}), "bias": ((4,), {})}
         model = Model({name: flagged(shape, **flags, **EXPERT) for name, (shape, flags) in shapes.items()})
         if reduces:
             model.finish_grad_sync = None  # type: ignore[assignment]
-        declare_by_flags(model, registry, groups)
+        declare_by_flags(nn.Sequential(model) if wrapped else model, registry, groups)
         return [spec_of(param) for param in model.parameters()]
 
 
@@ -170,6 +170,9 @@ def test_expert_parameters_are_sharded_and_get_partial_gradients_unless_reduced(
     assert world.run(4, experts, fields, False) == [[*specs]] * 4
     summed = [P(*spec.entries) for spec in specs]
     assert world.run(4, experts, fields, True) == [summed] * 4
+    assert world.run(4, experts, fields, True, True) == [summed] * 4, (
+        "a module around Megatron's DistributedDataParallel"
+    )
 
 
 def refused(flags: dict[str, Any], fields: dict[str, tuple[str, ...]]) -> str:

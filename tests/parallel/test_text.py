@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.parallel.mesh.text import aligned, printable, some
+from meshstep.parallel.mesh.text import aligned, printable, some, without_wrappers
 
 CELLS = st.text("abc", min_size=1, max_size=5)
 
@@ -53,3 +53,17 @@ def test_printable_text_has_no_control_characters(text: str) -> None:
 def test_printable_text_shows_control_characters_as_escapes() -> None:
     found = printable("a\x1b[31m\n\u202e\udc80\x9b ü[/]")
     assert found == r"a\x1b[31m\n\u202e\udc80\x9b ü[/]"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("_orig_mod", ""),
+        ("_orig_mod.head.weight", "head.weight"),
+        ("layers.0._checkpoint_wrapped_module._orig_mod.up.weight", "layers.0.up.weight"),
+        ("_forward_module.my_orig_mod.weight", "my_orig_mod.weight"),
+        ("head.weight", "head.weight"),
+    ],
+)
+def test_without_wrappers_removes_whole_parts_of_names(name: str, expected: str) -> None:
+    assert without_wrappers(name) == expected

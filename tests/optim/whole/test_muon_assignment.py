@@ -63,6 +63,7 @@ def test_module_name_with_brackets_is_matched_literally() -> None:
     [
         *("tok_emb.weight", "pos_emb", "transformer.wte.weight", "model.embed_tokens.weight", "lm_head.weight"),
         *("output.weight", "proj_out.weight", "score.weight", "module.output.weight", "_orig_mod.module.score.weight"),
+        *("output._orig_mod.weight", "base_model.model.score.weight", "_forward_module.proj_out.weight"),
     ],
 )
 def test_usual_names_of_embeddings_and_heads_are_assigned_to_adamw(name: str) -> None:

@@ -24,7 +24,7 @@ from .casting import copy_each_, float32_of, has_equal_values, is_half
 _COLLECTED = "_meshstep_collected"
 
 
-@renamed_members(write_back="write_back")
+@renamed_members(publish="write_back")
 class MasterWeights:
     """Float32 masters that replace half-precision parameters in an optimizer's param groups.
 

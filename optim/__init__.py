@@ -20,7 +20,7 @@ from .clip.rules import (
     WarmUp,
     ZClip,
 )
-from .gradients.buckets import Bf16Wire, Exact, Exchange, sync_gradients
+from .gradients.buckets import Bf16Compression, CommHook, NoCompression, sync_gradients
 from .kernels.choice import use_kernels
 from .lion import Lion
 from .norm.global_norm import GlobalNorm
@@ -60,7 +60,7 @@ __all__ = [
     "Adafactor",
     "Adaptive",
     "AsyncSaver",
-    "Bf16Wire",
+    "Bf16Compression",
     "Binding",
     "Booster",
     "Bucket",
@@ -71,14 +71,13 @@ __all__ = [
     "ByValue",
     "Clip",
     "ClipState",
+    "CommHook",
     "ConstantLR",
     "CoordinateCheck",
     "CosineAnnealingLR",
     "CsvFile",
     "DataParallel",
     "Decision",
-    "Exact",
-    "Exchange",
     "Fingerprints",
     "Flops",
     "GlobalNorm",
@@ -93,6 +92,7 @@ __all__ = [
     "Monitor",
     "MultiStepLR",
     "Muon",
+    "NoCompression",
     "NoiseScale",
     "Norms",
     "OfEachParameter",
@@ -147,5 +147,13 @@ __all__ = [
 
 if not TYPE_CHECKING:  # type checkers report former names
     __getattr__ = renamed_objects(
-        __name__, {"ParamTransform": ParamTransform, "Piece": SteppedTensor, "StatePlacement": StatePlacement}
+        __name__,
+        {
+            "Bf16Wire": Bf16Compression,
+            "Exact": NoCompression,
+            "Exchange": CommHook,
+            "Link": ParamTransform,
+            "Piece": SteppedTensor,
+            "Placement": StatePlacement,
+        },
     )

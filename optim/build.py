@@ -29,7 +29,7 @@ from ..parallel.mesh.topology import Topology
 from .clip.base import Clip
 from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds
 from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
-from .gradients.buckets import BUCKET_BYTES, Exchange, gradient_buckets
+from .gradients.buckets import BUCKET_BYTES, CommHook, gradient_buckets
 from .gradients.reduce_in_backward import BackwardReducer, Early
 from .kernels.choice import kernels_here
 from .norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Reduction, check_measurement
@@ -79,7 +79,7 @@ class Setup:
     data_parallel: nn.Module | Sequence[nn.Module] | None
     average_data: bool
     overlap: bool
-    compression: Exchange | None
+    compression: CommHook | None
     bucket_bytes: int | None
     states: StatePlacement | Sequence[StatePlacement]
     check_replicas: CheckReplicas
@@ -336,7 +336,7 @@ class Setup:
         # A master weight shares its gradient with the parameter, a local tensor with its DTensor: a bucket must not
         # replace it.
         adopt = all(id(tensor) in leaves for tensor in measured)
-        common: dict[str, Any] = {"average_data": self.averages_data, "exchange": self.compression}
+        common: dict[str, Any] = {"average_data": self.averages_data, "hook": self.compression}
         early = only = None
         if self.overlap:
             can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
@@ -506,7 +506,7 @@ class StepOptions(TypedDict, total=False):
     reduction: Reduction
     per_parameter_norms: bool
     overlap: bool
-    compression: Exchange | None
+    compression: CommHook | None
     bucket_bytes: int | None
     states: StatePlacement | Sequence[StatePlacement]
     check_replicas: CheckReplicas
@@ -634,8 +634,8 @@ class Measure:
 class Reduce:
     """Deprecated: give these values to `ParallelOptimizer` as arguments of their own.
 
-        ParallelOptimizer(adamw, registry, data_parallel=Reduce(overlap=True, exchange=Bf16Wire()))  # deprecated
-        ParallelOptimizer(adamw, registry, overlap=True, compression=Bf16Wire())
+        ParallelOptimizer(adamw, registry, data_parallel=Reduce(overlap=True, exchange=Bf16Compression()))  # deprecated
+        ParallelOptimizer(adamw, registry, overlap=True, compression=Bf16Compression())
 
     Args:
         overlap: Write ``overlap=``.
@@ -646,7 +646,7 @@ class Reduce:
 
     overlap: bool = False
     average_data: bool = True
-    exchange: Exchange | None = None
+    exchange: CommHook | None = None
     bucket_bytes: int | None = None
 
 

@@ -33,7 +33,7 @@ from .build import (
 from .clip.base import Clip, ClipState
 from .clip.clipper import AgreedThresholds, GradientClipper, GradScaleInfo, StepDecision
 from .clip.rules import ByNorm, ByValue, ClipSpec, in_use
-from .gradients.buckets import Exchange
+from .gradients.buckets import CommHook
 from .gradients.in_place import nonfinite_names
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction
 from .norm.param_table import ParamTable, SteppedTensor
@@ -115,8 +115,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             DTensors, owned parameters, uneven shards, and axes that the model's own collectives use are reduced after
             backward. If a data axis may shard the model (experts), all gradients are, because ranks could wait for each
             other. False: reduce in `step`.
-        compression: How the optimizer reduces gradient buckets, such as `Bf16Wire`. None: in the gradients' own dtype.
-            `Sharded` has a ``compression`` of its own; a ``data_parallel`` module does not use it.
+        compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None: in the gradients' own
+            dtype. `Sharded` has a ``compression`` of its own; a ``data_parallel`` module does not use it.
         bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets cost more.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
             `StatePlacement` of your own). The param groups then hold the stepped tensors; see `pieces`.
@@ -203,7 +203,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         data_parallel: nn.Module | Sequence[nn.Module] | None = None,
         average_data: bool = True,
         overlap: bool = False,
-        compression: Exchange | None = None,
+        compression: CommHook | None = None,
         bucket_bytes: int | None = None,
         states: StatePlacement | Sequence[StatePlacement] = (),
         check_replicas: CheckReplicas = "first",

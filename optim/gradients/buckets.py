@@ -154,8 +154,9 @@ Finish = Callable[[], object]
 Memory = dict[str, Tensor]
 
 
-class Exchange(ABC):
-    """A communication hook: how a flat gradient buffer is summed over a process group. See `Bf16Wire` for an example.
+class CommHook(ABC):
+    """A communication hook: how a flat gradient buffer is summed over a process group. See `Bf16Compression` for an
+    example.
 
     A method starts a sum and returns a function that finishes it, so that buckets overlap with each other and with
     backward. The caller keeps the tensors alive until then. The hook keeps its state in ``memory``, a dict per bucket. All
@@ -174,11 +175,11 @@ class Exchange(ABC):
         """Start to write this rank's slice of the sum of all ranks' ``flat`` into ``own``. Call the result to finish."""
 
 
-class Exact(Exchange):
+class NoCompression(CommHook):
     """Sums gradients in their own dtype. This is the default hook.
 
     ```python
-    ParallelOptimizer(adamw, registry, overlap=True, compression=Exact())
+    ParallelOptimizer(adamw, registry, overlap=True, compression=NoCompression())
     ```
     """
 
@@ -248,7 +249,7 @@ class GradientBucket:
         params: The tensors whose ``.grad`` is summed; all of one dtype and device.
         layout: The layout of the buffer. Its slices are the slices of a `reduce_scatter`.
         group: The process group of the sum.
-        exchange: The communication hook.
+        hook: The communication hook.
         dtype: Dtype of the buffer.
         scale: Factor on gradients before the sum, so that a half-precision sum does not overflow before one rank's gradient
             would. Default: 1.
@@ -263,14 +264,14 @@ class GradientBucket:
         params: Sequence[Tensor],
         layout: FlatBucket,
         group: dist.ProcessGroup,
-        exchange: Exchange,
+        hook: CommHook,
         dtype: torch.dtype,
         scale: float = 1.0,
         adopt: bool = False,
         pending: Sequence[Tensor] = (),
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
-        self.group, self._exchange, self._pending = group, exchange, list(pending)
+        self.group, self._hook, self._pending = group, hook, list(pending)
         # A mark identifies a gradient by its version counter, which all views of a buffer share.
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
@@ -291,7 +292,7 @@ class GradientBucket:
         Host synchronization: none.
         """
         flat = self._pack()
-        wait = self._exchange.all_reduce(flat, self.group, self._memory)
+        wait = self._hook.all_reduce(flat, self.group, self._memory)
 
         @torch.no_grad()
         def finish() -> None:
@@ -317,7 +318,7 @@ class GradientBucket:
             flat = first.view(-1) if self.scale == 1.0 else first.view(-1) * self.scale
         else:
             flat = self._pack()
-        return self._exchange.reduce_scatter(own, flat, self.group, self._memory), flat
+        return self._hook.reduce_scatter(own, flat, self.group, self._memory), flat
 
     def _pack(self) -> Tensor:
         """Return the gradients times the scale, [padded_numel], with zeros for missing gradients."""
@@ -465,7 +466,7 @@ def gradient_buckets(
     registry: ProcessGroupRegistry,
     average_data: bool = True,
     *,
-    exchange: Exchange | None = None,
+    hook: CommHook | None = None,
     adopt: bool = False,
     only: Callable[[ParameterEntry], bool] | None = None,
     bucket_bytes: int | None = None,
@@ -482,7 +483,7 @@ def gradient_buckets(
         registry: The process groups.
         average_data: False: other code averages over the data-parallel axes (`DistributedDataParallel`, FSDP). Partial and
             tied gradients are still summed. Default: True.
-        exchange: The communication hook of flat buckets. None (default): `Exact`.
+        hook: The communication hook of flat buckets. None (default): `NoCompression`.
         adopt: As for `GradientBucket`. Default: False.
         only: Predicate of the entries whose gradients are reduced. None (default): all entries.
         bucket_bytes: Bytes per bucket; a larger parameter gets a separate bucket. None (default): 32 MiB.
@@ -502,7 +503,7 @@ def gradient_buckets(
             bucket_params = [params[index] for index in layout.indices]
             pending = [params[index] for index in layout.indices if is_pending[index]]
             bucket = GradientBucket(
-                bucket_params, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending
+                bucket_params, layout, group, hook or NoCompression(), dtype, kind.scale, adopt, pending
             )
             # Tied parameters have other indices on other stages, so only the layout gives all ranks the same order.
             keyed_buckets.append(
@@ -581,11 +582,11 @@ def sync_gradients(
 
 
 @dataclass(frozen=True)
-class Bf16Wire(Exchange):
+class Bf16Compression(CommHook):
     """Reduces float32 gradients in bfloat16: half the bytes, 8 significant bits.
 
-        ParallelOptimizer(adamw, registry, overlap=True, compression=Bf16Wire())
-        ParallelOptimizer(adamw, registry, states=Sharded("data", compression=Bf16Wire()))
+        ParallelOptimizer(adamw, registry, overlap=True, compression=Bf16Compression())
+        ParallelOptimizer(adamw, registry, states=Sharded("data", compression=Bf16Compression()))
 
     Error feedback keeps the rounding error of a rank's gradients, and adds it to its next gradients. So small gradients are
     delayed instead of lost. Rounding errors of the sum itself are lost. Gradients of other dtypes are reduced in their own
@@ -597,7 +598,7 @@ class Bf16Wire(Exchange):
     Args:
         error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank, for the lifetime
             of the optimizer.
-    Collectives: one per call, as in `Exact`.
+    Collectives: one per call, as in `NoCompression`.
     Host synchronization: none.
 
     Reference: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847.
@@ -607,9 +608,9 @@ class Bf16Wire(Exchange):
 
     def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
         if flat.dtype != torch.float32:
-            return Exact().all_reduce(flat, group, memory)
+            return NoCompression().all_reduce(flat, group, memory)
         wire = self._rounded(flat, memory)
-        arrived = Exact().all_reduce(wire, group, memory)
+        arrived = NoCompression().all_reduce(wire, group, memory)
 
         def finish() -> None:
             arrived()
@@ -619,10 +620,10 @@ class Bf16Wire(Exchange):
 
     def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
         if flat.dtype != torch.float32:
-            return Exact().reduce_scatter(own, flat, group, memory)
+            return NoCompression().reduce_scatter(own, flat, group, memory)
         part = torch.empty_like(own, dtype=torch.bfloat16)
         held = [self._rounded(flat, memory)]  # the collective reads this buffer until it has finished
-        arrived = Exact().reduce_scatter(part, held[0], group, memory)
+        arrived = NoCompression().reduce_scatter(part, held[0], group, memory)
 
         def finish() -> None:
             arrived()

@@ -238,7 +238,7 @@ class Bucket:
         return " ".join(parts) or "replicated"
 
 
-@renamed_members(holders="num_replicas", weights="replica_weights", sharded_over="sharded_over")
+@renamed_members(holders="num_replicas", weights="replica_weights", cut_over="sharded_over")
 @dataclass(frozen=True)
 class ReductionPlan:
     """The reduction plan of one rank. It needs no process groups.

@@ -171,7 +171,7 @@ class Binding:
         return wanted and (self.data_parallel is None or self.data_parallel.float32_grads)
 
 
-@renamed_members(transform="transform", draws="rounds_stochastically")
+@renamed_members(link="transform", draws="rounds_stochastically")
 class StatePlacement(ABC):
     """A state placement: an immutable argument that chooses where optimizer states and stepped tensors are kept.
 
@@ -202,14 +202,14 @@ class StatePlacement(ABC):
 
 
 @renamed_members(
-    pull_grads="pull_grads",
-    write_back="write_back",
-    keeps_grad_here="keeps_grad_here",
+    bring="pull_grads",
+    publish="write_back",
+    holds_back="keeps_grad_here",
     kept="extra_state",
     differs="replica_dependent",
     divisible="supports_partial_step",
-    may_step_partially="may_step_partially",
-    sharded_over="sharded_over",
+    in_parts="may_step_partially",
+    cut_over="sharded_over",
 )
 class ParamTransform:
     """A parameter transform that replaces nothing. Subclasses override the methods that they need.
@@ -497,7 +497,7 @@ class GivenParam:
         return self.param.dtype != self.dtype or self.param.device != self.device
 
 
-@renamed_members(transforms="transforms", write_back="write_back")
+@renamed_members(links="transforms", publish="write_back")
 class TransformChain:
     """The parameter transforms of an optimizer, installed over its param groups. The groups are changed in place.
 

@@ -33,11 +33,11 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.buckets import (
     BUCKET_BYTES,
-    Exact,
-    Exchange,
+    CommHook,
     Finish,
     FlatBucket,
     GradientBucket,
+    NoCompression,
     Segment,
     dense,
     flat_buckets,
@@ -74,7 +74,7 @@ class ZeroBucket:
         summed: True if gradients must be summed over the axes; False: all these ranks have equal gradients. A sum over data
             axes is divided by their size.
         grad_dtype: The dtype of the gradient slice and of the collective.
-        exchange: The communication hook that sums gradients.
+        hook: The communication hook that sums gradients.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with them.
 
     Attributes:
@@ -95,7 +95,7 @@ class ZeroBucket:
         axes: tuple[str, ...],
         summed: bool,
         grad_dtype: torch.dtype,
-        exchange: Exchange,
+        hook: CommHook,
         release: bool,
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
@@ -107,7 +107,7 @@ class ZeroBucket:
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
-        self._bucket = GradientBucket(self.params, layout, self.group, exchange, grad_dtype, early)
+        self._bucket = GradientBucket(self.params, layout, self.group, hook, grad_dtype, early)
         self.segments = layout.segments(rank)
         self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
@@ -390,8 +390,8 @@ class Sharded(StatePlacement):
         gradients: True: every backward reduces gradients into this rank's slice, so all ranks must call `backward` for
             every micro-batch. Buckets are reduced while backward runs, with the exceptions below. Default False: gradients
             are reduced at the end of a window.
-        compression: The communication hook that reduces gradients over the axis, such as `Bf16Wire`. Default None: without
-            compression.
+        compression: The communication hook that reduces gradients over the axis, such as `Bf16Compression`. Default None:
+            without compression.
 
     With ``gradients=True`` some buckets are reduced at the end of backward: owned parameters, parameters whose bucket
     layout differs between ranks, and all parameters if the model itself may use a data axis. It may if a spec names the
@@ -406,7 +406,7 @@ class Sharded(StatePlacement):
     position: ClassVar[Position] = Position.SHARD
     axis: str = "data"
     gradients: bool = False
-    compression: Exchange | None = None
+    compression: CommHook | None = None
 
     def check(self, binding: Binding) -> None:
         topology, switch = binding.registry.topology, binding.data_parallel
@@ -520,9 +520,9 @@ class Shards(ParamTransform):
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
-        dtype, exchange = self._grad_dtype(params[0]), self.how.compression or Exact()
+        dtype, hook = self._grad_dtype(params[0]), self.how.compression or NoCompression()
         bucket = ZeroBucket(
-            params, layout, self.registry, decision.axes, decision.summed, dtype, exchange, self.how.gradients
+            params, layout, self.registry, decision.axes, decision.summed, dtype, hook, self.how.gradients
         )
         (self._late if decision.summed and is_late else self._early).append(bucket)
         return bucket

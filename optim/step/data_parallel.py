@@ -16,7 +16,7 @@ from ...amp.capture import is_captured
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import is_whole
-from ..gradients.buckets import Exchange
+from ..gradients.buckets import CommHook
 from ..gradients.reduce_in_backward import BackwardReducer
 from ..norm.plan import ParameterEntry
 from .window import Window
@@ -26,7 +26,7 @@ def check_gradient_reduction(
     modules: Sequence[nn.Module],
     average_data: bool,
     overlap: bool,
-    compression: Exchange | None,
+    compression: CommHook | None,
     bucket_bytes: int | None,
 ) -> None:
     """Check the arguments for this library's gradient reduction.
@@ -39,7 +39,7 @@ def check_gradient_reduction(
         bucket_bytes: Bytes per flat bucket; None: the default.
     Raises:
         ValueError: An argument is out of range, or two arguments are incompatible.
-        TypeError: ``compression`` is not an `Exchange`.
+        TypeError: ``compression`` is not a `CommHook`.
     """
     if overlap and modules:
         raise ValueError(
@@ -50,8 +50,8 @@ def check_gradient_reduction(
         raise ValueError(
             "overlap=True with average_data=False: there is nothing to reduce while backward runs; leave one out"
         )
-    if compression is not None and not isinstance(compression, Exchange):
-        raise TypeError(f"compression={compression!r}: give an instance of an Exchange, such as Bf16Wire()")
+    if compression is not None and not isinstance(compression, CommHook):
+        raise TypeError(f"compression={compression!r}: give an instance of a CommHook, such as Bf16Compression()")
     if bucket_bytes is not None and not is_whole(bucket_bytes, 1):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: give a whole number of bytes >= 1")
 

@@ -57,7 +57,7 @@ WITHOUT = {  # exported names without an example, and why
     "LayerNorm2p5D": "deprecated",
     "Linear2p5D": "deprecated",
     "WarmupLR": "base class of the schedules, which have examples",
-    "Exchange": "base class; Bf16Wire has an example",
+    "CommHook": "base class; Bf16Compression has an example",
     "Binding": "made by the library for StatePlacement.check",
     "UpdateRequest": "made by the library for ParamTransform.step",
 }

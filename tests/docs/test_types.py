@@ -16,7 +16,7 @@ import meshstep
 import torch
 from meshstep import Booster, CosineAnnealingLR, GradStats, P, ParallelOptimizer, ProcessGroupRegistry, Topology, declare
 from meshstep.amp import ApexFp16, precision_of
-from meshstep.optim import Bf16Wire, Sharded
+from meshstep.optim import Bf16Compression, Sharded
 from meshstep.parallel import ShardedDataLoader, prepare_dataloader
 from torch import Tensor, nn
 from typing_extensions import assert_type
@@ -46,7 +46,7 @@ adam = torch.optim.AdamW(net.parameters())
 plain = ParallelOptimizer(adam, registry, max_norm=1.0, precision="bf16", states=Sharded("data"))
 assert_type(plain.step(), GradStats)
 assert_type(plain.clip_grad_by_norm(1.0), GradStats)
-told = ParallelOptimizer(adam, registry, accumulation_steps=None, overlap=True, compression=Bf16Wire())
+told = ParallelOptimizer(adam, registry, accumulation_steps=None, overlap=True, compression=Bf16Compression())
 assert_type(told.step().total_norm, Tensor)
 windows = ParallelOptimizer(adam, registry, accumulation_steps=4, precision=ApexFp16("O1"))
 assert_type(windows.step(), GradStats | None)

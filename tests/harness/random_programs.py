@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from hypothesis import strategies as st
-from meshstep.optim import Bf16Wire, ByGroup, ByNorm, ParallelOptimizer, Sharded, save_checkpoint
+from meshstep.optim import Bf16Compression, ByGroup, ByNorm, ParallelOptimizer, Sharded, save_checkpoint
 from meshstep.optim.gradients import buckets as gradient_sync
 from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.parallel import (
@@ -251,7 +251,7 @@ def options_of(drawn: Drawn) -> dict[str, Any]:
         "per_parameter_norms": rng.random() < 0.3,
         "check_replicas": rng.choice([True, False]),
     }
-    compression = rng.choice([None, Bf16Wire()])
+    compression = rng.choice([None, Bf16Compression()])
     states = rng.choice(["whole", "overlap", "overlap", "zero1", "zero2", "zero2"])
     sharded_over = [axis for axis in topology.axes if axis not in topology.pipe_axes]
     if states == "overlap":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import (
-    Bf16Wire,
+    Bf16Compression,
     Booster,
     Fingerprints,
     Measure,
@@ -61,10 +61,10 @@ SPELLINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     ),
     "defaults of Measure": ({"measure": Measure()}, "measure=Measure()", {}, "leave measure out"),
     "overlap": (
-        {"data_parallel": Reduce(overlap=True, exchange=Bf16Wire())},
-        "data_parallel=Reduce(overlap=True, exchange=Bf16Wire(error_feedback=True))",
-        {"overlap": True, "compression": Bf16Wire()},
-        "write overlap=True, compression=Bf16Wire(error_feedback=True) instead",
+        {"data_parallel": Reduce(overlap=True, exchange=Bf16Compression())},
+        "data_parallel=Reduce(overlap=True, exchange=Bf16Compression(error_feedback=True))",
+        {"overlap": True, "compression": Bf16Compression()},
+        "write overlap=True, compression=Bf16Compression(error_feedback=True) instead",
     ),
     "average_data": (
         {"data_parallel": Reduce(average_data=False, bucket_bytes=64)},
@@ -114,8 +114,8 @@ def test_deprecated_measure_and_reduce_warn_once_each() -> None:
             "per_parameter_norms is given twice, as per_parameter_norms=True and in measure=Measure(per_parameter=True)",
         ),
         (
-            {"data_parallel": Reduce(exchange=Bf16Wire()), "compression": Bf16Wire(error_feedback=False)},
-            "compression is given twice, as compression=Bf16Wire(error_feedback=False) and in data_parallel=Reduce(exch",
+            {"data_parallel": Reduce(exchange=Bf16Compression()), "compression": Bf16Compression(error_feedback=False)},
+            "compression is given twice, as compression=Bf16Compression(error_feedback=False) and in data_parallel=Reduce",
         ),
         ({"measure": Measure(), "max_nrom": 1.0}, "ParallelOptimizer has no argument max_nrom=: write max_norm="),
         ({"measure": True}, "ParallelOptimizer has no argument measure=: write the arguments of Measure as arguments"),
@@ -186,9 +186,11 @@ def test_booster_warns_about_deprecated_measure() -> None:
 
 
 def test_deprecated_exchange_argument_of_sharded_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"write compression=Bf16Wire\(error_feedback=True\) instead") as caught:
-        sharded = Sharded("data", exchange=Bf16Wire())
-    assert sharded == Sharded("data", compression=Bf16Wire())
+    with pytest.warns(
+        DeprecationWarning, match=r"write compression=Bf16Compression\(error_feedback=True\) instead"
+    ) as caught:
+        sharded = Sharded("data", exchange=Bf16Compression())
+    assert sharded == Sharded("data", compression=Bf16Compression())
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
     with pytest.raises(TypeError, match="compression is given twice"):
-        Sharded(compression=Bf16Wire(), exchange=Bf16Wire())
+        Sharded(compression=Bf16Compression(), exchange=Bf16Compression())

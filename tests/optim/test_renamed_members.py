@@ -24,6 +24,9 @@ from torch import nn
 # By package: new name by former name.
 OBJECTS: dict[str, dict[str, str]] = {
     "optim": {
+        "Bf16Wire": "Bf16Compression",
+        "Exact": "NoCompression",
+        "Exchange": "CommHook",
         "Link": "ParamTransform",
         "Piece": "SteppedTensor",
         "Placement": "StatePlacement",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.amp import NaiveFp16
-from meshstep.optim import Bf16Wire, Booster, ParallelOptimizer, Sharded
+from meshstep.optim import Bf16Compression, Booster, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.buckets import reference_bf16_wire
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.mesh.process_group_collectives import REDUCE_SCATTER, all_gather_flat
@@ -52,7 +52,7 @@ def given(rank: int, count: int) -> list[Tensor]:
 
 def summed(scatter: bool, feedback: bool) -> list[Tensor]:
     """Return the full sums of eight rounds."""
-    wire, memory = Bf16Wire(feedback), {}  # type: ignore[var-annotated]
+    wire, memory = Bf16Compression(feedback), {}  # type: ignore[var-annotated]
     ranks, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     sums = []
@@ -110,7 +110,7 @@ def sent_bytes(way: str, mode: str, compressed: bool) -> dict[str, int]:
         model = wide_model().to(dtype)
         declare(model, {"*": P()})
         precision = MODES["fp32" if mode == "fp64" else mode]
-        options = arguments(way, Bf16Wire() if compressed else None, bucket_bytes=16384)
+        options = arguments(way, Bf16Compression() if compressed else None, bucket_bytes=16384)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=precision, **options)
         with sent() as seen:
             optimizer.backward(model(torch.randn(8, 64, dtype=dtype)).float().square().mean())
@@ -138,8 +138,8 @@ def test_gradients_of_other_dtypes_are_not_compressed(world: World, way: str, mo
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
 @pytest.mark.parametrize("how", ["plain", "unused", "explicit", "added", "offloaded"])
 def test_compression_with_overlap_is_bitwise_identical(world: World, mode: str, how: str) -> None:
-    expected = world.run(2, train_replicas, 2, mode, how, False, Bf16Wire())
-    for one, other in zip(world.run(2, train_replicas, 2, mode, how, True, Bf16Wire()), expected, strict=True):
+    expected = world.run(2, train_replicas, 2, mode, how, False, Bf16Compression())
+    for one, other in zip(world.run(2, train_replicas, 2, mode, how, True, Bf16Compression()), expected, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
         assert all(torch.equal(one[name], expected[0][name]) for name in other)
 
@@ -167,7 +167,7 @@ def losses(way: str, compression: Any, steps: int = 120) -> tuple[float, Tensor]
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_compressed_training_reaches_loss_of_uncompressed_training(world: World, way: str) -> None:
-    (exact, target), (with_feedback, weights) = (world.run(2, losses, way, e)[0] for e in (None, Bf16Wire()))
+    (exact, target), (with_feedback, weights) = (world.run(2, losses, way, e)[0] for e in (None, Bf16Compression()))
     assert exact < 0.2
     assert with_feedback == pytest.approx(exact, rel=0.005)  # measured: 2e-4
     assert float((weights - target).norm() / target.norm()) < 0.005  # measured: 1e-3
@@ -180,7 +180,7 @@ def drift(way: str, feedback: bool) -> float:
         nn.init.zeros_(model.weight)
         declare(model, {"*": P()})
         inner = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-        optimizer = ParallelOptimizer(inner, registry, **arguments(way, Bf16Wire(feedback)))
+        optimizer = ParallelOptimizer(inner, registry, **arguments(way, Bf16Compression(feedback)))
         for step in range(64):
             optimizer.zero_grad()
             gradient = (-1) ** step * 256.0 + 0.5 if registry.global_rank == 0 else 0.0
@@ -200,7 +200,9 @@ def overflown(way: str) -> list[bool]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model, mode = wide_model().half(), NaiveFp16(init_scale=4.0)
         declare(model, {"*": P()})
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=mode, **arguments(way, Bf16Wire()))
+        optimizer = ParallelOptimizer(
+            adamw(model.parameters()), registry, precision=mode, **arguments(way, Bf16Compression())
+        )
         moved = []
         for step in range(3):
             optimizer.zero_grad()
@@ -219,7 +221,7 @@ def test_skipped_step_leaves_no_nonfinite_error_feedback(world: World, way: str)
     assert world.run(2, overflown, way) == [[True, False, True]] * 2
 
 
-def step_beside_ddp(compression: Bf16Wire | None) -> float:
+def step_beside_ddp(compression: Bf16Compression | None) -> float:
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
@@ -234,19 +236,19 @@ def step_beside_ddp(compression: Bf16Wire | None) -> float:
 
 def test_partial_gradients_with_ddp_are_compressed(world: World) -> None:
     assert world.run(4, step_beside_ddp, None) == [2 + 2.0**-9] * 4
-    assert world.run(4, step_beside_ddp, Bf16Wire()) == [2.0] * 4
+    assert world.run(4, step_beside_ddp, Bf16Compression()) == [2.0] * 4
 
 
 def placements_of_booster(mode: Any) -> list[Any]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = wide_model()
-        booster = Booster("fp32", registry, mode, compression=Bf16Wire())
+        booster = Booster("fp32", registry, mode, compression=Bf16Compression())
         _, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
-        assert optimizer._setup.compression == Bf16Wire()
+        assert optimizer._setup.compression == Bf16Compression()
         placements: list[Any] = optimizer._setup.placements
         return placements
 
 
 def test_booster_compresses_zero_gradients(world: World) -> None:
-    assert world.run(2, placements_of_booster, "zero1") == [[Sharded("data", compression=Bf16Wire())]] * 2
+    assert world.run(2, placements_of_booster, "zero1") == [[Sharded("data", compression=Bf16Compression())]] * 2
     assert world.run(2, placements_of_booster, None) == [[]] * 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import Bf16Wire, ByNorm, Offloaded, ParallelOptimizer, ReplicaMismatchError, Sharded, Skip
+from meshstep.optim import Bf16Compression, ByNorm, Offloaded, ParallelOptimizer, ReplicaMismatchError, Sharded, Skip
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from meshstep.parallel.mesh.agreement import check_all_say_the_same
 from small_models import parameter
@@ -28,7 +28,11 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "accumulation_steps": (2, None, "accumulation_steps is 2 on rank 0 and None on rank 1"),
     "average_data": (True, False, "average_data is True on rank 0 and False on rank 1"),
     "overlap": (True, False, "overlap is True on rank 0 and False on rank 1"),
-    "compression": (None, Bf16Wire(), "compression is None on rank 0 and Bf16Wire(error_feedback=True) on rank 1"),
+    "compression": (
+        None,
+        Bf16Compression(),
+        "compression is None on rank 0 and Bf16Compression(error_feedback=True) on rank 1",
+    ),
     "bucket_bytes": (64, 128, "bucket_bytes is 64 on rank 0 and 128 on rank 1"),
     "states": (Offloaded(0.5), Offloaded(0.25), "Offloaded(fraction=0.5)) on rank 0 and (Offloaded(fraction=0.25)"),
     "on_nonfinite": ("skip", Skip(3), "on_nonfinite is 'skip' on rank 0 and Skip(most_in_a_row=3) on rank 1"),

@@ -108,7 +108,7 @@ class Trainer:
             self.booster.backward(loss_sum, self.optimizer, weight=tokens)
             # Steps with every K-th micro-batch, and with those that are left at the end of an epoch.
             ends_epoch = self.loader.state_dict()["position"] == 0
-            stats = self.optimizer.step(last=ends_epoch)
+            stats = self.optimizer.step(final=ends_epoch)
             self.schedule.step()
             self.optimizer.zero_grad()
             self.run.note(stats, loss_sum.detach() / tokens, count=tokens)

@@ -17,6 +17,7 @@ from ..amp.modes import Mode, Precision, precision_of
 from ..parallel.interop.transformers import registry_of, sharded_model
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call
+from ..parallel.mesh.deprecation import renamed_arguments, renamed_members
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .build import (
     AllOptions,
@@ -63,6 +64,7 @@ def _leave_uncompiled(kind: Any) -> None:
         kind.step.untraced = True
 
 
+@renamed_members(pieces="stepped_tensors", vetoed_steps="rejected_steps", window_ends="mark_last_micro_batch")
 class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats_co]):
     """A torch optimizer wrapper that steps by the exact global gradient norm of a model that is split over a mesh.
 
@@ -119,7 +121,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             dtype. `Sharded` has a ``compression`` of its own; a ``data_parallel`` module does not use it.
         bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets cost more.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
-            `StatePlacement` of your own). The param groups then hold the stepped tensors; see `pieces`.
+            `StatePlacement` of your own). The param groups then hold the stepped tensors; see `stepped_tensors`.
         check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit. If they differ,
             every rank raises `ReplicaMismatchError` before anything is stepped.
             ``"first"``: in the first step, and in the first step after parameters were added. This finds different seeds on
@@ -361,10 +363,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         return nullcontext() if self._switch is None else self._switch.off()
 
-    def window_ends(self) -> None:
+    def mark_last_micro_batch(self) -> None:
         """Mark the next micro-batch as the last of its window, although it is not the K-th. Call it before the forward.
 
-        ``step(last=True)`` alone is right as well, except with `fully_shard`, which cannot reduce its gradients later.
+        ``step(final=True)`` alone is right as well, except with `fully_shard`, which cannot reduce its gradients later.
         """
         if self._switch is not None:
             self._switch.set(True)
@@ -389,12 +391,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     # The step --------------------------------------------------------------------------------------------------------
 
+    @renamed_arguments(last="final")
     @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None, *, last: bool = False) -> Stats_co:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None, *, final: bool = False) -> Stats_co:  # type: ignore[override]
         """Reduce, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
         Args:
-            last: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of an
+            final: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of an
                 epoch. The gradient is the mean over these micro-batches.
         Returns:
             GradStats, with tensors on the device; None within a managed window, where nothing is done.
@@ -404,12 +407,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             TypeError: A gradient is complex or sparse. After the first step only the rank with the gradient raises.
             ValueError: A closure is given.
             RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
-                `window_ends`); a backward of the window raised; a parameter was unfrozen that was frozen when the optimizer
-                was made. On every rank: there are no gradients in the first step, or `backward` and `window` did not make
-                them (with a loss scale, after the first step, 16 steps late; the steps with such gradients were skipped).
-                Ranks ran different numbers of micro-batches, only some passed weights, or they differ in weights, clipping,
-                hyper-parameters or frozen parameters: such a step is skipped, and the error follows 16 steps late, or at
-                once in the first step and with ``on_nonfinite="raise"``.
+                `mark_last_micro_batch`); a backward of the window raised; a parameter was unfrozen that was frozen when the
+                optimizer was made. On every rank: there are no gradients in the first step, or `backward` and `window` did
+                not make them (with a loss scale, after the first step, 16 steps late; the steps with such gradients were
+                skipped). Ranks ran different numbers of micro-batches, only some passed weights, or they differ in weights,
+                clipping, hyper-parameters or frozen parameters: such a step is skipped, and the error follows 16 steps
+                late, or at once in the first step and with ``on_nonfinite="raise"``.
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:
@@ -418,7 +421,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             window = self._window
             window.captured = torch.cuda.is_initialized() and check_captured("step", self.not_captured)
             window.scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
-            if not window.ends(last):
+            if not window.ends(final):
                 if window.is_unused:
                     check_window_is_used(window, self._model_params, self.registry)
                 return None  # type: ignore[return-value]
@@ -768,9 +771,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return self._skips.total()
 
     @property
-    def vetoed_steps(self) -> int:
+    def rejected_steps(self) -> int:
         """Return the number of steps that ``commit=`` of any rank rejected. Host synchronization: one."""
-        return self._skips.vetoed()
+        return self._skips.rejected()
 
     @public_call
     def poll(self) -> None:
@@ -866,7 +869,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         return self._setup.not_local(self._switch, self._model_params)
 
-    def pieces(self) -> list[SteppedTensor]:
+    def stepped_tensors(self) -> list[SteppedTensor]:
         """Return one record per tensor that the optimizer steps on this rank, in the order of the param groups.
 
         A record names the model parameter and tells which part of the full tensor the stepped tensor is.

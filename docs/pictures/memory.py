@@ -43,7 +43,7 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
     optimizer.backward(model(torch.randn(8, WIDTH)).float().square().mean())
     optimizer.step()
     weights = list(model.parameters())
-    pieces = [piece.tensor for piece in optimizer.pieces()]
+    pieces = [piece.tensor for piece in optimizer.stepped_tensors()]
     moments = [value for piece in pieces for value in adamw.state[piece].values()]
     moments = [value for value in moments if isinstance(value, Tensor) and value.dim()]
     found: dict[str, list[Any]] = {

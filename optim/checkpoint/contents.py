@@ -536,7 +536,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
     whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
     stepped = []
-    for row in optimizer.pieces():
+    for row in optimizer.stepped_tensors():
         name, region = parameters.of(row.param)
         run = region.run(row.offset, row.tensor.numel())
         stepped.append(Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor))))

@@ -225,7 +225,7 @@ class TorchStates(torch.optim.Optimizer):
         optimizer = self._optimizer
         transforms = optimizer.transforms.transforms
         held: dict[int, list[tuple[int, SteppedTensor]]] = {}
-        for position, row in enumerate(optimizer.pieces()):
+        for position, row in enumerate(optimizer.stepped_tensors()):
             held.setdefault(id(row.param), []).append((position, row))
         entries = iter(optimizer.model_plan.entries)
 

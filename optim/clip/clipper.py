@@ -77,19 +77,19 @@ class SkipVote:
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
     def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return (vetoed, parted), each 0-dim float32 or None, from the summed `fields`.
+        """Return (rejected, replicas_diverged), each 0-dim float32 or None, from the summed `fields`.
 
         Args:
             sums: The sum of each field over all ranks.
             finite: 0-dim bool: the gradient norm is finite.
         """
-        vetoed = None
+        rejected = None
         if self.commit is not None:
-            vetoed = (sums["veto"][0] > 0).float()
+            rejected = (sums["veto"][0] > 0).float()
         if self.watch is None:
-            return vetoed, None
+            return rejected, None
         self.watch.record([values for name, values in sums.items() if name.startswith("fingerprints")], finite)
-        return vetoed, self.watch.parted
+        return rejected, self.watch.replicas_diverged
 
 
 # Multiply gradients by clip coefficients ------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class StepDecision(NamedTuple):
     def after(self, earlier: StepDecision) -> StepDecision:
         """Return this decision combined with an earlier one of the same window, whose reasons to skip still apply."""
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
-        votes = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
+        votes = {name: getattr(earlier.stats, name) for name in ("rejected", "replicas_diverged", "spiked")}
         disagreed, before = self.stats.disagreed, earlier.stats.disagreed
         if disagreed is None or before is None:
             disagreed = before if disagreed is None else disagreed
@@ -418,14 +418,14 @@ class GradientClipper:
         if "bypassed" in sums:
             past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # zero gradients only create states; they are allowed
             finite = finite & ~past
-        vetoed, parted = (None, None) if vote is None else vote.count(sums, finite)
+        rejected, replicas_diverged = (None, None) if vote is None else vote.count(sums, finite)
         disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None
         clip_result = Decision(None)
         if rule is not None:
             state = ClipState(rule) if clip is None else clip
             clip_result = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
             if clip_result.state:
-                state.remember(clip_result, _is_applied(finite, vetoed, parted, disagreed))
+                state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed))
         factors, one = clip_result.factors, self._one
         if one is None or one.device != norms.total.device:  # made in the first step, because a graph must not make it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
@@ -452,14 +452,14 @@ class GradientClipper:
             group_norms=norms.groups,
             loss_scale=None if scale_info.loss_scale is None else scale_info.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
-            vetoed=vetoed,
-            parted=parted,
+            rejected=rejected,
+            replicas_diverged=replicas_diverged,
             spiked=spiked,
             named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
             disagreed=disagreed,
             unclipped=() if rule is None else rule.unclipped,
         )
-        if vetoed is parted is spiked is None:
+        if rejected is replicas_diverged is spiked is None:
             skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)
         else:
             skipped = stats.skipped

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..gradients.in_place import clamp_gradients
@@ -381,16 +382,17 @@ def check_packed(clip: Clip | None, reduction: str) -> None:
 # AdaGC ----------------------------------------------------------------------------------------------------------------
 
 
+@renamed_fields(times="factor")
 @dataclass(frozen=True)
 class AdaGC(Clip):
-    """Clips each parameter's gradient to ``times`` the exponential mean of the norms of its clipped gradients.
+    """Clips each parameter's gradient to ``factor`` times the exponential mean of the norms of its clipped gradients.
 
         ParallelOptimizer(adamw, registry, max_norm=AdaGC())
 
     ```text
     in the first ``warm_up`` steps:   h_t = min(1, max_norm / total_norm)
                                       mean[i] <- min(mean[i], h_t ||g_i||)
-    afterwards:                       h_t[i] = min(1, times mean[i] / ||g_i||)
+    afterwards:                       h_t[i] = min(1, factor mean[i] / ||g_i||)
                                       mean[i] <- decay mean[i] + (1 - decay) h_t[i] ||g_i||
                                                          Wang et al. 2025, arXiv:2502.11034
     ```
@@ -401,20 +403,20 @@ class AdaGC(Clip):
 
     Args:
         max_norm: The threshold of the total norm in the warm-up; finite, > 0. Default: 1.
-        times: The bound as a multiple of the mean; finite, > 0. Default: 1.05.
+        factor: The bound as a multiple of the mean; finite, > 0. Default: 1.05.
         decay: The decay of the mean; >= 0, < 1. Default: 0.98.
         warm_up: Steps of the warm-up; >= 1. Default: 100.
     """
 
     level = "parameters"
     max_norm: float = 1.0
-    times: float = 1.05
+    factor: float = 1.05
     decay: float = 0.98
     warm_up: int = 100
 
     def check(self) -> None:
         check_threshold(self.max_norm, "max_norm")
-        check_positive(self.times, "times")
+        check_positive(self.factor, "factor")
         check_decay(self.decay, "decay")
         check_whole_number(self.warm_up, "warm_up", 1)
 
@@ -424,7 +426,7 @@ class AdaGC(Clip):
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
         norm, steps, mean = norms.parameters, state["steps"], state["mean"]
         warms_up = (steps < self.warm_up) | mean.isinf()
-        own = bound_factor(norm, self.times * mean)
+        own = bound_factor(norm, self.factor * mean)
         factors = torch.where(warms_up, bound_factor(norms.total, self.max_norm), own)
         clipped = factors * norm
         new = torch.where(warms_up, torch.minimum(mean, clipped), self.decay * mean + (1 - self.decay) * clipped)
@@ -466,51 +468,52 @@ class ByPreviousNorm(Clip):
 
 # SkipSpikes -----------------------------------------------------------------------------------------------------------
 
-_COPIED_FROM_THEN = ("level", "patterns", "weights", "in_place", "norm_type", "unit_dim")
-_THEN = "then/"
+_COPIED_FROM_INNER = ("level", "patterns", "weights", "in_place", "norm_type", "unit_dim")
+_INNER = "then/"  # in checkpoints
 
 
+@renamed_fields(times="factor", then="inner", of="statistic")
 @dataclass(frozen=True)
 class SkipSpikes(Clip):
-    """Skips the step on every rank if  total_norm > times * median of the last ``window`` total norms.
+    """Skips the step on every rank if  total_norm > factor * median of the last ``window`` total norms.
 
-        ParallelOptimizer(adamw, registry, max_norm=SkipSpikes(times=4.0, then=1.0))
+        ParallelOptimizer(adamw, registry, max_norm=SkipSpikes(factor=4.0, inner=1.0))
 
     Weights and optimizer states stay bitwise unchanged, and the loss scale does not back off, because a spike is not an
     overflow. `GradStats.spiked` and ``skipped`` report the skip, and `skipped_steps` counts it. Schedules that hold on a
     skipped step hold. `Skip` does not count spikes among its consecutive skips.
 
-    In the window, a spike counts as the threshold ``times * median`` that it exceeded. So one spike changes a mean little
+    In the window, a spike counts as the threshold ``factor * median`` that it exceeded. So one spike changes a mean little
     and a median hardly. If norms stay at a higher level, steps are applied again when the statistics have reached this
     level.
 
     Args:
-        times: The threshold as a multiple of the statistic; finite, > 1. Default: 4.
-        then: The clipping of steps that are not skipped: a rule, a threshold, or a dict as for `ByName`. A spike does not
+        factor: The threshold as a multiple of the statistic; finite, > 1. Default: 4.
+        inner: The clipping of steps that are not skipped: a rule, a threshold, or a dict as for `ByName`. A spike does not
             change its state. None (default): no clipping.
-        of: The statistic of the window: ``"median"`` (default) or ``"mean"``.
+        statistic: The statistic of the window: ``"median"`` (default) or ``"mean"``.
         window: Length of the window in steps; >= 1. Default: 128.
         warm_up: No step is skipped until the window has this many norms; >= 1, at most ``window``. Default: 16.
     """
 
-    times: float = 4.0
-    then: ClipSpec = None
-    of: Literal["median", "mean"] = "median"
+    factor: float = 4.0
+    inner: ClipSpec = None
+    statistic: Literal["median", "mean"] = "median"
     window: int = 128
     warm_up: int = 16
 
     def __post_init__(self) -> None:
-        then = clip_of(self.then)
-        object.__setattr__(self, "then", then)
-        for name in _COPIED_FROM_THEN if then is not None else ():
-            object.__setattr__(self, name, getattr(then, name))
+        inner = clip_of(self.inner)
+        object.__setattr__(self, "inner", inner)
+        for name in _COPIED_FROM_INNER if inner is not None else ():
+            object.__setattr__(self, name, getattr(inner, name))
 
     def check(self) -> None:
-        check_positive(self.times, "times")
-        if self.times <= 1:
-            raise ValueError(f"times={self.times}: give a number > 1, or half of the steps would be skipped")
-        if self.of not in ("median", "mean"):
-            raise ValueError(f"of={self.of!r}: give 'median' or 'mean'")
+        check_positive(self.factor, "factor")
+        if self.factor <= 1:
+            raise ValueError(f"factor={self.factor}: give a number > 1, or half of the steps would be skipped")
+        if self.statistic not in ("median", "mean"):
+            raise ValueError(f"statistic={self.statistic!r}: give 'median' or 'mean'")
         check_whole_number(self.window, "window", 1)
         check_whole_number(self.warm_up, "warm_up", 1)
         if self.warm_up > self.window:
@@ -520,47 +523,47 @@ class SkipSpikes(Clip):
             )
 
     def initial(self) -> Mapping[str, Initial]:
-        inner = {} if self._then is None else {_THEN + name: value for name, value in self._then.initial().items()}
+        inner = {} if self._inner is None else {_INNER + name: value for name, value in self._inner.initial().items()}
         return {"steps": 0.0, "norms": [inf] * self.window, **inner}
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
         norm, steps, last = norms.total, state["steps"], state["norms"]
-        bound = self.times * self._statistic(last, steps)
+        bound = self.factor * self._statistic(last, steps)
         spike = (steps >= self.warm_up) & (bound > 0) & (norm > bound)
         here = torch.arange(self.window, device=last.device) == torch.remainder(steps, self.window)
         new = {"steps": steps + 1, "norms": torch.where(here, torch.where(spike, bound, norm), last)}
-        if self._then is None:
+        if self._inner is None:
             return Decision(None, new, spike)
-        own = {name: state[_THEN + name] for name in self._then.initial()}
-        inner = self._then.decide(norms, own)
-        new |= {_THEN + name: torch.where(spike, own[name], value) for name, value in inner.state.items()}
-        return Decision(inner.factors, new, spike if inner.skip is None else spike | inner.skip)
+        own = {name: state[_INNER + name] for name in self._inner.initial()}
+        result = self._inner.decide(norms, own)
+        new |= {_INNER + name: torch.where(spike, own[name], value) for name, value in result.state.items()}
+        return Decision(result.factors, new, spike if result.skip is None else spike | result.skip)
 
     def check_names(self, names: Sequence[str]) -> None:
-        if self._then is not None:
-            self._then.check_names(names)
+        if self._inner is not None:
+            self._inner.check_names(names)
 
     @property
     def unclipped(self) -> tuple[str, ...]:
-        return () if self._then is None else self._then.unclipped
+        return () if self._inner is None else self._inner.unclipped
 
     def shown(self, factors: Tensor, norms: Norms) -> Tensor:
-        return super().shown(factors, norms) if self._then is None else self._then.shown(factors, norms)
+        return super().shown(factors, norms) if self._inner is None else self._inner.shown(factors, norms)
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:
-        if self._then is not None:
-            self._then.finish_(gradients_of)
+        if self._inner is not None:
+            self._inner.finish_(gradients_of)
 
     @property
-    def _then(self) -> Clip | None:
-        assert self.then is None or isinstance(self.then, Clip), "__post_init__ has converted it"
-        return self.then
+    def _inner(self) -> Clip | None:
+        assert self.inner is None or isinstance(self.inner, Clip), "__post_init__ has converted it"
+        return self.inner
 
     def _statistic(self, last: Tensor, steps: Tensor) -> Tensor:
         """Return the median or mean of the window, 0-dim. Free slots are inf, so that sorting puts them last."""
         count = steps.clamp(min=1, max=self.window)
         ordered = last.sort().values
-        if self.of == "mean":
+        if self.statistic == "mean":
             there = torch.arange(self.window, device=last.device) < count
             return torch.where(there, ordered, torch.zeros_like(ordered)).sum() / count
         middle = torch.stack([torch.floor((count - 1) / 2), torch.floor(count / 2)]).long()

@@ -39,7 +39,7 @@ class GlobalNorm:
     """Computes the global norms of the gradients of one plan.
 
         norm = GlobalNorm(optimizer.plan, optimizer.registry)
-        norms = norm([row.grad_tensor.grad for row in optimizer.pieces()])
+        norms = norm([row.grad_tensor.grad for row in optimizer.stepped_tensors()])
 
     Args:
         plan: The reduction plan. All ranks must agree on it (`norm.plan_agreement.agree`) for ``reduction="per_group"`` and
@@ -272,7 +272,7 @@ class PackedSum:
 
         pack = PackedSum.of({"window_weight": weights}).with_fields({"veto": vote})
         norms = global_norm(gradients, pack.values)
-        vetoed = pack.split(norms.extra)["veto"] > 0
+        rejected = pack.split(norms.extra)["veto"] > 0
 
     All ranks must pack the same fields in the same order.
 

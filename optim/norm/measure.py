@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.value_checks import check_scalar, is_whole
 
 # Norms ----------------------------------------------------------------------------------------------------------------
@@ -144,6 +145,7 @@ def check_measurement(
 # The report of a step -------------------------------------------------------------------------------------------------
 
 
+@renamed_members(parted="replicas_diverged", vetoed="rejected")
 @dataclass(frozen=True)
 class GradStats:
     """Measurements of one step's gradients. All tensors are on the device, and bitwise identical on every rank.
@@ -165,9 +167,9 @@ class GradStats:
         group_norms: [number of param groups]: the global p-norm per param group.
         loss_scale: 0-dim float32: the factor on the loss in backward. None in modes without a loss scale.
         parameter_norms: The global p-norm of each logical parameter by name. Empty unless requested.
-        vetoed: 0-dim float32: 1 if ``commit=`` of any rank rejected the step, else 0. None without ``commit=``.
-        parted: 0-dim float32: 1 if replicas have diverged, from the step of the comparison until the error is raised; else
-            0. None without `Fingerprints`.
+        rejected: 0-dim float32: 1 if ``commit=`` of any rank rejected the step, else 0. None without ``commit=``.
+        replicas_diverged: 0-dim float32: 1 if replicas have diverged, from the step of the comparison until the error is
+            raised; else 0. None without `Fingerprints`.
         spiked: 0-dim float32: 1 if the clipping rule skips the step although its norm is finite, else 0. None unless the
             rule can skip steps (`SkipSpikes`).
         named_norms: With `ByName`: for each pattern the global p-norm of the parameters whose first match it is.
@@ -182,8 +184,8 @@ class GradStats:
     group_norms: Tensor
     loss_scale: Tensor | None = None
     parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)
-    vetoed: Tensor | None = None
-    parted: Tensor | None = None
+    rejected: Tensor | None = None
+    replicas_diverged: Tensor | None = None
     spiked: Tensor | None = None
     named_norms: Mapping[str, Tensor] = field(default_factory=dict)
     disagreed: Tensor | None = None
@@ -192,7 +194,7 @@ class GradStats:
     @property
     def skipped(self) -> Tensor:
         """Return 1 if the step is skipped for any reason, else 0, as 0-dim float32. Host synchronization: none."""
-        all_reasons = self.found_inf, self.vetoed, self.parted, self.spiked, self.disagreed
+        all_reasons = self.found_inf, self.rejected, self.replicas_diverged, self.spiked, self.disagreed
         reasons = [reason for reason in all_reasons if reason is not None]
         if len(reasons) > 2:
             return torch.stack(reasons).amax()
@@ -201,7 +203,11 @@ class GradStats:
     def __str__(self) -> str:
         parts = [f"norm {float(self.total_norm):.3g}"]
         if self.skipped:
-            whys = {"a rank's veto": self.vetoed, "copies that differ": self.parted, "a spike": self.spiked}
+            whys = {
+                "a rank's veto": self.rejected,
+                "copies that differ": self.replicas_diverged,
+                "a spike": self.spiked,
+            }
             whys["ranks that disagree"] = self.disagreed
             why = ", ".join(reason for reason, flag in whys.items() if flag is not None and flag)
             parts.append(f"skipped ({why})" if why else "skipped")

@@ -18,7 +18,7 @@ from .plan import ParameterEntry, ReductionPlan
 class ParamPosition:
     """A position in the param groups, while parameter transforms replace its tensor.
 
-        for position in optimizer.pieces():  # `SteppedTensor` is a subclass
+        for position in optimizer.stepped_tensors():  # `SteppedTensor` is a subclass
             print(position.name, tuple(position.tensor.shape))
 
     Args:
@@ -58,7 +58,7 @@ class ParamPosition:
 class SteppedTensor(ParamPosition):
     """A tensor that the optimizer steps, and its place in the model; see `ParamPosition` for the first arguments.
 
-        for row in optimizer.pieces():
+        for row in optimizer.stepped_tensors():
             print(row.name, row.region)
 
     ``tensor`` is 1-dim if optimizer states are sharded, and has the parameter's shape otherwise. It is float32 if it is a

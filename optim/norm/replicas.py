@@ -220,7 +220,7 @@ class FingerprintMonitor:
         registry: The process groups.
 
     Attributes:
-        parted: 0-dim float32, on the device: 1 once replicas have diverged. Read-only.
+        replicas_diverged: 0-dim float32, on the device: 1 once replicas have diverged. Read-only.
     """
 
     def __init__(self, checks: Sequence[ReplicaCheck], every: int, registry: ProcessGroupRegistry) -> None:
@@ -230,7 +230,7 @@ class FingerprintMonitor:
     def start_over(self) -> None:
         """Discard the detected differences, and compare in the next measurement."""
         device = self.checks[0].device
-        self.parted = torch.zeros((), device=device)
+        self.replicas_diverged = torch.zeros((), device=device)
         self._steps = 0
         self._numbers: list[Tensor] = []
         self._detected: list[tuple[Tensor, Tensor]] = []  # for each check the sums and this rank's hashes
@@ -245,7 +245,7 @@ class FingerprintMonitor:
         return [check.weighted(numbers) for check, numbers in zip(self.checks, self._numbers, strict=True)]
 
     def record(self, totals: Sequence[Tensor], finite: Tensor) -> None:
-        """Update ``parted`` from the summed slots.
+        """Update ``replicas_diverged`` from the summed slots.
 
         Args:
             totals: The sums of the `slots` over all ranks.
@@ -258,14 +258,14 @@ class FingerprintMonitor:
             (self._mask_nonfinite(check, sums, finite), numbers)
             for check, sums, numbers in zip(self.checks, totals, self._numbers, strict=True)
         ]
-        earlier = self.parted > 0
+        earlier = self.replicas_diverged > 0
         # The first difference is kept.
         self._detected = [
             (torch.where(earlier, kept[0], sums), torch.where(earlier, kept[1], numbers))
             for kept, (sums, numbers) in zip(self._detected or found, found, strict=True)
         ]
         some = torch.stack([sums.ne(0).any() for sums, _ in found]).any()
-        self.parted = torch.maximum(self.parted, some.to(self.parted))
+        self.replicas_diverged = torch.maximum(self.replicas_diverged, some.to(self.replicas_diverged))
 
     def _mask_nonfinite(self, check: ReplicaCheck, sums: Tensor, finite: Tensor) -> Tensor:
         by_kind = sums.view(len(check.plan.parameter_names), len(check.axes), len(check.kinds), -1).clone()

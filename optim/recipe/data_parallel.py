@@ -269,7 +269,7 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
     Host synchronization: yes.
     """
     with in_call(optimizer.registry, "align_copies"):
-        _align(optimizer.pieces(), optimizer.transforms, optimizer.registry)
+        _align(optimizer.stepped_tensors(), optimizer.transforms, optimizer.registry)
 
 
 def _align(rows: Sequence[SteppedTensor], chain: TransformChain, registry: ProcessGroupRegistry) -> None:

@@ -116,7 +116,7 @@ class Pipeline:
                 "sums and create the schedule with scale_grads=False"
             )
         if isinstance(self.optimizer.grad_sync, TorchGradSync):
-            self.optimizer.window_ends()
+            self.optimizer.mark_last_micro_batch()
         with self.optimizer.window(weight=weight):
             return self._run(self.schedule.step, args, target, {**kwargs, "return_outputs": False})
 

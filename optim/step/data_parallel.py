@@ -240,8 +240,8 @@ class TorchGradSync(GradSyncController):
         if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
-                "before its backward. Call window_ends() before the forward of the last one if a window is shorter than "
-                "accumulation_steps, and leave it out of no_sync()"
+                "before its backward. Call mark_last_micro_batch() before the forward of the last one if a window is "
+                "shorter than accumulation_steps, and leave it out of no_sync()"
             )
         return not window.sync_skipped
 
@@ -250,8 +250,8 @@ class TorchGradSync(GradSyncController):
         if sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard keeps the gradients of micro-batches that it has not reduced, even if the parameters' "
-                "gradients are cleared: finish the window with a micro-batch that it reduces, after window_ends() and "
-                "outside of no_sync(), before zero_grad()"
+                "gradients are cleared: finish the window with a micro-batch that it reduces, after "
+                "mark_last_micro_batch() and outside of no_sync(), before zero_grad()"
             )
 
 
@@ -405,7 +405,8 @@ class MegatronGradSync(TorchGradSync):
         """Return True. Raises RuntimeError if ``overlap_grad_reduce`` did not reduce the last micro-batch."""
         if window.sync_skipped and self._overlap:
             raise RuntimeError(
-                "overlap_grad_reduce=True has not reduced the gradients of this window: call window_ends() before the "
+                "overlap_grad_reduce=True has not reduced the gradients of this window: call mark_last_micro_batch() "
+                "before the "
                 "forward of the last micro-batch if a window is shorter than accumulation_steps, and leave it out of "
                 "no_sync()"
             )

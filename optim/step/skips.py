@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.value_checks import check_count, is_whole
 from ..clip.clipper import StepDecision
 from .first_window_checks import SAY_SO
@@ -20,25 +21,26 @@ REPLICAS_DIVERGED = "replicas have diverged"
 DISAGREED = "ranks disagree"
 
 
+@renamed_fields(most_in_a_row="max_consecutive")
 @dataclass(frozen=True)
 class Skip:
     """A setting of ``on_nonfinite=``: skip steps with a non-finite gradient norm, and raise after too many in a row.
 
     All ranks skip and raise in the same step.
 
-        optimizer = ParallelOptimizer(inner, registry, on_nonfinite=Skip(most_in_a_row=10))
+        optimizer = ParallelOptimizer(inner, registry, on_nonfinite=Skip(max_consecutive=10))
 
     Args:
-        most_in_a_row: The number of consecutive skipped steps that raises an error, an integer >= 1. Default 50. The error
-            comes at most `LAG` steps late, because a step does not wait for the device.
+        max_consecutive: The number of consecutive skipped steps that raises an error, an integer >= 1. Default 50. The
+            error comes at most `LAG` steps late, because a step does not wait for the device.
     """
 
-    most_in_a_row: int = 50
+    max_consecutive: int = 50
 
     def check(self) -> None:
-        """Raise ValueError if ``most_in_a_row`` is not a whole number >= 1."""
-        if not is_whole(self.most_in_a_row, 1):
-            raise ValueError(f"most_in_a_row={self.most_in_a_row!r}: give a whole number >= 1")
+        """Raise ValueError if ``max_consecutive`` is not a whole number >= 1."""
+        if not is_whole(self.max_consecutive, 1):
+            raise ValueError(f"max_consecutive={self.max_consecutive!r}: give a whole number >= 1")
 
 
 OnNonfinite = Literal["skip", "raise"] | Skip
@@ -49,12 +51,12 @@ def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
     if isinstance(on_nonfinite, Skip):
         on_nonfinite.check()
     elif on_nonfinite not in ("skip", "raise"):
-        raise ValueError(f"on_nonfinite={on_nonfinite!r}: give 'skip', 'raise' or Skip(most_in_a_row=...)")
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: give 'skip', 'raise' or Skip(max_consecutive=...)")
     return on_nonfinite
 
 
 def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
-    most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
+    most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).max_consecutive
     if in_a_row < most:
         return None
     return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
@@ -88,7 +90,7 @@ class SkipMonitor:
         self.facts: Facts | None = None
         # These views are cached, because slicing in every step costs more than the addition.
         self._total_and_in_a_row = self.counts[:2]
-        self._total, self._in_a_row, self._bypassed, self._vetoed, self._has_diverged, self._disagreed = (
+        self._total, self._in_a_row, self._bypassed, self._rejected, self._has_diverged, self._disagreed = (
             self.counts.unbind()
         )
 
@@ -116,7 +118,9 @@ class SkipMonitor:
             self._copy_to_host(facts)
         if bypassed or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
             raise self._bypass_error(f", the first one {LAG} steps ago" if bypassed else ", this one")
-        if diverged or (on_nonfinite == "raise" and stats.parted is not None and bool(stats.parted)):
+        if diverged or (
+            on_nonfinite == "raise" and stats.replicas_diverged is not None and bool(stats.replicas_diverged)
+        ):
             return self._report_divergence()
         if disagreed:
             return self._report_disagreement(then)
@@ -170,10 +174,10 @@ class SkipMonitor:
         self._in_a_row.mul_(stats.found_inf)
         if past is not None:
             self._bypassed.add_(past)
-        if stats.vetoed is not None:
-            self._vetoed.add_(stats.vetoed)
-        if stats.parted is not None:
-            self._has_diverged.copy_(stats.parted)
+        if stats.rejected is not None:
+            self._rejected.add_(stats.rejected)
+        if stats.replicas_diverged is not None:
+            self._has_diverged.copy_(stats.replicas_diverged)
         if stats.disagreed is not None:
             self._disagreed.add_(stats.disagreed)
 
@@ -208,14 +212,14 @@ class SkipMonitor:
         """Return the number of skipped steps. Host synchronization: one."""
         return int(self.counts[0])
 
-    def vetoed(self) -> int:
+    def rejected(self) -> int:
         """Return the number of steps that ``commit=`` rejected on any rank. Host synchronization: one."""
         return int(self.counts[3])
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts that a resumed run continues. Host synchronization: one."""
-        total, _, _, vetoed, *_ = map(int, self.counts.tolist())
-        return {"skipped_steps": total, "vetoed_steps": vetoed}
+        total, _, _, rejected, *_ = map(int, self.counts.tolist())
+        return {"skipped_steps": total, "vetoed_steps": rejected}
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:

@@ -364,16 +364,16 @@ class Window:
         """Return True in managed accumulation if the next micro-batch is the last one of the window."""
         return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
-    def ends(self, last: bool) -> bool:
+    def ends(self, final: bool) -> bool:
         """Return True if `step` must end the window.
 
         Args:
-            last: True: the window is shorter than ``steps``, such as the last window of an epoch.
+            final: True: the window is shorter than ``steps``, such as the last window of an epoch.
         Raises:
             RuntimeError: A backward of this window raised.
         """
         self._check_whole()
-        return self.is_full or (last and self.micro_batches > 0)
+        return self.is_full or (final and self.micro_batches > 0)
 
     def may_clear(self) -> bool:
         """Return True if `zero_grad` may clear gradients now.

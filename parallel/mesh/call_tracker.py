@@ -448,9 +448,9 @@ def receiver_of_caller(method: Callable[..., object]) -> Any:
 def level_of_caller() -> int:
     """Return the ``stacklevel`` with which the caller warns about the innermost frame outside this package.
 
-    The standard library's ``abc``, which creates classes, counts as part of the package.
+    torch, which wraps `step`, and the standard library's ``abc``, which creates classes, count as parts of the package.
     """
-    skipped = (__name__.split(".")[0], "abc")
+    skipped = (__name__.split(".")[0], "torch", "abc")
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in skipped:
         frame, level = frame.f_back, level + 1

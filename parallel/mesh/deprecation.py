@@ -90,6 +90,15 @@ class _FormerMember:
         setattr(instance, self.new, value)
 
 
+def renamed_fields(**renamed: str) -> Callable[[AnyClass], AnyClass]:
+    """Return a decorator for a dataclass whose fields have new names: attributes and arguments of the constructor.
+
+    Args:
+        renamed: New name by former name.
+    """
+    return lambda cls: renamed_members(**renamed)(renamed_arguments(**renamed)(cls))
+
+
 def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
     """Return a decorator for a function, or for a class, whose keyword arguments have new names.
 

@@ -117,7 +117,7 @@ RULES: dict[str, Any] = {
     "WarmUp": WarmUp(5.0, 0.5, steps=4),
     "ZClip": ZClip(),
     "AdaGC": AdaGC(),
-    "SkipSpikes": SkipSpikes(1.5, then=1.0),
+    "SkipSpikes": SkipSpikes(1.5, inner=1.0),
 }
 MORE: dict[str, Run] = {
     "overlap": Run(adamw, {"max_norm": 0.7, "overlap": True}),

@@ -84,7 +84,7 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
         seconds = time.perf_counter() - start
         slices = _slices(optimizer)
         optimizer.zero_grad()
-    pieces = optimizer.pieces()
+    pieces = optimizer.stepped_tensors()
     masters = sum(piece.tensor.nbytes for piece in pieces if piece.tensor.dtype != piece.param.dtype)
     states = {piece: _state_bytes(optimizer, piece.tensor) for piece in pieces}
     # What is offloaded is a piece where states are sharded, else a parameter: both lie where the gradient is measured.

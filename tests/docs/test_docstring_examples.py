@@ -103,7 +103,7 @@ SETUP = {
     "Decision": "norms = Norms(torch.tensor(2.0), *[None] * 6)",
     "HoldOnSkip": "from torch.optim.lr_scheduler import OneCycleLR",
     "NoiseScale": "registry = ProcessGroupRegistry(Topology(data=2))\noptimizer = ParallelOptimizer(adamw, registry)",
-    "Norms": "plan = optimizer.plan; gradients = [row.grad_tensor.grad for row in optimizer.pieces()]",
+    "Norms": "plan = optimizer.plan; gradients = [row.grad_tensor.grad for row in optimizer.stepped_tensors()]",
     "ParallelOptimizer.window": "engine, inputs = Engine(optimizer, model), batch",
     "ParallelOptimizer.reload_from_model": "critic = model",
     "TorchStates": "from torch.distributed import checkpoint as dcp; path = 'saved'\n"

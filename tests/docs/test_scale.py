@@ -103,7 +103,7 @@ def sent_by(case: Case) -> tuple[list[Sent], int]:
                 optimizer.step()
             optimizer.zero_grad()
         moments = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
-        masters = [piece.tensor for piece in optimizer.pieces() if case.bf16]
+        masters = [piece.tensor for piece in optimizer.stepped_tensors() if case.bf16]
         return sent, sum(tensor.nbytes for tensor in (*moments, *masters))
 
 
@@ -173,7 +173,7 @@ def test_cost_model_of_masters_and_half_states_equals_counted_bytes() -> None:
         optimizer = ParallelOptimizer(adamw, registry, precision="bf16", states=HalfStates())
         optimizer.backward(weight.float().square().sum())
         optimizer.step()
-        (piece,) = optimizer.pieces()
+        (piece,) = optimizer.stepped_tensors()
         kept = [value for key, value in optimizer.state[piece.tensor].items() if key != "step"]
         found = sum(value.nbytes for value in kept) + piece.tensor.untyped_storage().nbytes()
         assert found == page()["state_bytes"](64 * 64, masters=True, half_states=True)

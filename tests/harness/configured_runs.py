@@ -215,7 +215,7 @@ class Rank:
         names = {id(local_parameter(param)): name for name, param in self.model.items()}
         report.params = {name: local(param).clone() for name, param in self.model.items()}
         report.skipped = optimizer.skipped_steps
-        for piece, value in zip(optimizer.pieces(), optimizer._states.values(), strict=True):
+        for piece, value in zip(optimizer.stepped_tensors(), optimizer._states.values(), strict=True):
             report.pieces.append((names[id(piece.param)], piece.offset, value.detach().clone()))
 
 

@@ -69,8 +69,8 @@ class DenseRule:
         self.seen: list[float] = []
         self.inner = {}
         if isinstance(rule, SkipSpikes):
-            assert rule.then is None or isinstance(rule.then, Clip)
-            self.inner[""] = DenseRule(rule.then)
+            assert rule.inner is None or isinstance(rule.inner, Clip)
+            self.inner[""] = DenseRule(rule.inner)
         if isinstance(rule, ByName):
             others = None if isinstance(rule.others, EllipsisType) else rule.others
             self.inner = {pattern: DenseRule(own) for pattern, own in (*rule.groups, ("", others))}
@@ -133,7 +133,7 @@ class DenseRule:
                 factors[key] = min(rule.max_norm / total, 1.0)
                 new = min(mean[key], factors[key] * norm)
             else:
-                factors[key] = min(rule.times * mean[key] / norm, 1.0) if norm else 1.0
+                factors[key] = min(rule.factor * mean[key] / norm, 1.0) if norm else 1.0
                 new = rule.decay * mean[key] + (1 - rule.decay) * factors[key] * norm
             mean = {**mean, key: new if norm else mean[key]}
         self.state = {"steps": self.steps + 1, "mean": mean}
@@ -145,7 +145,9 @@ class DenseRule:
         last = self.seen[-rule.window :]
         factors: Factors | None = None
         bound = (
-            rule.times * (statistics.median(last) if rule.of == "median" else statistics.fmean(last)) if last else inf
+            rule.factor * (statistics.median(last) if rule.statistic == "median" else statistics.fmean(last))
+            if last
+            else inf
         )
         if len(self.seen) >= rule.warm_up and norm > bound:
             self.seen.append(bound)

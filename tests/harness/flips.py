@@ -162,7 +162,7 @@ class Run:
         """What is stepped for a parameter, its gradient or a state of it; or the model's own tensor."""
         if what == "model":
             return local(self.model.get_parameter(name))
-        row = next(row for row in self.optimizer.pieces() if row.name == name)
+        row = next(row for row in self.optimizer.stepped_tensors() if row.name == name)
         if what == "gradient":
             gradient = row.grad_tensor.grad
             assert gradient is not None
@@ -172,7 +172,7 @@ class Run:
 
     def everything(self) -> list[Tensor]:
         """Copies of what is stepped, and of its states. (Where that is not the model's, each step brings it there.)"""
-        pieces = [piece.tensor for piece in self.optimizer.pieces()]
+        pieces = [piece.tensor for piece in self.optimizer.stepped_tensors()]
         states = [value for piece in pieces for value in self.optimizer.state[piece].values()]
         return [tensor.detach().clone() for tensor in [*pieces, *states]]
 

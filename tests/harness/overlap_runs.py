@@ -125,7 +125,7 @@ class Windows:
             self.window(step)
             if self.how == "clipped":
                 self.optimizer.clip_grad_by_norm(0.3)
-            stats = self.optimizer.step(last=self.how in ("short", "announced"))
+            stats = self.optimizer.step(final=self.how in ("short", "announced"))
             assert stats is not None
             norms.append(stats.total_norm)
         return norms
@@ -135,7 +135,7 @@ class Windows:
         count = {"managed": 3, "explicit": 3, "short": 2, "announced": 2, "all under no_sync": 2}.get(self.how, 1)
         for index in range(count):
             if self.how == "announced" and index == count - 1:
-                self.optimizer.window_ends()
+                self.optimizer.mark_last_micro_batch()
             off = self.how == "all under no_sync" or (self.how == "explicit" and index < count - 1)
             with self.optimizer.no_sync() if off else nullcontext():
                 self.micro_batch(10 * step + index)

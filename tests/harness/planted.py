@@ -205,7 +205,7 @@ def run_skipped_step(model: Planted, optimizer: ParallelOptimizer, step: int) ->
     """A whole step that all ranks skip, because the last one's gradients are NaN."""
     run_step(model, optimizer, step)
     if optimizer.registry.global_rank == optimizer.registry.topology.world_size - 1:
-        for tensor in (*model.parameters(), *(piece.tensor for piece in optimizer.pieces())):
+        for tensor in (*model.parameters(), *(piece.tensor for piece in optimizer.stepped_tensors())):
             if tensor.grad is not None:
                 tensor.grad.fill_(torch.nan)
     stats = optimizer.step()
@@ -237,7 +237,7 @@ def parts(layout: Layout, optimizer: ParallelOptimizer) -> list[Part]:
     """Everything that the optimizer steps on this rank."""
     rank = optimizer.registry.global_rank
     found = []
-    for piece in optimizer.pieces():
+    for piece in optimizer.stepped_tensors():
         state = {k: v.detach().clone() for k, v in optimizer.state.get(piece.tensor, {}).items() if v is not None}
         key = layout.key(piece.name, rank)
         found.append(Part(key, piece.region, piece.tensor.detach().clone().flatten(), state))

@@ -83,7 +83,7 @@ def odd_steps(
 
 def pieces(optimizer: ParallelOptimizer) -> list[SteppedTensor]:
     """What this rank steps, and of which parameters it is."""
-    return optimizer.pieces()
+    return optimizer.stepped_tensors()
 
 
 def wide_model() -> nn.Module:

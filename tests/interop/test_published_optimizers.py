@@ -135,7 +135,7 @@ def evaluated(layout: Layout, make: Make, options: dict[str, Any]) -> tuple[list
         averages = parts(layout, optimizer)
         # The model has full tensors where the optimizer has shards of them.
         shown = dict(model.named_parameters())
-        for piece, part in zip(optimizer.pieces(), averages, strict=True):
+        for piece, part in zip(optimizer.stepped_tensors(), averages, strict=True):
             held = shown[piece.name].detach().flatten()[piece.offset : piece.offset + piece.tensor.numel()]
             assert torch.equal(held, part.value)
         optimizer.train()

@@ -463,7 +463,7 @@ def autocast_beside_bf16(run: Run) -> None:
 )
 def every_step_skipped(run: Run) -> None:
     """The loss becomes NaN in all later steps, and the script ignores `stats`."""
-    optimizer = run.optimizer(on_nonfinite=Skip(most_in_a_row=4))
+    optimizer = run.optimizer(on_nonfinite=Skip(max_consecutive=4))
     run.train(optimizer, [0])
     for _ in range(30):
         optimizer.zero_grad()

@@ -596,7 +596,7 @@ def reports_on_one_rank(run: Run) -> None:
         if run.rank == 0:
             assert float(optimizer.last_stats.total_norm) > 0  # type: ignore[union-attr]
             assert optimizer.skipped_steps == 0
-            assert "up.weight" in str(optimizer.pieces())
+            assert "up.weight" in str(optimizer.stepped_tensors())
             assert str(optimizer.plan)
             assert optimizer.state_dict()
             optimizer.poll()

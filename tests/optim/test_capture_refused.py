@@ -262,7 +262,7 @@ def replayed_overflows(on_nonfinite: Skip, count: int) -> tuple[Run, CpuGraph, G
 
 
 def test_poll_after_replays_raises_error_of_skipped_steps() -> None:
-    run, graph, _ = replayed_overflows(Skip(most_in_a_row=5), 4)
+    run, graph, _ = replayed_overflows(Skip(max_consecutive=5), 4)
     run.optimizer.poll()
     graph.replay()
     with pytest.raises(FloatingPointError, match=r"^5 steps in a row were skipped.*that are not finite now: first"):
@@ -293,7 +293,7 @@ def test_poll_reports_backward_that_bypassed_optimizer() -> None:
 
 def polled(overflows: bool) -> str:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
-        run = Run(Setting(Fp32(), {"on_nonfinite": Skip(most_in_a_row=2)}), CPU, registry)
+        run = Run(Setting(Fp32(), {"on_nonfinite": Skip(max_consecutive=2)}), CPU, registry)
         run.steps(range(9, 11) if overflows else range(12, 14))
         try:
             run.optimizer.poll()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
@@ -16,7 +16,20 @@ import meshstep.optim
 import pytest
 import torch
 from meshstep.amp import MasterWeights
-from meshstep.optim import ParallelOptimizer, ParamTransform, Position, ReductionPlan, StatePlacement, SteppedTensor
+from meshstep.optim import (
+    AdaGC,
+    GradStats,
+    NoCompression,
+    ParallelOptimizer,
+    ParamTransform,
+    Position,
+    ReductionPlan,
+    Sharded,
+    Skip,
+    SkipSpikes,
+    StatePlacement,
+    SteppedTensor,
+)
 from meshstep.optim.states.chain import TransformChain
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
@@ -34,7 +47,14 @@ OBJECTS: dict[str, dict[str, str]] = {
 }
 # By class: new name by former name.
 MEMBERS: dict[type, dict[str, str]] = {
+    AdaGC: {"times": "factor"},
+    GradStats: {"parted": "replicas_diverged", "vetoed": "rejected"},
     MasterWeights: {"publish": "write_back"},
+    ParallelOptimizer: {
+        "pieces": "stepped_tensors",
+        "vetoed_steps": "rejected_steps",
+        "window_ends": "mark_last_micro_batch",
+    },
     ParamTransform: {
         "bring": "pull_grads",
         "publish": "write_back",
@@ -47,9 +67,22 @@ MEMBERS: dict[type, dict[str, str]] = {
     },
     Position: {"CUT": "SHARD"},
     ReductionPlan: {"holders": "num_replicas", "weights": "replica_weights", "cut_over": "sharded_over"},
+    Skip: {"most_in_a_row": "max_consecutive"},
+    SkipSpikes: {"times": "factor", "then": "inner", "of": "statistic"},
     StatePlacement: {"link": "transform", "draws": "rounds_stochastically"},
     SteppedTensor: {"piece": "tensor"},
     TransformChain: {"links": "transforms", "publish": "write_back"},
+}
+
+# Former and new argument, with a value: by a function that makes an object, or calls a function, with these arguments.
+ARGUMENTS: dict[str, tuple[Callable[..., object], dict[str, tuple[str, Any]]]] = {
+    "AdaGC": (AdaGC, {"times": ("factor", 1.5)}),
+    "Sharded": (Sharded, {"exchange": ("compression", NoCompression())}),
+    "Skip": (Skip, {"most_in_a_row": ("max_consecutive", 3)}),
+    "SkipSpikes": (
+        SkipSpikes,
+        {"times": ("factor", 3.0), "then": ("inner", 1.0), "of": ("statistic", "mean")},
+    ),
 }
 
 
@@ -113,9 +146,29 @@ def test_former_member_name_reads_and_sets_the_new_one(owner: type, old: str) ->
         assert getattr(instance, old) is getattr(instance, new) is value
 
 
+@pytest.mark.parametrize(("name", "old"), [(name, old) for name, (_, olds) in ARGUMENTS.items() for old in olds])
+def test_former_argument_name_sets_the_new_one(name: str, old: str) -> None:
+    make, arguments = ARGUMENTS[name]
+    new, value = arguments[old]
+    with warns_here(f"{name}({old}={value!r}) is deprecated: write {new}={value!r} instead"):
+        made = make(**{old: value})
+    assert made == make(**{new: value})
+    with pytest.raises(TypeError, match=f"{new} is given twice, as {new}=.* and as {old}="):
+        make(**{old: value, new: value})
+
+
+def test_step_with_last_ends_the_window() -> None:
+    with parallel_sgd(accumulation_steps=3) as optimizer:
+        step: Any = optimizer.step
+        optimizer.backward(sum(param.sum() for group in optimizer.param_groups for param in group["params"]))
+        assert step() is None
+        with warns_here("ParallelOptimizer.step(last=True) is deprecated: write final=True instead"):
+            assert step(last=True) is not None
+
+
 def test_former_members_of_records_return_the_same() -> None:
     with parallel_sgd() as optimizer:
-        records = {SteppedTensor: optimizer.pieces()[0], ReductionPlan: optimizer.plan}
+        records = {SteppedTensor: optimizer.stepped_tensors()[0], ReductionPlan: optimizer.plan}
     for owner, record in records.items():
         for old, new in MEMBERS[owner].items():
             with warns_here(f"{owner.__name__}.{old} is deprecated: write {new} instead"):

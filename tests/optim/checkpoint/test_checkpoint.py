@@ -170,7 +170,7 @@ def build_pieces(axes: Axes, specs: Specs, zero: str | None) -> tuple[Pieces, Pa
 
 def save_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
     model, optimizer = build_pieces(axes, specs, zero)
-    for piece in optimizer.pieces():
+    for piece in optimizer.stepped_tensors():
         optimizer.state[piece.tensor] = state_of(piece.tensor, piece.param, piece.offset)
     save_checkpoint(path, model, optimizer)
     optimizer.registry.close()
@@ -185,7 +185,7 @@ def load_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
     load_checkpoint(path, model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param, expected[name]), name
-    for piece in optimizer.pieces():
+    for piece in optimizer.stepped_tensors():
         wanted = state_of(piece.tensor, piece.param, piece.offset)
         found = optimizer.state[piece.tensor]
         assert found.keys() == wanted.keys()

@@ -134,7 +134,7 @@ def load(path: Path, topology: Topology, kind: str, message: str | None, **optio
     else:
         with pytest.warns(UserWarning, match=message):
             load_checkpoint(path, model, optimizer)
-    of_weight = [index for index, piece in enumerate(optimizer.pieces()) if piece.name == "weight"]
+    of_weight = [index for index, piece in enumerate(optimizer.stepped_tensors()) if piece.name == "weight"]
     optimizer.registry.close()
     return [state_of(optimizer, index) for index in of_weight]
 

@@ -24,7 +24,7 @@ def test_saving_inside_accumulation_window_is_rejected(tmp_path: Path) -> None:
     optimizer.backward(model(torch.ones(1, 2)).sum())
     with pytest.raises(ValueError, match=r"1 micro-batches have been accumulated.*call save_checkpoint after step\(\)"):
         save_checkpoint(tmp_path, model, optimizer)
-    optimizer.step(last=True)
+    optimizer.step(final=True)
     save_checkpoint(tmp_path, model, optimizer)
 
 

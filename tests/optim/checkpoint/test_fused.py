@@ -146,7 +146,7 @@ def train(path: Path, stage: Stage, first: int, last: int, truth: Truth) -> None
         assert stats is not None
         assert float(stats.total_norm) == pytest.approx(truth.norms[step], rel=1e-12)
         assert truth.norms[step] > MAX_NORM
-    pieces = optimizer.pieces()
+    pieces = optimizer.stepped_tensors()
     assert {piece.name for piece in pieces} <= set(names)
     for piece in pieces:
         spec = specs[piece.name]
@@ -204,7 +204,7 @@ def told() -> tuple[list[str], str]:
         layer = ColumnParallelLinear(4, 12, registry, blocks=(4, 1, 1))
         optimizer = ParallelOptimizer(torch.optim.SGD(layer.named_parameters(), lr=1.0), registry)
         assert "blocks=(4, 1, 1)" in repr(layer)
-        return [str(piece.region) for piece in optimizer.pieces()], str(optimizer.plan)
+        return [str(piece.region) for piece in optimizer.stepped_tensors()], str(optimizer.plan)
 
 
 def test_plan_and_shard_regions_report_blocks(world: World) -> None:
@@ -254,7 +254,7 @@ def on_a_dtensor() -> None:
         annotate(weight, spec, "fused")
         assert spec_of(weight) == spec
         optimizer = ParallelOptimizer(torch.optim.SGD([weight], lr=1.0), registry)
-        (piece,) = optimizer.pieces()
+        (piece,) = optimizer.stepped_tensors()
         assert piece.region is not None
         assert torch.equal(piece.region.of(full), local)
 

@@ -188,7 +188,7 @@ def test_step_skipped_as_spike_does_not_count_as_overflow() -> None:
 
 @pytest.mark.parametrize("of", ["median", "mean"])
 def test_skip_spikes_accepts_lasting_change_of_norms(of: Any) -> None:
-    model, optimizer = alone(SkipSpikes(2.0, of=of, window=6, warm_up=3))
+    model, optimizer = alone(SkipSpikes(2.0, statistic=of, window=6, warm_up=3))
     found = [bool(step(model, optimizer, size).spiked) for size in [1.0] * 6 + [5.0] * 12]
     assert found[6]
     assert not any(found[-4:])
@@ -450,11 +450,11 @@ def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: s
         (ZClip(z=0.0), ValueError, "z=0.0: give a finite number > 0"),
         (ZClip(decay=1.0), ValueError, "decay=1.0: give a number >= 0 and < 1"),
         (ZClip(warm_up=1), ValueError, "warm_up=1: give a whole number >= 2"),
-        (AdaGC(times=inf), ValueError, "times=inf: give a finite number > 0"),
+        (AdaGC(factor=inf), ValueError, "factor=inf: give a finite number > 0"),
         (AdaGC(max_norm=-1.0), ValueError, r"max_norm=-1.0: give a finite number > 0, in units"),
-        (SkipSpikes(1.0), ValueError, r"times=1.0: give a number > 1"),
+        (SkipSpikes(1.0), ValueError, r"factor=1.0: give a number > 1"),
         (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has 5 norms"),
-        (SkipSpikes(of="middle"), ValueError, "of='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]
+        (SkipSpikes(statistic="middle"), ValueError, "statistic='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]
         (ByPreviousNorm(0.0), ValueError, "max_norm=0.0: give a finite number > 0"),
         (ByNorm(WarmUp(-1.0, 1.0, 5)), ValueError, "WarmUp start=-1.0: give a finite number > 0"),
         (ByNorm(WarmUp(2.0, 1.0, 0)), ValueError, "WarmUp steps=0: give a whole number >= 1"),

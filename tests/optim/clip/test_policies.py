@@ -206,7 +206,7 @@ class DenseRule:
         if isinstance(rule, Adaptive):
             return {key: self.adaptive(rule, key[0], grad, w[key]) for key, grad in g.items()}
         assert isinstance(rule, ByLastNorm)
-        factor = (rule.times * self.last / total).clamp(max=1.0)
+        factor = (rule.factor * self.last / total).clamp(max=1.0)
         self.last = total * factor
         return {key: grad * factor for key, grad in g.items()}
 

@@ -181,7 +181,7 @@ def test_managed_windows_with_shorter_last_window_match_torch(micro: int, batche
         if order.startswith("zero"):
             optimizer.zero_grad()
         optimizer.backward(model(part).square().mean())
-        stats = optimizer.step(last=index == batches - 1)
+        stats = optimizer.step(final=index == batches - 1)
         if order.endswith("zero"):
             optimizer.zero_grad()
         assert (stats is not None) == (index % micro == micro - 1 or index == batches - 1)

@@ -67,7 +67,7 @@ def train(axes: Axes, mode: str, options: dict[str, Any], windows: tuple[int, ..
                 loss = model(part)
                 with collectives() as seen:
                     optimizer.backward(loss)
-                    stats = optimizer.step(last=index == micro - 1)
+                    stats = optimizer.step(final=index == micro - 1)
                 assert (stats is None) == (index < micro - 1)
                 early, last = (seen, last) if stats is None else (early, seen)
         whole = full_tensors(scenario, model, registry, gradients=False)

@@ -113,13 +113,13 @@ def boosted_run(mode: Any, axes: dict[str, int], windows: str) -> Run:
                 ends = index % WINDOW == WINDOW - 1 or index == BATCHES - 1
                 if windows == "managed":
                     if ends:
-                        optimizer.window_ends()
+                        optimizer.mark_last_micro_batch()
                     booster.backward(criterion(model(x), y), optimizer)
                 else:
                     with nullcontext() if ends else booster.no_sync(model):
                         booster.backward(criterion(model(x), y) / (1 if index == BATCHES - 1 else WINDOW), optimizer)
                 if ends:
-                    stats = optimizer.step(last=True)
+                    stats = optimizer.step(final=True)
                     assert stats is not None
                     norms.append(float(stats.total_norm))
                     rates.append(optimizer.param_groups[0]["lr"])
@@ -308,7 +308,7 @@ def vetoed(mode: Any) -> tuple[list[bool], int, int]:
                 optimizer.step()
             pairs = zip(model.parameters(), before, strict=True)
             moved.append(any(not torch.equal(local_parameter(param), was) for param, was in pairs))
-        return moved, optimizer.vetoed_steps, len(asked)
+        return moved, optimizer.rejected_steps, len(asked)
 
 
 @pytest.mark.parametrize("mode", MODES)

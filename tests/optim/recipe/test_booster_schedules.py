@@ -106,7 +106,7 @@ def test_clipping_called_per_micro_batch_clips_once_per_window(way: str, micro_b
         booster.backward(model(x).square().mean(), optimizer)
         stats = optimizer.clip_grad_by_norm(0.1) if way == "norm" else optimizer.clip_grad_by_value(0.02)
         assert (stats is None) == (index != 2)
-        optimizer.step(last=index == micro_batches - 1)
+        optimizer.step(final=index == micro_batches - 1)
         optimizer.zero_grad()
     for part in inputs.split(3):
         plain.zero_grad()

@@ -104,7 +104,7 @@ def test_micro_batches_do_not_advance_schedule() -> None:
         found.append(run.step())
         run.schedule.step()
     assert found == pytest.approx([0, 0, 1.0, 0, 0, 0.9, 0])
-    run.optimizer.step(last=True)
+    run.optimizer.step(final=True)
     run.schedule.step()
     assert run.rate == pytest.approx(0.7)
 

@@ -54,7 +54,7 @@ def run_window(
         last = index == indices[-1]
         optimizer.zero_grad() if not explicit or index == indices[0] else None
         if last and how == "fsdp" and not explicit:
-            optimizer.window_ends()
+            optimizer.mark_last_micro_batch()
         with optimizer.no_sync() if explicit and not last else nullcontext():
             x = micro_batch(rank, index, weighted)
             losses = run(x)
@@ -63,7 +63,7 @@ def run_window(
             else:
                 optimizer.backward(losses.mean() / (len(indices) if explicit else 1))
         if last or not explicit:
-            stats = optimizer.step(last=last)
+            stats = optimizer.step(final=last)
     assert stats is not None
     return stats
 
@@ -110,7 +110,7 @@ def unannounced(explicit: bool) -> str:
         with optimizer.no_sync() if explicit else nullcontext():
             optimizer.backward(net(data(0)).mean())
         try:
-            optimizer.step(last=True)
+            optimizer.step(final=True)
         except RuntimeError as error:
             return str(error)
         return "no error"
@@ -119,7 +119,7 @@ def unannounced(explicit: bool) -> str:
 @pytest.mark.parametrize("explicit", [False, True])
 def test_unannounced_last_window_with_fsdp2_raises(world: World, explicit: bool) -> None:
     for found in world.run(2, unannounced, explicit):
-        assert "Call window_ends() before the forward of the last one" in found
+        assert "Call mark_last_micro_batch() before the forward of the last one" in found
 
 
 def abandoned() -> tuple[str, float, float]:

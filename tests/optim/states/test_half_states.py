@@ -57,7 +57,7 @@ def state_of(optimizer: ParallelOptimizer) -> list[tuple[str, Tensor]]:
 
 
 def everything(model: nn.Module, optimizer: ParallelOptimizer) -> list[Tensor]:
-    stepped = [piece.tensor for piece in optimizer.pieces()]
+    stepped = [piece.tensor for piece in optimizer.stepped_tensors()]
     states = [optimizer.state.get(tensor, {}) for tensor in stepped]
     state = [entry[key] for entry in states for key in sorted(entry) if isinstance(entry[key], Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *stepped, *state)]
@@ -241,10 +241,10 @@ def across(path: str, first: States, then: States) -> tuple[float, set[torch.dty
             optimizer.step()
         save_checkpoint(path, model, optimizer)
         load_checkpoint(path, again, resumed)
-        pairs = [(piece.name, optimizer.state[piece.tensor]) for piece in optimizer.pieces()]
+        pairs = [(piece.name, optimizer.state[piece.tensor]) for piece in optimizer.stepped_tensors()]
         saved = {(name, key): value for name, state in pairs for key, value in state.items()}
         off, dtypes = [], set()
-        for piece in resumed.pieces():
+        for piece in resumed.stepped_tensors():
             for key, value in resumed.state[piece.tensor].items():
                 whole = saved[piece.name, key].flatten()
                 part = whole[piece.offset :][: value.numel()].float()

@@ -186,13 +186,13 @@ def test_only_the_given_fraction_is_offloaded() -> None:
     model, optimizer = build("bf16", offload=0.5)
     steps(model, optimizer, range(1))
     trained = [param for param in model.parameters() if param.requires_grad]
-    measured = [piece.grad_tensor for piece in optimizer.pieces()]
+    measured = [piece.grad_tensor for piece in optimizer.stepped_tensors()]
     on_device = [param for param in trained if all(param is not other for other in measured)]
     # Parameters whose master weight is on the device; the gradients of the others stay with the parameter.
     held = sum(param.numel() for param in on_device)
     total = sum(param.numel() for param in trained)
     assert 0 < held <= 0.5 * total
-    for piece in optimizer.pieces():
+    for piece in optimizer.stepped_tensors():
         if piece.param.requires_grad:
             assert piece.tensor.dtype == torch.float32
             assert optimizer.state[piece.tensor]["exp_avg"].device == piece.tensor.device
@@ -219,14 +219,14 @@ def test_offload_state_loads_with_any_fraction(mode: str, before: float | None, 
 def test_overflow_with_offload_changes_nothing() -> None:
     model, optimizer = build("bf16", offload=1.0)
     steps(model, optimizer, range(2))
-    before, held = weights(model), [piece.tensor.detach().clone() for piece in optimizer.pieces()]
+    before, held = weights(model), [piece.tensor.detach().clone() for piece in optimizer.stepped_tensors()]
     optimizer.zero_grad()
     optimizer.backward(model(data(5) * torch.inf))
     stats = optimizer.step()
     assert stats is not None
     assert float(stats.found_inf) == 1
     assert_same(weights(model), before)
-    assert_same([piece.tensor.detach() for piece in optimizer.pieces()], held)
+    assert_same([piece.tensor.detach() for piece in optimizer.stepped_tensors()], held)
 
 
 def test_weights_loaded_into_model_are_used_or_rejected() -> None:
@@ -263,9 +263,9 @@ def test_offloaded_states_on_gpu_are_on_cpu_and_match_replicated_steps(mode: str
     for one, other in zip(weights(model), weights(plain), strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3)
     assert all(copy.is_pinned() for copy in link_of(offloading, OffloadTransform).copies.values())
-    sides = {piece.tensor.device.type for piece in offloading.pieces() if piece.param.requires_grad}
+    sides = {piece.tensor.device.type for piece in offloading.stepped_tensors() if piece.param.requires_grad}
     assert sides == {"cpu", "cuda"}
-    for piece in offloading.pieces():
+    for piece in offloading.stepped_tensors():
         if piece.param.requires_grad:
             assert offloading.state[piece.tensor]["exp_avg"].device == piece.tensor.device
             assert piece.param.is_cuda

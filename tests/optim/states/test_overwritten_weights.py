@@ -150,7 +150,7 @@ def undisturbed(case: str) -> tuple[list[str], list[int]]:
         run.params.append(extra)
         errors.append(run.step())
         with torch.no_grad():
-            for piece in run.optimizer.pieces():
+            for piece in run.optimizer.stepped_tensors():
                 piece.tensor.mul_(0.5)  # writes to the stepped tensors, which the next step copies to the model
         errors += [run.step() for _ in range(2)]
     return errors, gathers

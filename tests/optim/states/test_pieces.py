@@ -1,4 +1,4 @@
-"""`optimizer.pieces()` describes each shard correctly, in every layout and state placement."""
+"""`optimizer.stepped_tensors()` describes each shard correctly, in every layout and state placement."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]], Fract
         run_step(model, optimizer, 0)
         optimizer.step()
         told = []
-        for piece in optimizer.pieces():
+        for piece in optimizer.stepped_tensors():
             run = piece.param.detach().flatten()[piece.offset :][: piece.tensor.numel()]
             same = model.get_parameter(piece.name) is piece.param and torch.equal(run.float(), piece.tensor.flatten())
             told.append((piece.name, same))
-        weighted = sum((Fraction(row.tensor.numel(), row.num_replicas) for row in optimizer.pieces()), Fraction())
+        weighted = sum(
+            (Fraction(row.tensor.numel(), row.num_replicas) for row in optimizer.stepped_tensors()), Fraction()
+        )
         return parts(layout, optimizer), told, weighted, optimizer.plan.counted
 
 
@@ -121,7 +123,7 @@ def uneven_pieces(shard_states: bool) -> list[tuple[str, bool]]:
             annotate(params[-1], P("tensor"), name)
         states = (Sharded("data"),) if shard_states else ()
         optimizer = ParallelOptimizer(torch.optim.SGD(params, lr=0.0), registry, states=states)
-        return [(piece.name, piece.region is None) for piece in optimizer.pieces()]
+        return [(piece.name, piece.region is None) for piece in optimizer.stepped_tensors()]
 
 
 @pytest.mark.parametrize("shard_states", [False, True])

@@ -99,4 +99,4 @@ def test_replaced_data_of_parameter_with_master_weight_is_detected() -> None:
         with pytest.raises(RuntimeError, match=r"weight was changed since the last step.*reload_from_model\(\)"):
             optimizer.step()
         optimizer.reload_from_model()
-        assert bool((optimizer.pieces()[0].tensor == 0).all())
+        assert bool((optimizer.stepped_tensors()[0].tensor == 0).all())

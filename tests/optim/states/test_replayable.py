@@ -34,13 +34,13 @@ def alone(make: Make, **options: Any) -> ParallelOptimizer[Any]:
 
 def step_of(optimizer: ParallelOptimizer[Any], scale: float = 1.0) -> None:
     optimizer.zero_grad()
-    params = [piece.param for piece in optimizer.pieces()]
+    params = [piece.param for piece in optimizer.stepped_tensors()]
     optimizer.backward(sum((param.float().square().sum() for param in params), torch.zeros(())) * scale)
     optimizer.step()
 
 
 def everything(optimizer: ParallelOptimizer[Any]) -> list[Tensor]:
-    pieces = [piece.tensor for piece in optimizer.pieces()]
+    pieces = [piece.tensor for piece in optimizer.stepped_tensors()]
     states = [v for piece in pieces for v in optimizer.state[piece].values() if isinstance(v, Tensor)]
     gradients = [piece.grad for piece in pieces if piece.grad is not None]
     return [tensor.detach().clone() for tensor in [*pieces, *states, *gradients]]
@@ -65,7 +65,7 @@ def test_replay_names_tensor_with_flipped_bit(what: str) -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     for _ in range(3):
         step_of(optimizer)
-    piece = next(piece.tensor for piece in optimizer.pieces() if piece.name == "w")
+    piece = next(piece.tensor for piece in optimizer.stepped_tensors() if piece.name == "w")
     flip(piece if what == "parameter" else optimizer.state[piece][what], 0)
     assert replay(optimizer) == [f"w: {what}"]
 
@@ -74,7 +74,7 @@ def test_replay_after_skipped_step_checks_update_before_it() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     step_of(optimizer, float("inf"))
-    piece = next(piece.tensor for piece in optimizer.pieces() if piece.name == "b")
+    piece = next(piece.tensor for piece in optimizer.stepped_tensors() if piece.name == "b")
     assert replay(optimizer) == []
     flip(piece, 31)
     assert replay(optimizer) == ["b: parameter"]
@@ -99,7 +99,7 @@ def test_replay_supports_offload_and_master_weights(options: dict[str, Any]) -> 
     for _ in range(3):
         step_of(optimizer)
     assert replay(optimizer) == []
-    first = optimizer.pieces()[0]
+    first = optimizer.stepped_tensors()[0]
     flip(first.tensor, 5)
     assert replay(optimizer) == [f"{first.name}: parameter"]
 

@@ -76,7 +76,7 @@ def masters_of(optimizer: ParallelOptimizer[Any]) -> dict[int, Tensor]:
 
 def everything(model: nn.Module, optimizer: ParallelOptimizer[Any]) -> Bits:
     """Return weights, master weights and states."""
-    state = [optimizer.state.get(piece.tensor, {}) for piece in optimizer.pieces()]
+    state = [optimizer.state.get(piece.tensor, {}) for piece in optimizer.stepped_tensors()]
     states = [entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *masters_of(optimizer).values(), *states)]
 
@@ -369,7 +369,7 @@ def test_split_masters_with_adamw_need_twelve_bytes_per_element() -> None:
             optimizer.backward(model(torch.ones(1, 64)).float().sum())
             optimizer.step()
             kept = [value for state in optimizer._states.states() for key, value in state.items() if key != "step"]
-            stepped = [piece.tensor for piece in optimizer.pieces()]
+            stepped = [piece.tensor for piece in optimizer.stepped_tensors()]
             assert sum(tensor.nbytes for tensor in (*stepped, *kept)) == nbytes * 64 * 64
 
 
@@ -409,7 +409,7 @@ def write(path: str, is_split: bool) -> dict[str, Tensor]:
         model, optimizer = made(registry, "replicas", SPLIT if is_split else Bf16())
         go_on(model, optimizer, "replicas", range(5))
         save_checkpoint(path, model, optimizer)
-        names = [piece.name for piece in optimizer.pieces()]
+        names = [piece.name for piece in optimizer.stepped_tensors()]
         return dict(zip(names, masters_of(optimizer).values(), strict=True))
 
 
@@ -421,7 +421,7 @@ def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Ten
         model, optimizer = made(registry, name, SPLIT if is_split else Bf16())
         load_checkpoint(path, model, optimizer)
         found = []
-        for piece, master in zip(optimizer.pieces(), masters_of(optimizer).values(), strict=True):
+        for piece, master in zip(optimizer.stepped_tensors(), masters_of(optimizer).values(), strict=True):
             weight = piece.param.detach().reshape(-1)[piece.offset :][: piece.tensor.numel()]
             found.append((piece.name, piece.region, master.flatten().clone(), weight.clone()))
         dtypes = {value.dtype for state in optimizer.state.values() for value in state.values()}
@@ -533,7 +533,7 @@ def stepped_from_written(how: str, states: str, kernels: Kernels, path: str) -> 
         masters = list(masters_of(optimizer).values())
         finite = all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *masters))
         exact = []
-        for piece, master in zip(optimizer.pieces(), masters, strict=True):
+        for piece, master in zip(optimizer.stepped_tensors(), masters, strict=True):
             start = kept[piece.name].reshape(-1)[piece.offset :][: master.numel()].float().view(master.shape)
             momentum = optimizer.state[piece.tensor]["momentum_buffer"].float()
             exact.append(torch.allclose(master, start - 0.25 * momentum, rtol=1e-6, atol=2e-8))

@@ -210,7 +210,7 @@ def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
         for step in range(5):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2 * step + registry.coordinate["data"]))
             optimizer.backward(options.get("data_parallel", model)(x).square().mean())
-            optimizer.step(last=step == 4)
+            optimizer.step(final=step == 4)
             optimizer.zero_grad()
         return [param.detach().clone() for param in model.parameters()]
 

@@ -35,7 +35,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     ),
     "bucket_bytes": (64, 128, "bucket_bytes is 64 on rank 0 and 128 on rank 1"),
     "states": (Offloaded(0.5), Offloaded(0.25), "Offloaded(fraction=0.5)) on rank 0 and (Offloaded(fraction=0.25)"),
-    "on_nonfinite": ("skip", Skip(3), "on_nonfinite is 'skip' on rank 0 and Skip(most_in_a_row=3) on rank 1"),
+    "on_nonfinite": ("skip", Skip(3), "on_nonfinite is 'skip' on rank 0 and Skip(max_consecutive=3) on rank 1"),
     "lr": (0.1, 0.2, "lr of param group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
     "momentum": (0.0, 0.9, "momentum of param group 0 is 0 on rank 0 and 0.9 on rank 1"),
     "kind": ("SGD", "AdamW", "the optimizer is 'SGD' on rank 0 and 'AdamW' on rank 1"),

@@ -81,7 +81,7 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
             window(False)
             optimizer.zero_grad()
         if "accumulation_steps" in options:
-            assert optimizer.step(last=True) is None, "no window is open"
+            assert optimizer.step(final=True) is None, "no window is open"
         window(False)
         before, found = model.weight.detach().clone(), []
         for step in range(40):
@@ -136,7 +136,7 @@ def stepped_twice(mode: Mode, options: dict[str, Any]) -> int:
         for _ in range(20):
             optimizer.backward(model(torch.ones(2, 4)).float().mean())
             optimizer.step()
-            optimizer.step(last=True)
+            optimizer.step(final=True)
             optimizer.zero_grad()
         return optimizer.skipped_steps
 

@@ -275,7 +275,7 @@ def a_stage_without_weights() -> str:
             here = registry.coordinate["pipe"] == 0
             optimizer.backward(model["w"].float().square().sum() if here else None)
             if step == 2 and registry.global_rank == 2:
-                flip(optimizer.pieces()[0].tensor, 0)
+                flip(optimizer.stepped_tensors()[0].tensor, 0)
             optimizer.step()
         try:
             optimizer.poll()
@@ -306,7 +306,7 @@ def tied_beside_others(fraction: float) -> str:
             optimizer.zero_grad()
             optimizer.backward(torch.stack([param.square().sum() for param in model.parameters()]).sum())
             if step and registry.global_rank == 1:
-                flip(next(piece.tensor for piece in optimizer.pieces() if piece.name == "table"), 0)
+                flip(next(piece.tensor for piece in optimizer.stepped_tensors() if piece.name == "table"), 0)
             optimizer.step()
         try:
             optimizer.poll()

@@ -122,7 +122,7 @@ def one_parameter() -> tuple[tuple[str, ...], str, int]:
     with ProcessGroupRegistry(HALF) as registry:
         model = Lm("3-D", registry, 6, False)
         optimizer = optimizer_of(model, registry)
-        pieces = [str(piece.region) for piece in optimizer.pieces() if piece.name == "head.weight"]
+        pieces = [str(piece.region) for piece in optimizer.stepped_tensors() if piece.name == "head.weight"]
         return LogicalParameters(model, registry).names, "".join(pieces), len(pieces)
 
 

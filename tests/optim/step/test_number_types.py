@@ -42,8 +42,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "norm_type bool": ({"norm_type": True}, TypeError, "norm_type=True: give a number >= 1"),
     "p of a rule": ({"max_norm": ByNorm(1.0, True)}, TypeError, "norm_type=True: give a number >= 1"),
     "window": ({"accumulation_steps": True}, ValueError, "accumulation_steps=True: give a whole number >= 1"),
-    "skips": ({"on_nonfinite": Skip(True)}, ValueError, "most_in_a_row=True: give a whole number >= 1"),
-    "skips text": ({"on_nonfinite": Skip("5")}, ValueError, "most_in_a_row='5': give a whole number"),  # type: ignore[arg-type]
+    "skips": ({"on_nonfinite": Skip(True)}, ValueError, "max_consecutive=True: give a whole number >= 1"),
+    "skips text": ({"on_nonfinite": Skip("5")}, ValueError, "max_consecutive='5': give a whole number"),  # type: ignore[arg-type]
     "offloaded": ({"states": Offloaded(True)}, TypeError, "fraction=True: give the fraction of the elements"),
     "offloaded text": ({"states": Offloaded("1")}, TypeError, "fraction='1': give the fraction"),  # type: ignore[arg-type]
     "bucket": (

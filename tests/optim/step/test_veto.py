@@ -48,13 +48,13 @@ def run_of(
         for step in range(4):
             before = bits_of(run.everything())
             stats = run.step(1e9 if step == 2 else 1.0)
-            assert stats.vetoed is not None
+            assert stats.rejected is not None
             moved = bits_of(run.everything()) != before
-            found.append((moved, float(stats.vetoed), float(stats.found_inf), float(stats.skipped)))
+            found.append((moved, float(stats.rejected), float(stats.found_inf), float(stats.skipped)))
             assert run.optimizer.loss_scale is not None
             scales.append(float(run.optimizer.loss_scale.scale))
         assert asked == [0, 1, 2, 3]
-        return found, (run.optimizer.skipped_steps, run.optimizer.vetoed_steps), scales
+        return found, (run.optimizer.skipped_steps, run.optimizer.rejected_steps), scales
 
 
 @pytest.mark.parametrize("kind", ["bool", "tensor"])
@@ -89,7 +89,7 @@ def run_clipped_by_hand() -> list[tuple[bool, float]]:
             run.optimizer.clip_grad_by_norm(0.3)
             run.optimizer.clip_grad_by_value(0.1)
             stats = run.optimizer.step()
-            found.append((bits_of(run.everything()) != before, float(stats.vetoed)))
+            found.append((bits_of(run.everything()) != before, float(stats.rejected)))
         assert len(asked) == 3
         return found
 
@@ -116,9 +116,9 @@ def raising(what: str) -> tuple[str, list[float], int]:
             except (OSError, TypeError) as error:
                 told = str(error)
             assert run.optimizer.last_stats is not None
-            assert run.optimizer.last_stats.vetoed is not None
-            vetoed.append(float(run.optimizer.last_stats.vetoed))
-        return told, vetoed, run.optimizer.vetoed_steps
+            assert run.optimizer.last_stats.rejected is not None
+            vetoed.append(float(run.optimizer.last_stats.rejected))
+        return told, vetoed, run.optimizer.rejected_steps
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def continued(way: str, path: Path) -> list[tuple[int, int]]:
             if way == "older state":
                 del state["meshstep"]["vetoed_steps"]
             other.optimizer.load_state_dict(state)
-        counts = [(run.optimizer.skipped_steps, run.optimizer.vetoed_steps) for run in (first, other)]
+        counts = [(run.optimizer.skipped_steps, run.optimizer.rejected_steps) for run in (first, other)]
         if way != "copy":  # a copy has other parameters than the model
             other.step()
-            counts.append((other.optimizer.skipped_steps, other.optimizer.vetoed_steps))
+            counts.append((other.optimizer.skipped_steps, other.optimizer.rejected_steps))
         return counts
 
 

@@ -111,10 +111,10 @@ def test_telemetry_uses_master_weights_and_underflow_of_scaled_gradients(mode: s
     )  # times 2^16, the second is normal in float16, the third is not
     for _ in range(2):
         optimizer.zero_grad()
-        before = optimizer.pieces()[0].tensor.detach().double().clone()
+        before = optimizer.stepped_tensors()[0].tensor.detach().double().clone()
         optimizer.backward((model[0].float() * gradient).sum())
         stats = optimizer.step()
-        after = optimizer.pieces()[0].tensor.detach().double()
+        after = optimizer.stepped_tensors()[0].tensor.detach().double()
         found = last(telemetry).to_dict()
         assert found["param_norm/total"] == pytest.approx(float(before.norm()), rel=1e-12)
         assert found["grad_norm/total"] == pytest.approx(float(stats.total_norm), rel=1e-12)

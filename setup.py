@@ -1,4 +1,4 @@
-"""What pyproject.toml can't say: an editable install that type checkers see, C kernels, and the README for an index."""
+"""Build steps that pyproject.toml can't express: editable installs for type checkers, C kernels, README for an index."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,9 @@ HERE = Path(__file__).parent
 
 
 class LinkedFolders(editable_wheel):  # type: ignore[misc]  # (setuptools has no types)
-    """Puts ``src`` on the path, and links the packages' folders there.
+    """Put ``src`` on the path, with links to the package folders.
 
-    setuptools' own way for folders with other names is a hook for imports, which no type checker runs.
+    For folders with other names, setuptools itself uses an import hook, which type checkers do not run.
     """
 
     def finalize_options(self) -> None:
@@ -25,19 +25,19 @@ class LinkedFolders(editable_wheel):  # type: ignore[misc]  # (setuptools has no
 
 
 def for_an_index(readme: str) -> str:
-    """Without pictures and links to files of the repository, which lead nowhere from elsewhere."""
+    """Return the README without pictures and relative links, which do not work outside the repository."""
     readme = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n\n", "", readme, flags=re.MULTILINE)
     return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", readme)
 
 
-# Plain C, without Python's or torch's headers: one library serves all versions of both. Without a compiler the package
-# works by torch's kernels.
+# Plain C without headers of Python or torch, so one library works with all versions of both. Without a C compiler, the
+# package uses torch's kernels.
 NATIVE = "optim/kernels/csrc"
 kernels = Extension(
     "meshstep.optim.kernels._native",
     sources=[f"{NATIVE}/native.c"],
     depends=[f"{NATIVE}/loops.h"],
-    # Operations as they are written: all instruction sets give the same bits.
+    # No contraction of floating-point operations, so all instruction sets give bitwise identical results.
     extra_compile_args=[
         "-O3",
         "-ffp-contract=off",

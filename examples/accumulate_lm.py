@@ -1,4 +1,4 @@
-"""Gradient accumulation: a small GPT learns Python's documentation byte by byte, in one process or split over a mesh.
+"""Gradient accumulation: a small GPT learns Python's documentation byte by byte, in one process or sharded over a mesh.
 
     python examples/accumulate_lm.py --accumulate 4
     torchrun --standalone --nproc-per-node 2 examples/accumulate_lm.py --accumulate 4 --topology tensor=2
@@ -6,11 +6,11 @@
     torchrun --standalone --nproc-per-node 4 examples/accumulate_lm.py --accumulate 2 --topology data=2,tensor=2
     torchrun --standalone --nproc-per-node 4 examples/accumulate_lm.py --topology data=2,cp=2
 
-A batch is cut into K micro-batches, on each data coordinate, which hold different numbers of tokens. Each gives the sum of
-its losses with its number of tokens as weight, and the step uses the mean over all tokens: so the loss curve is the same
-for every K and on every topology. The vocabulary is split over `tensor`: one table is embedding and classifier, and no
-rank ever holds the logits of all bytes. Paragraphs are split over `cp`, and within attention heads are. The text, pydoc's
-topics, comes with Python.
+On each data rank, a batch is divided into K micro-batches with different numbers of tokens. Each micro-batch passes the sum
+of its losses with its number of tokens as weight, and the step uses the mean over all tokens. So the loss curve is the same
+for every K and topology. The vocabulary is sharded over `tensor`: one table is embedding and classifier, and no rank holds
+the logits of all bytes. Paragraphs are sharded over `cp`; within attention, heads are sharded instead. The text is the
+topics of pydoc, which come with Python.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from torch.utils.data import Dataset
 from training import Run, steps_asked
 
 TEST_PARAGRAPHS = 128
-IGNORED = -100  # target where there is nothing to predict
+IGNORED = -100  # target of padding
 
 
 class Paragraphs(Dataset[Tensor]):
-    """Of Python's documentation, in an order that is always the same: bytes [at most CONTEXT + 1], as integers."""
+    """Paragraphs of Python's documentation in a fixed order: bytes [at most CONTEXT + 1], as integers."""
 
     def __init__(self, start: int, end: int | None) -> None:
         texts = [text.strip() for topic in topics.values() for text in topic.split("\n\n")]
@@ -66,16 +66,16 @@ class Paragraphs(Dataset[Tensor]):
 
 
 def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [batch, token], padded to the longest."""
+    """Return inputs and targets [batch, token], padded to the longest sample."""
     inputs = pad_sequence([sample[:-1] for sample in samples], batch_first=True)
     return inputs, pad_sequence([sample[1:] for sample in samples], batch_first=True, padding_value=IGNORED)
 
 
 class Trainer:
-    """Everything that one run needs; `train` is the loop.
+    """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: The topology has no layers, or does not divide the model; there is a checkpoint that does not fit.
+        ValueError: There are no layers for the topology, it does not divide the model, or a checkpoint does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -102,11 +102,11 @@ class Trainer:
         self.run = Run(options, booster, *boosted, steps=steps, every=1, unit="tokens")
 
     def train(self) -> None:
-        """All steps that are left."""
+        """Run all remaining steps."""
         for inputs, targets in self.run.batches(self.loader, per_step=self.options.accumulate):
             loss_sum, tokens = self.loss_sum(inputs, targets)
             self.booster.backward(loss_sum, self.optimizer, weight=tokens)
-            # Steps with every K-th micro-batch, and with those that are left at the end of an epoch.
+            # Step after every K-th micro-batch, and at the end of an epoch.
             ends_epoch = self.loader.state_dict()["position"] == 0
             stats = self.optimizer.step(final=ends_epoch)
             self.schedule.step()
@@ -114,7 +114,7 @@ class Trainer:
             self.run.note(stats, loss_sum.detach() / tokens, count=tokens)
 
     def loss_sum(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """The sum of the losses of this rank's tokens of a micro-batch, and how many there are."""
+        """Return the sum of the losses of this rank's tokens of a micro-batch, and their number."""
         targets = self.gpt.sequence.own(targets, 1)
         tokens = int((targets != IGNORED).sum())
         logits = self.model(inputs.to(self.registry.device))
@@ -123,7 +123,7 @@ class Trainer:
 
     @torch.no_grad()
     def test(self) -> float:
-        """The mean loss of the tokens in the test paragraphs."""
+        """Return the mean loss of the tokens in the test paragraphs."""
         total = torch.zeros(2, device=self.registry.device)
         for inputs, targets in self.test_loader:
             loss_sum, tokens = self.loss_sum(inputs, targets)
@@ -134,7 +134,7 @@ class Trainer:
 
 
 def run(trainer: Trainer) -> None:
-    """Test, train, test and write; with a progress bar and results on rank 0."""
+    """Test, train, test, and write text, with a progress bar and results on rank 0."""
     before = trainer.test()
     trainer.train()
     after, steps = trainer.test(), trainer.run
@@ -151,10 +151,10 @@ def run(trainer: Trainer) -> None:
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line.
+    """Read the command line.
 
     Raises:
-        ValueError: It is wrong.
+        ValueError: A flag is wrong.
     """
     parser = CommandLine(
         __doc__,
@@ -170,7 +170,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     options = parser.read(processes, arguments)
     topology: Topology = options.topology
     check_training(options, topology.sample_axes)
-    if "tensor" not in topology.axes:  # the layers want one, if only of size 1
+    if "tensor" not in topology.axes:  # the layers need this axis, at least with size 1
         sizes = dict(zip(topology.axes, topology.sizes, strict=True))
         options.topology = Topology(roles=None, aliases=topology.aliases, **sizes, tensor=1)
     return options

@@ -1,11 +1,11 @@
-"""Why batch norm and gradient accumulation don't mix: batch norm's statistics are those of a micro-batch.
+"""Show why batch norm and gradient accumulation don't mix: the statistics of batch norm depend on the micro-batches.
 
     python examples/accumulate_norms.py
     torchrun --standalone --nproc-per-node 2 examples/accumulate_norms.py
 
-A small convolutional network learns scikit-learn's digits in float64, from batches of 64 that are cut into K
-micro-batches. With group norm the gradient is that of the whole batch, to the last digits; with batch norm it is another
-one, the more so the smaller the micro-batches. Nothing that an optimizer does can mend that: use group or layer norm.
+A small convolutional network learns scikit-learn's digits in float64, from batches of 64 that are divided into K
+micro-batches. With group norm the gradient equals the gradient of the full batch up to rounding. With batch norm it
+differs, and more so for smaller micro-batches. No optimizer can correct that: use group norm or layer norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 BATCH, STEPS, CHANNELS = 64, 20, 16
-COUNTS = (2, 4, 8)  # micro-batches of a batch
+COUNTS = (2, 4, 8)  # micro-batches per batch
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": partial(nn.BatchNorm2d, CHANNELS),
     "group norm": partial(nn.GroupNorm, 4, CHANNELS),
@@ -33,10 +33,10 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Experiment:
-    """How long to train, on which ranks.
+    """Number of steps, and the registry.
 
     Raises:
-        ValueError: The topology has other axes than data axes, or more coordinates than the batch can be cut into.
+        ValueError: The topology has an axis that is not a data axis, or more ranks than the batch can be divided into.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -52,7 +52,7 @@ class Experiment:
 
 
 def train(norm: str, micro_batches: int, steps: int, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
-    """All parameters after the steps, and the last gradient, as vectors."""
+    """Return all parameters after the steps, and the last gradient, as vectors."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, CHANNELS, 3), NORMS[norm](), nn.ReLU(), nn.Flatten(), nn.Linear(36 * CHANNELS, 10)]
     model = nn.Sequential(*layers).double()
@@ -69,7 +69,7 @@ def train(norm: str, micro_batches: int, steps: int, registry: ProcessGroupRegis
 
 
 def batches(steps: int, registry: ProcessGroupRegistry) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's part of every step's batch."""
+    """Yield this rank's shard of the batch of each step."""
     digits, spec = load_digits(), P(registry.topology.data_axes)
     images = rearrange(torch.from_numpy(digits.images) / 8 - 1, "n row col -> n 1 row col")
     labels = torch.from_numpy(digits.target)
@@ -100,7 +100,7 @@ def run(experiment: Experiment) -> None:
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ValueError where it is wrong."""
+    """Read the command line. Raise ValueError if a flag is wrong."""
     parser = CommandLine(__doc__, "data: every coordinate trains on its part of the batch")
     add_steps(parser, STEPS)
     return parser.read(processes, arguments)

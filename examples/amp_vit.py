@@ -1,13 +1,13 @@
-"""Mixed precision: a small vision transformer on Caltech-101, in one process or split over a mesh of processes.
+"""Mixed precision: a small vision transformer on Caltech-101, in one process or sharded over a mesh of processes.
 
     python examples/amp_vit.py --sample
     torchrun --standalone --nproc-per-node 2 examples/amp_vit.py --sample --precision fp16 --topology tensor=2
     torchrun --standalone --nproc-per-node 4 examples/amp_vit.py --sample --precision bf16 --topology data=2,tensor=2
     torchrun --standalone --nproc-per-node 4 examples/amp_vit.py --sample --precision fp8 --topology row=2,col=2
 
-Attention and MLP are split over `tensor`, or everything over the `row` x `col` grid: see models/layers.py. The loss curve
-is the same on every topology: to the rounding of float32, or of the half type that was chosen. `--sample` makes a small
-data set in Caltech-101's format from images that come with scikit-learn; the real one is read from `--data`.
+Attention and MLP are sharded over `tensor`, or all layers over the `row` x `col` grid: see models/layers.py. The loss curve
+is the same on every topology, within the rounding of the precision. `--sample` makes a small data set in the format of
+Caltech-101 from images that come with scikit-learn; the original data set is read from `--data`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATCH = 8  # pixels along each side
 
 
 def open_dataset(options: argparse.Namespace, train: bool) -> Caltech101:
-    """Caltech-101, or the sample in its format, as square images in -1..1."""
+    """Open Caltech-101, or the sample in its format, as square images in -1..1."""
     # Random crops are the same on every topology: prepare_dataloader seeds them by sample and epoch.
     augment = [v2.RandomCrop(options.image_size, padding=options.image_size // 16)] if train else []
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]
@@ -55,7 +55,7 @@ def prepare_files(options: argparse.Namespace) -> None:
     """Make or download the files.
 
     Raises:
-        ValueError: There are none, and none were asked for.
+        ValueError: There are no files, and neither ``--sample`` nor ``--download`` is given.
     """
     if options.sample:
         once_on_each_machine(lambda: make_caltech101(options.data / "sample"))
@@ -69,7 +69,7 @@ Loader = ShardedDataLoader[tuple[Tensor, int]]
 
 
 def make_loaders(options: argparse.Namespace, booster: Booster) -> tuple[Loader, Loader]:
-    """For training and, a sixth of the images, for the test; each data coordinate gets its part of every batch."""
+    """Return loaders for training and, with a sixth of the images, for the test. Each data rank gets a part of a batch."""
     train_set, test_set = open_dataset(options, train=True), open_dataset(options, train=False)
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0)).tolist()
     test_samples = max(1, len(order) // (6 * options.batch_size)) * options.batch_size
@@ -83,11 +83,11 @@ def make_loaders(options: argparse.Namespace, booster: Booster) -> tuple[Loader,
 
 
 class Trainer:
-    """Everything that one run needs; `train` is the loop.
+    """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: The topology has no layers, or does not divide the model; there are no images, or a checkpoint that
-            does not fit.
+        ValueError: There are no layers for the topology, it does not divide the model, there are no images, or a
+            checkpoint does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -103,7 +103,7 @@ class Trainer:
         self.loader, self.test_loader = make_loaders(options, booster)
         tokens = (options.image_size // PATCH) ** 2
         classes = len(self.loader.dataset.dataset.categories)  # type: ignore[attr-defined]
-        # 101 classes don't divide over any axis: fill up with classes that never come.
+        # 101 classes are divisible by no axis, so add classes without samples.
         classes += -classes % 32
         torch.manual_seed(options.seed)
         model = PatchTransformer(
@@ -118,7 +118,7 @@ class Trainer:
         self.run = Run(options, booster, *boosted, steps=steps, every=5, unit="images")
 
     def train(self) -> None:
-        """All steps that are left."""
+        """Run all remaining steps."""
         for images, labels in self.micro_batches():
             patches, local_labels = self.local(images, labels)
             self.optimizer.zero_grad()
@@ -129,13 +129,13 @@ class Trainer:
             self.run.note(stats, loss.detach(), count=len(images))
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The parts of a data coordinate's batches; before the last of each, `step` and `zero_grad` do nothing."""
+        """Yield micro-batches. `step` and `zero_grad` do nothing before the last micro-batch of a batch."""
         for images, labels in self.run.batches(self.loader):
             count = self.options.accumulate
             yield from zip(images.chunk(count), labels.chunk(count), strict=True)
 
     def local(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part of a data coordinate's batch, as the layers want it, in patches."""
+        """Return this rank's shard of a batch of its data rank, in patches."""
         patches = rearrange(images, "n c (row p) (col q) -> n (row col) (p q c)", p=PATCH, q=PATCH)
         rows, columns = self.layers.input_axes
         patches = shard(patches, P(rows, None, columns), self.registry)
@@ -144,14 +144,14 @@ class Trainer:
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
-        """Loss and accuracy on the test images."""
+        """Return loss and accuracy on the test images."""
         results = []
         for images, labels in self.test_loader:
             patches, local_labels = self.local(images, labels)
             logits = self.model(patches)
             correct = self.layers.all_classes(logits).argmax(-1) == local_labels
             results.append(torch.stack([self.criterion(logits, local_labels), correct.float().mean()]))
-        mean = torch.stack(results).mean(0)  # all batches are equally large
+        mean = torch.stack(results).mean(0)  # all batches have the same size
         axes = (*self.registry.topology.data_axes, *self.layers.batch_axes)
         if axes:
             mean = reduce_from(mean, self.registry, *axes) / self.registry.size(*axes)
@@ -160,7 +160,7 @@ class Trainer:
 
 
 def run(trainer: Trainer) -> None:
-    """Test, train, test; with a progress bar and results on rank 0."""
+    """Test, train and test, with a progress bar and results on rank 0."""
     before = trainer.test()
     trainer.train()
     after, skipped, steps = trainer.test(), trainer.optimizer.skipped_steps, trainer.run
@@ -174,10 +174,10 @@ def run(trainer: Trainer) -> None:
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line.
+    """Read the command line.
 
     Raises:
-        ValueError: It is wrong.
+        ValueError: A flag is wrong.
     """
     parser = CommandLine(
         __doc__,

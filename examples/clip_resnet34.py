@@ -5,13 +5,12 @@
     torchrun --standalone --nproc-per-node 4 examples/clip_resnet34.py --sample --zero 2
     torchrun --standalone --nproc-per-node 4 examples/clip_resnet34.py --sample --topology data=2,tensor=2
 
-Every topology computes the same function: the batch is the same, and so are its statistics and the norm that its gradient
-is clipped by. `--float64` shows it: the loss curves are then equal to 12 digits. In float32 they are until rounding first
-turns a ReLU on or off, after 5 to 15 steps; from there on they part as two runs in one process do that start a last digit
-apart, and end alike, not equal.
+Every topology computes the same function: batch, batch statistics and the clipping norm are equal. With `--float64` the
+loss curves agree to 12 digits. In float32 they agree for 5 to 15 steps, until rounding first switches a ReLU. From then on
+they differ like two runs in one process whose weights differ in the last digit, and end at similar losses.
 
-`--accumulate` computes a similar function, not the same one: batch norm sees each micro-batch alone. `--sample` makes a
-small data set in CIFAR-10's format from images that come with scikit-learn; the real one is read from `--data`.
+`--accumulate` computes a slightly different function, because batch norm uses each micro-batch alone. `--sample` makes a
+small data set in the format of CIFAR-10 from images that come with scikit-learn; the original is read from `--data`.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from training import Run, once_on_each_machine, steps_asked
 
 
 def open_dataset(options: argparse.Namespace, train: bool) -> CIFAR10:
-    """CIFAR-10, or the sample in its format; images [3, 32, 32] of about unit variance."""
+    """Open CIFAR-10, or the sample in its format; images [3, 32, 32] of about unit variance."""
     # The random draws are the same on every topology: prepare_dataloader seeds them by sample and epoch.
     augment: list[Any] = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
-    if options.sample:  # its digits fill the image, and mirrored they are none
+    if options.sample:  # digits fill the image, and mirrored digits are not digits
         augment = [v2.RandomCrop(32, padding=2)]
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
     kind, root = (SampleCIFAR10, options.data / "sample") if options.sample else (CIFAR10, options.data)
@@ -56,7 +55,7 @@ def prepare_files(options: argparse.Namespace) -> None:
     """Make or download the files.
 
     Raises:
-        ValueError: There are none, and none were asked for.
+        ValueError: There are no files, and neither ``--sample`` nor ``--download`` is given.
     """
     if options.sample:
         once_on_each_machine(lambda: make_cifar10(options.data / "sample"))
@@ -69,10 +68,10 @@ def prepare_files(options: argparse.Namespace) -> None:
 
 
 class Trainer:
-    """Everything that one run needs; `train` is the loop.
+    """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: The model can't be split so; there are no images, or a checkpoint that does not fit.
+        ValueError: The model can't be sharded over the topology, there are no images, or a checkpoint does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -98,7 +97,7 @@ class Trainer:
         self.run = Run(options, booster, *boosted, steps=steps, every=min(5, steps), unit="images")
 
     def train(self) -> None:
-        """All steps that are left."""
+        """Run all remaining steps."""
         self.model.train()
         for images, labels in self.micro_batches():
             self.optimizer.zero_grad()
@@ -110,7 +109,7 @@ class Trainer:
             self.run.note(stats, loss.detach(), count=len(images))
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The parts of a data coordinate's batches; before the last of each, clipping waits and `step` does nothing."""
+        """Yield micro-batches. `step` does nothing before the last micro-batch of a batch."""
         for batch in self.run.batches(self.loader):
             images, labels = self.to_device(*batch)
             yield from zip(images.chunk(self.options.accumulate), labels.chunk(self.options.accumulate), strict=True)
@@ -120,7 +119,7 @@ class Trainer:
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
-        """Loss and accuracy on the test images."""
+        """Return loss and accuracy on the test images."""
         self.model.eval()
         device, axes = self.registry.device, self.registry.topology.data_axes
         sums = torch.zeros(3, device=device)
@@ -153,10 +152,10 @@ def run(trainer: Trainer) -> None:
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line.
+    """Read the command line.
 
     Raises:
-        ValueError: It is wrong.
+        ValueError: A flag is wrong.
     """
     parser = CommandLine(
         __doc__,

@@ -1,9 +1,9 @@
-"""What all examples share of their command lines: flags that mean the same everywhere, and errors in one line.
+"""The common command line of all examples: shared flags, and errors in one line.
 
     main(read_options, Trainer, run)
 
-joins the processes, reads the options, makes the Trainer on the topology they ask for, and runs it. What is wrong with
-the options or the layout is a ValueError until then: it ends the program with its message, told by one rank.
+joins the processes, reads the options, makes the Trainer on the requested topology, and runs it. Before the run, wrong
+options or layouts raise ValueError: the program ends, and one rank prints the message.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshstep.optim import DataParallel
 from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, init_distributed
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
-WRONG_USE = 2  # the exit code, as argparse has it
-PATIENCE = 30.0  # seconds: many times what rank 0 comes later on a busy machine, and a launcher takes to end the others
+WRONG_USE = 2  # the exit code of argparse
+PATIENCE = 30.0  # seconds; much longer than any delay of rank 0, and than a launcher needs to end other ranks
 
-EXTRA = ("sklearn", "torchvision", "tqdm")  # the packages that meshstep[examples] brings
+EXTRA = ("sklearn", "torchvision", "tqdm")  # packages of meshstep[examples]
 
 T = TypeVar("T")
 
 
 def explain_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error as Python does, and one line instead where a package of the extra is not installed."""
+    """Print an uncaught error, in one line if a package of the extra is not installed."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package not in EXTRA:
         sys.__excepthook__(kind, error, trace)
@@ -46,21 +46,21 @@ def explain_missing_package(kind: type[BaseException], error: BaseException, tra
     )
 
 
-sys.excepthook = explain_missing_package  # scripts import this file before those packages
+sys.excepthook = explain_missing_package  # scripts import this module before those packages
 
 
 # Flags ------------------------------------------------------------------------------------------------------------------
 
-# Axes of layers in two dimensions or more that split the batch as well.
+# Axes of layers in two dimensions or more that shard the batch too.
 SPLIT_THE_BATCH = ("row", "depth", "input", "weight", "output")
 
 
 class CommandLine(argparse.ArgumentParser):
-    """The flags of a script: ``--topology``, those of `add_training_flags` where it trains, and its own.
+    """The flags of a script: ``--topology``, its own flags, and, if it trains, those of `add_training_flags`.
 
     Args:
-        doc: What ``--help`` begins with.
-        axes: What the script's axes do, for the help of ``--topology``.
+        doc: First text of ``--help``.
+        axes: Meaning of the axes of the script, for the help of ``--topology``.
     """
 
     def __init__(self, doc: str | None, axes: str) -> None:
@@ -74,33 +74,33 @@ class CommandLine(argparse.ArgumentParser):
         )
 
     def read(self, processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """The options, with a topology always.
+        """Return the options, which always have a topology.
 
         Raises:
             ValueError: A flag is wrong.
-            SystemExit: It was ``--help``.
+            SystemExit: ``--help`` is given.
         """
         options = self.parse_args(arguments)
         if options.topology is None:
             options.topology = Topology(data=processes)
         if options.topology.world_size != processes and dist.is_initialized():
-            ProcessGroupRegistry(options.topology)  # says what would fit, before other flags are found not to
+            ProcessGroupRegistry(options.topology)  # check the world size before other flags
         if "heads" in options and options.width % options.heads:
             raise ValueError(f"--width {options.width} must be a multiple of --heads {options.heads}")
         return options
 
     def error(self, message: str) -> NoReturn:
-        """`main` tells it, as it does what is wrong with a layout."""
+        """Raise ValueError, which `main` prints like other errors."""
         raise ValueError(message)
 
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        """Once, whatever the number of processes."""
+        """Print the help on rank 0 only."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             super().print_help(file)
 
 
 def add_steps(parser: argparse._ActionsContainer, steps: int | None) -> None:
-    """``--steps``, by default so many, or those of ``--epochs``."""
+    """Add ``--steps``. Default: ``steps``, or None for the steps of ``--epochs``."""
     default = "as many as --epochs have" if steps is None else "%(default)s"
     parser.add_argument("--steps", type=_count, default=steps, metavar="N", help=f"training steps (default: {default})")
 
@@ -115,7 +115,7 @@ def add_training_flags(
     epochs: int | None = None,
     accumulate: int = 1,
 ) -> None:
-    """The flags of a script that trains, with its own defaults; the length is ``steps``, or ``epochs`` over the data."""
+    """Add the flags of a training script with its defaults. The length is ``steps``, or ``epochs`` over the data."""
     add = parser.add_argument
     length = parser.add_mutually_exclusive_group()
     add_steps(length, steps)
@@ -140,7 +140,7 @@ def add_training_flags(
 
 
 def add_model_size(parser: argparse.ArgumentParser, *, width: int, depth: int = 2) -> None:
-    """``--width``, ``--heads`` and ``--depth`` of a transformer, with the script's own defaults."""
+    """Add ``--width``, ``--heads`` and ``--depth`` of a transformer with the defaults of the script."""
     add = parser.add_argument
     add("--width", type=_count, default=width, help="features between the layers (default: %(default)s)")
     add("--heads", type=_count, default=4, help="of each attention layer (default: %(default)s)")
@@ -148,10 +148,10 @@ def add_model_size(parser: argparse.ArgumentParser, *, width: int, depth: int = 
 
 
 def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | None = None) -> None:
-    """Raise ValueError where the flags of `add_training_flags` don't fit together.
+    """Raise ValueError if the flags of `add_training_flags` contradict each other.
 
     Args:
-        batch_axes: The data axes that split the batch; by default all of them.
+        batch_axes: Data axes over which the batch is sharded. None: all data axes.
     """
     topology: Topology = options.topology
     batch_axes = topology.data_axes if batch_axes is None else batch_axes
@@ -167,13 +167,13 @@ def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | No
 
 
 def precision_asked(options: argparse.Namespace) -> Precision:
-    """The mode that ``--precision`` names."""
+    """Return the precision mode of ``--precision``."""
     mode = options.precision
     return ApexFp16(opt_level=mode) if mode.startswith("O") else precision_of(mode)
 
 
 def data_parallel_asked(options: argparse.Namespace) -> DataParallel | None:
-    """What ``--zero`` is for a `Booster`."""
+    """Return the ``data_parallel`` argument of `Booster` for ``--zero``."""
     stages: dict[int, DataParallel | None] = {0: None, 1: "zero1", 2: "zero2"}
     return stages[options.zero]
 
@@ -181,7 +181,7 @@ def data_parallel_asked(options: argparse.Namespace) -> DataParallel | None:
 def _topology(text: str) -> Topology:
     try:
         return Topology.parse(text)
-    except ValueError as error:  # of a ValueError argparse would not tell the message
+    except ValueError as error:  # argparse would omit the message of a ValueError
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
@@ -205,13 +205,12 @@ def main(
     prepare: Callable[[argparse.Namespace, ProcessGroupRegistry], T],
     run: Callable[[T], object],
 ) -> None:
-    """Run a script, on all processes that a launcher started, or in this one.
+    """Run a script on all processes of a launcher, or in this process.
 
     Args:
-        read_options: From the number of processes.
-        prepare: Makes all that can be found wrong before the first step; what it has against the options or the
-            topology is a ValueError.
-        run: Gets what ``prepare`` made. An error in here keeps its traceback.
+        read_options: Return the options, given the number of processes.
+        prepare: Return the argument of ``run``. Raise ValueError if the options or the topology are wrong.
+        run: Run the script. An error in it keeps its traceback.
     """
     with _joined() as launch:
         with _told_by_one_rank(launch.rank):
@@ -233,13 +232,13 @@ def _joined() -> Iterator[Launch]:
 
 @contextmanager
 def _told_by_one_rank(rank: int) -> Iterator[None]:
-    """End the program at a ValueError, with its message as the last line, from rank 0."""
+    """End the program at a ValueError; rank 0 prints the message as the last line."""
     try:
         yield
     except ValueError as error:
         if rank != 0:
-            # Rank 0 has the same error, and a launcher ends the others when it is gone. If it hasn't, this one must
-            # be told after all.
+            # Usually rank 0 has the same error, and the launcher ends this rank after rank 0. If rank 0 has no error,
+            # this rank raises its own.
             time.sleep(PATIENCE)
             raise
         tell(f"{Path(sys.argv[0]).name}: error: {error}")
@@ -247,7 +246,7 @@ def _told_by_one_rank(rank: int) -> Iterator[None]:
 
 
 def tell(message: str) -> None:
-    """Say it last: torchrun has the last word, a report of what failed, and quotes there what is in this file."""
+    """Print the message last: torchrun prints a report of the failure at the end, which quotes this file."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         about: dict[str, Any] = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}

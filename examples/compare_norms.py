@@ -26,19 +26,19 @@ FEATURES, BATCH = 64, 64
 
 
 def squares(param: Tensor | None) -> float:
-    """The sum of the squares of this process's piece of the gradient."""
+    """Return the sum of squares of this rank's shard of the gradient."""
     assert param is not None
     assert param.grad is not None
     return param.grad.double().square().sum().item()
 
 
 def layer_input() -> Tensor:
-    """What the second layer of an MLP sees: [batch, feature]."""
+    """Return an input like that of the second layer of an MLP: [batch, feature]."""
     return F.gelu(torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(1)))
 
 
 def dense_norm(input: Tensor) -> float:
-    """What the norm is: the same layer, whole, in float64."""
+    """Return the exact norm: that of the dense layer in float64."""
     torch.manual_seed(0)
     layer = nn.Linear(FEATURES, FEATURES).double()
     layer(input.double()).square().sum().backward()
@@ -46,17 +46,17 @@ def dense_norm(input: Tensor) -> float:
 
 
 class Comparison(NamedTuple):
-    """A layer with a gradient, on some of the ranks that share it."""
+    """A sharded layer with a gradient, and its registry."""
 
     layer: nn.Module
     registry: ProcessGroupRegistry
 
 
 def prepare(options: argparse.Namespace, registry: ProcessGroupRegistry) -> Comparison:
-    """The layer, split over the topology, with the gradient of its whole input.
+    """Return the layer, sharded over the topology, with the gradient for the full input.
 
     Raises:
-        ValueError: No layer is split so, or the batch is not.
+        ValueError: There is no layer for the topology, or the batch does not divide over it.
     """
     family = layers_for(registry)
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def prepare(options: argparse.Namespace, registry: ProcessGroupRegistry) -> Comp
         declare(layer, {"*": P()})
     data_axes = registry.topology.data_axes
     part = shard(layer_input(), P((*data_axes, *family.batch_axes), family.feature_axes), registry)
-    # What is averaged over the data axes is to be the whole sum.
+    # Scale the loss so that the average over data axes is the full sum.
     loss = layer(part).square().sum() * registry.topology.size(*data_axes)
     loss.backward()
     sync_gradients(layer.parameters(), registry)
@@ -73,7 +73,7 @@ def prepare(options: argparse.Namespace, registry: ProcessGroupRegistry) -> Comp
 
 
 def measure(layer: nn.Module, registry: ProcessGroupRegistry) -> list[tuple[str, float]]:
-    """(method, norm) of each method."""
+    """Return (method, norm) of each method."""
     weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
     everywhere = gather_objects((squares(weight), squares(bias)), registry)
     model_axes = registry.topology.model_axes
@@ -100,7 +100,7 @@ def run(comparison: Comparison) -> None:
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ValueError where it is wrong."""
+    """Read the command line. Raise ValueError if a flag is wrong."""
     axes = "data: copies that see parts of the batch; tensor: 1-D layer; row and col: 2-D layer"
     return CommandLine(__doc__, axes).read(processes, arguments)
 

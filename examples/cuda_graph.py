@@ -1,4 +1,4 @@
-"""A training step whose kernels are launched once, as a CUDA graph, and replayed from then on."""
+"""A training step that is captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-WARM_UP = 3  # the first steps make states, meet and look at what came: they can't be captured
+WARM_UP = 3  # the first steps create states, connect groups and check gradients, which can't be captured
 
 
 class GraphedStep:
-    """Calls a step as it is a few times, then captures it, and replays it from then on.
+    """Call a step a few times, then capture it, and replay it from then on.
 
         step = GraphedStep(lambda images, labels: train(images, labels))
         loss, norm = step(images, labels)
 
     Args:
-        step: From the tensors of a batch, always of the same shapes, to tensors. It clears gradients itself.
+        step: A function from the tensors of a batch, with constant shapes, to tensors. It must clear gradients itself.
     Raises:
         ValueError: There is no GPU.
     """
@@ -31,13 +31,13 @@ class GraphedStep:
         self._graph = torch.cuda.CUDAGraph()
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """What the step returns; from the capture on always in the same tensors, which the next call overwrites."""
+        """Return the results of the step. After the capture, each call overwrites the same tensors."""
         self._count += 1
         if self._count <= WARM_UP:
             return self._warm_up(inputs)
         if not self._inputs:
             self._inputs = tuple(given.clone() for given in inputs)
-            with torch.cuda.graph(self._graph):  # nothing of it runs yet
+            with torch.cuda.graph(self._graph):  # the capture executes no kernel
                 self._outputs = self._step(*self._inputs)
         for static, given in zip(self._inputs, inputs, strict=True):
             static.copy_(given)
@@ -45,7 +45,7 @@ class GraphedStep:
         return self._outputs
 
     def _warm_up(self, inputs: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """On another stream than the default one: autograd comes back to the stream that it has seen first."""
+        """Run the step on a side stream, because autograd returns to the stream of the first use."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

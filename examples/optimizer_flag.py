@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` names, each with a learning rate that goes by AdamW's, which `--lr` is."""
+"""The optimizers of `--optimizer`. Their learning rates are derived from `--lr`, which is the rate of AdamW."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Opt
 
 
 def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    """With the scale that goes by the size of AdamW's updates, and is that of a transposed weight, as 2-D layers have it.
+    """Return Muon with updates of the size of AdamW updates, also for transposed weights, as 2-D layers have.
 
-    The iteration is float32, not bfloat16 as by default: the curves of two topologies, whose gradients are summed in other
-    orders, are then equal to more digits.
+    The iteration uses float32 instead of the default bfloat16, so that curves of two topologies, which sum gradients in
+    different orders, agree to more digits.
     """
     adamw = {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.999)}
     options: Any = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.02, "ns_dtype": None}
@@ -51,19 +51,19 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def add_optimizer(parser: argparse.ArgumentParser) -> None:
-    """``--optimizer``."""
+    """Add ``--optimizer``."""
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="see optimizers.py (default: %(default)s)"
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="see optimizer_flag.py (default: %(default)s)"
     )
 
 
 def optimizer_of(name: str, params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
-    """The one of that name.
+    """Return the optimizer of a name.
 
     Args:
-        options: Of AdamW alone.
+        options: Options of AdamW.
     Raises:
-        ValueError: They are given to another one.
+        ValueError: Options are given for another optimizer.
     """
     if options and name != "adamw":
         raise ValueError(f"--optimizer {name} has no {', '.join(options)}: take adamw, or another --precision")

@@ -1,13 +1,13 @@
-"""Pipelines of torch.distributed.pipelining: a small GPT learns Python's documentation, cut into stages as well as layers.
+"""Pipelines of torch.distributed.pipelining: a small GPT learns Python's documentation, in pipeline stages.
 
     python examples/pipeline_lm.py
     torchrun --standalone --nproc-per-node 2 examples/pipeline_lm.py --topology pipe=2 --schedule interleaved1f1b
     torchrun --standalone --nproc-per-node 4 examples/pipeline_lm.py --topology pipe=2,tensor=2 --schedule 1f1b
     torchrun --standalone --nproc-per-node 4 examples/pipeline_lm.py --topology data=2,pipe=2 --schedule zbv --zero 2
 
-The schedule is torch's; who computes what, and when, is its business. One table is embedding and classifier, of the first
-and the last stage, which are on two ranks, or on one (`zbv`). A micro-batch gives the sum of its losses, and the step uses
-the mean over all tokens: so the loss curve is the same for every schedule, number of micro-batches and topology.
+torch provides the schedule. One table is the embedding of the first stage and the classifier of the last stage, which are
+on two ranks, or on one rank (`zbv`). A micro-batch passes the sum of its losses, and the step uses the mean over all
+tokens. So the loss curve is the same for every schedule, number of micro-batches and topology.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ STAGES_A_RANK = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2, "zbv": 2}
 
 
 def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [batch, CONTEXT]: what goes from stage to stage has one shape always."""
+    """Return inputs and targets [batch, CONTEXT]; pipeline stages need a constant shape."""
     inputs = torch.zeros(len(samples), CONTEXT, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED)
     for row, sample in enumerate(samples):
@@ -76,12 +76,12 @@ def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Part(nn.Module):
-    """What this rank has of the model, by the whole model's names; the same from the same seed, whatever else it has.
+    """The stages of this rank, with the parameter names of the full model. The same seed draws the same weights.
 
     Args:
-        own: Its stages, of ``stages`` in all.
+        own: The stages of this rank, of ``stages`` in total.
     Raises:
-        ValueError: The layers don't divide over the stages.
+        ValueError: The layers do not divide over the stages.
     """
 
     def __init__(self, registry: ProcessGroupRegistry, own: Sequence[int], stages: int, options: argparse.Namespace):
@@ -94,7 +94,7 @@ class Part(nn.Module):
         if is_first or is_last:
             self.embed = VocabParallelEmbedding(VOCABULARY, width, registry)
             with torch.no_grad():
-                self.embed.weight.mul_(width**-0.5)  # it is the classifier too, and the logits should start small
+                self.embed.weight.mul_(width**-0.5)  # the table is the classifier too, whose logits should start small
             if not (is_first and is_last):
                 annotate(self.embed.weight, P("tensor", None, tied={"pipe": (0, -1)}))
         if is_first:
@@ -106,16 +106,16 @@ class Part(nn.Module):
             self.blocks[str(index)] = Block(width, options.heads, registry)
         if is_last:
             self.norm = LayerNorm1D(width)
-        declare(self)  # each parameter gets its name
+        declare(self)  # names the parameters
 
     def of_stage(self, stage: int, depth: int) -> range:
-        """The blocks in a stage."""
+        """Return the indices of the blocks in a stage."""
         each = depth // self.stages
         return range(stage * each, (stage + 1) * each)
 
 
 class Stage(nn.Module):
-    """One stage: bytes [batch, token] or features in, features out, or logits over this rank's part of the vocabulary."""
+    """One stage: from bytes [batch, token] or features to features or logits of this rank's shard of the vocabulary."""
 
     def __init__(self, part: Part, stage: int, depth: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Stage(nn.Module):
 def dense_gradient_norm(
     weights: Mapping[str, Tensor], batch: Sequence[tuple[Tensor, Tensor]], heads: int, depth: int
 ) -> float:
-    """Of the mean loss of a batch, given in parts; the model again, in plain torch and the weights' dtype."""
+    """Return the gradient norm of the mean loss of a batch, by a model in plain torch, in the dtype of the weights."""
     p = {name: weight.requires_grad_() for name, weight in weights.items()}
     inputs, targets = (torch.cat(parts) for parts in zip(*batch, strict=True))
     x = p["embed.weight"][inputs] + p["positions"]
@@ -167,10 +167,10 @@ def dense_gradient_norm(
 
 
 class Trainer:
-    """Everything that one run needs; `train` is the loop.
+    """Model, data and optimizer of one run; `train` is the loop.
 
     Raises:
-        ValueError: The topology has no layers, or does not divide the model; there is a checkpoint that does not fit.
+        ValueError: There are no layers for the topology, it does not divide the model, or a checkpoint does not fit.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -178,7 +178,7 @@ class Trainer:
         topology = registry.topology
         train, test = Paragraphs(TEST_PARAGRAPHS, options.paragraphs), Paragraphs(0, TEST_PARAGRAPHS)
         size = options.batch_size // topology.size(*topology.data_axes)
-        # All micro-batches are of one size.
+        # All micro-batches have the same size.
         self.loader = prepare_dataloader(
             train, registry, size, shuffle=True, drop_last=True, seed=options.seed, collate_fn=collate
         )
@@ -195,7 +195,7 @@ class Trainer:
             )
             for stage in self.part.own
         ]
-        # The loss is a sum, which the step divides by the number of tokens; torch would divide by that of micro-batches.
+        # The loss is a sum, which the step divides by the number of tokens; torch would divide by micro-batches.
         several = STAGES_A_RANK[options.schedule] > 1
         schedule = SCHEDULES[options.schedule](
             made if several else made[0], options.accumulate, loss_fn=self.loss_sum, scale_grads=False
@@ -209,10 +209,10 @@ class Trainer:
         self.pipeline, self.optimizer, _, _, self.rates = booster.boost(schedule, adamw, lr_scheduler=rates)
         boosted = self.part, self.optimizer, self.rates
         self.run = Run(options, booster, *boosted, steps=steps, every=1, unit="tokens")
-        self.differences: list[float] = []  # of norms to the dense model's, with --verify
+        self.differences: list[float] = []  # relative differences from the norms of the dense model, with --verify
 
     def train(self) -> None:
-        """All steps that are left."""
+        """Run all remaining steps."""
         for inputs, targets in self.run.batches(self.loader):
             tokens = int((targets != IGNORED).sum())
             expected = self.dense_norm(inputs, targets) if self.options.verify else None
@@ -225,7 +225,7 @@ class Trainer:
             self.run.note(stats, None if loss_sum is None else loss_sum / tokens, count=tokens)
 
     def dense_norm(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """The norm of the whole model's gradient on the whole batch, in float64 on rank 0, from everybody's weights."""
+        """Return the gradient norm of the full model for the full batch in float64 on rank 0, from gathered weights."""
         registry = self.registry
         own = {name: unshard(param.detach(), spec_of(param), registry) for name, param in self.part.named_parameters()}
         place = [registry.coordinate[axis] for axis in registry.topology.data_axes]
@@ -234,36 +234,38 @@ class Trainer:
         if everybody is None:
             return None
         weights = {name: value.double() for *_, of_rank in everybody for name, value in of_rank.items()}
-        batch = {tuple(place): (inputs, targets) for place, inputs, targets, _ in everybody}  # others have the same
+        batch = {
+            tuple(place): (inputs, targets) for place, inputs, targets, _ in everybody
+        }  # other ranks have the same batch
         return dense_gradient_norm(weights, list(batch.values()), self.options.heads, self.options.depth)
 
     def placed(self, *tensors: Tensor) -> list[Tensor]:
-        """On this rank's device."""
+        """Return the tensors on this rank's device."""
         return [tensor.to(self.registry.device) for tensor in tensors]
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses of a micro-batch."""
+        """Return the sum of the losses of a micro-batch."""
         return vocab_parallel_cross_entropy(logits, targets, self.registry, reduction="sum")
 
     def test(self) -> float:
-        """The mean loss of the tokens in the test paragraphs."""
+        """Return the mean loss of the tokens in the test paragraphs."""
         total = torch.zeros(2, device=self.registry.device)
         for inputs, targets in self.test_loader:
             loss_sum = self.pipeline.evaluate(*self.placed(inputs), target=self.placed(targets)[0])
-            if loss_sum is not None:  # one rank of the pipe knows it
+            if loss_sum is not None:  # one pipeline rank has the loss
                 total += torch.stack([loss_sum, (targets != IGNORED).sum().to(loss_sum)])
         total = reduce_from(total, self.registry, *self.registry.topology.data_axes, "pipe")
         return float(total[0] / total[1])
 
 
 def own_stages(schedule: str, registry: ProcessGroupRegistry) -> list[int]:
-    """The stages of this rank: one; two in a V, the first rank having the last one too; or two, round after round."""
+    """Return the stages of this rank: one; two in a V (the first rank also has the last stage); or two, interleaved."""
     rank, ranks = registry.rank("pipe"), registry.size("pipe")
     return {1: [rank], 2: [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]}[STAGES_A_RANK[schedule]]
 
 
 def run(trainer: Trainer) -> None:
-    """Test, train and test; a progress bar and results on rank 0. Exits with 1 where ``--verify`` found wrong norms."""
+    """Test, train and test, with results on rank 0. Exit with status 1 if ``--verify`` finds wrong norms."""
     before = trainer.test()
     trainer.train()
     after, steps = trainer.test(), trainer.run
@@ -283,10 +285,10 @@ def run(trainer: Trainer) -> None:
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line.
+    """Read the command line.
 
     Raises:
-        ValueError: It is wrong.
+        ValueError: A flag is wrong.
     """
     parser = CommandLine(
         __doc__,
@@ -302,7 +304,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     options = parser.read(processes, arguments)
     check_training(options)
     topology: Topology = options.topology
-    # The layers and stages want both axes, if only of size 1.
+    # Layers and stages need both axes, at least with size 1.
     sizes = dict(zip(topology.axes, topology.sizes, strict=True))
     options.topology = Topology(roles=None, **{**sizes, "pipe": sizes.get("pipe", 1), "tensor": sizes.get("tensor", 1)})
     if options.verify and options.precision != "fp32":

@@ -1,4 +1,4 @@
-"""Curves as an SVG, one under the other, for `--plot`: no package is needed to draw them, and any browser shows them."""
+"""Draw curves as an SVG, one below the other, for `--plot`, without another package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from math import isfinite
 
-WIDTH, HEIGHT, MARGIN = 640, 200, 60  # of one panel without its margin, and the margin on all sides
+WIDTH, HEIGHT, MARGIN = 640, 200, 60  # size of a panel without margin, and the margin on each side
 
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #444 }
@@ -26,10 +26,10 @@ def draw(
     curves: Mapping[str, Sequence[float]],
     beside: Mapping[str, Points] | None = None,
 ) -> str:
-    """The SVG's text: a panel for each curve, over the steps.
+    """Return an SVG with one panel per curve, over the steps.
 
     Args:
-        beside: In grey, under the curve of that name: another run's (step, value) points.
+        beside: (step, value) points of another run by name of the curve, drawn in grey below it.
     """
     width, height = WIDTH + 2 * MARGIN, len(curves) * (HEIGHT + MARGIN) + MARGIN
     parts = [
@@ -45,7 +45,7 @@ def draw(
 
 
 def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float], beside: Points = ()) -> Iterator[str]:
-    """Frame, curve and the numbers at its ends; a value that is not finite is a gap."""
+    """Draw frame, curve and the numbers at its ends; a non-finite value is a gap."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if isfinite(value)]
     others = [(step, value) for step, value in beside if isfinite(value)]
     yield f'<rect class="frame" x="{MARGIN}" y="{top:g}" width="{WIDTH}" height="{HEIGHT}"/>'
@@ -70,7 +70,7 @@ def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float]
 
 
 def runs(places: Sequence[str | None]) -> Iterator[list[str]]:
-    """The places between the gaps."""
+    """Yield the runs of consecutive places between gaps."""
     run: list[str] = []
     for place in (*places, None):
         if place is not None:

@@ -1,12 +1,12 @@
 """Small real data sets in the on-disk formats of CIFAR-10 and Caltech-101, for runs without a network.
 
-The images are scikit-learn's: its handwritten digits, written in light ink on random crops of its two photographs.
-torchvision's own classes then read them:
+The images come from scikit-learn: handwritten digits in light ink on random crops of two photographs. The classes of
+torchvision read them:
 
     SampleCIFAR10(make_cifar10(root), train=True)  # 1440 images to train, 357 to test; 10 classes; 32 x 32
     Caltech101(make_caltech101(root))              # 1200 images; 12 classes, the bare photographs two of them
 
-Both functions do nothing where the files are there already, and never leave half of them behind.
+Both functions do nothing if the files exist, and never leave incomplete files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PER_BATCH, PER_CATEGORY = 288, 100
 
 
 class SampleCIFAR10(CIFAR10):  # type: ignore[misc]
-    """torchvision's CIFAR10, but for the checksums, which are those of the original files."""
+    """torchvision's CIFAR10 without the checksums of the original files."""
 
     train_list: ClassVar[Any] = [[name, None] for name, _ in CIFAR10.train_list]
     test_list: ClassVar[Any] = [[name, None] for name, _ in CIFAR10.test_list]
@@ -60,7 +60,9 @@ def make_caltech101(root: Path) -> Path:
 def _write_cifar10(folder: Path) -> None:
     digits, painter = load_digits(), Painter()
     images = np.stack([painter.write(digit, 32, 32) for digit in digits.images])
-    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)  # as CIFAR-10 has them: all red, all green, all blue
+    rows = images.transpose(0, 3, 1, 2).reshape(
+        len(images), -1
+    )  # the order of CIFAR-10: all red, all green, all blue values
     files = [name for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list)]
     for number, name in enumerate(files):
         end = None if name == files[-1] else (number + 1) * PER_BATCH
@@ -85,21 +87,21 @@ def _write_caltech101(folder: Path) -> None:
 
 
 class Painter:
-    """Makes images [height, width, 3]; always the same ones in the same order."""
+    """Makes images [height, width, 3], always in the same order."""
 
     def __init__(self) -> None:
         self.photographs: list[Pixels] = load_sample_images().images  # china.jpg and flower.jpg, 427 x 640
         self.random = np.random.default_rng(0)
 
     def crop(self, photograph: int, height: int, width: int) -> Pixels:
-        """A random part of a photograph."""
+        """Return a random part of a photograph."""
         full = self.photographs[photograph]
         top = self.random.integers(full.shape[0] - height)
         left = self.random.integers(full.shape[1] - width)
         return full[top : top + height, left : left + width]
 
     def write(self, digit: NDArray[np.float64], height: int, width: int) -> Pixels:
-        """A digit [8, 8] of ink 0..16, on a darkened part of one of the photographs."""
+        """Return a digit [8, 8] with ink 0..16, on a darkened part of a photograph."""
         scaled = Image.fromarray((digit * (255 / 16)).astype(np.uint8)).resize(
             (width, height), Image.Resampling.BILINEAR
         )
@@ -110,7 +112,7 @@ class Painter:
 
 
 def _make_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a folder that gets its name only when it is complete."""
+    """Let ``write`` fill a temporary folder, which gets its final name when it is complete."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,7 @@ def _make_folder(folder: Path, write: Callable[[Path], None]) -> None:
         try:
             made.rename(folder)
         except OSError:
-            if not folder.exists():  # it does where another process was faster
+            if not folder.exists():  # another process may have been faster
                 raise
 
 

@@ -1,4 +1,4 @@
-"""Train a small transformer on scikit-learn's handwritten digits, in one process or split over a mesh of processes.
+"""Train a small transformer on scikit-learn's handwritten digits, in one process or sharded over a mesh of processes.
 
     python examples/train_digits.py
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology row=2,col=2 --verify
@@ -8,7 +8,7 @@
     torchrun --standalone --nproc-per-node 8 examples/train_digits.py --topology input=2,weight=2,output=2
     torchrun --standalone --nproc-per-node 2 examples/train_digits.py --topology tensor=2 --precision bf16 --accumulate 4
 
-The seed decides the full weights and the batches; the topology only decides who holds which part of them. So the same
+The seed determines the full weights and the batches; the topology only determines which shards a rank holds. So the same
 seed gives the same loss curve on every topology. The model is in models/.
 """
 
@@ -53,7 +53,7 @@ class Samples(NamedTuple):
 
 
 def load_samples(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Samples]:
-    """For training and for the test; the same split always."""
+    """Return samples for training and for the test, always with the same split."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).to(dtype) / 8 - 1
     patches = rearrange(images, "n (row p) (col q) -> n (row col) (p q)", p=2, q=2).to(device)
@@ -64,7 +64,7 @@ def load_samples(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Sam
 
 
 def batch_at(step: int, samples: Samples, batch_size: int, seed: int) -> Samples:
-    """The full batch of a step, the same on every rank; each epoch has an order of its own."""
+    """Return the full batch of a step, the same on every rank. Each epoch has another order."""
     epoch, index = divmod(step, len(samples.labels) // batch_size)
     generator = torch.Generator().manual_seed(1000 * seed + epoch)
     order = torch.randperm(len(samples.labels), generator=generator)
@@ -73,7 +73,7 @@ def batch_at(step: int, samples: Samples, batch_size: int, seed: int) -> Samples
 
 
 class Split:
-    """How a batch is split over the ranks: over the data axes, and as the layers want it."""
+    """Sharding of a batch over the data axes and over the axes of the layers."""
 
     def __init__(self, layers: DenseLayers, registry: ProcessGroupRegistry) -> None:
         self.registry = registry
@@ -88,12 +88,12 @@ class Split:
             )
 
     def local(self, batch: Samples) -> Samples:
-        """This rank's part of a full batch."""
+        """Return this rank's shard of a full batch."""
         patches = shard(batch.patches, self.patch_spec, self.registry)
         return Samples(patches, shard(batch.labels, self.label_spec, self.registry))
 
     def mean(self, local: Tensor) -> Tensor:
-        """The mean over the whole batch of what each rank computed on its part."""
+        """Return the mean over the full batch, from the mean over each rank's shard."""
         if not self.batch_axes:
             return local
         return reduce_from(local, self.registry, *self.batch_axes) / self.registry.size(*self.batch_axes)
@@ -103,7 +103,7 @@ class Trainer:
     """Model, optimizer and schedule of one run, and a record of its steps.
 
     Raises:
-        ValueError: The topology has no layers, or does not divide the samples or the model; there is a checkpoint that
+        ValueError: There are no layers for the topology, it does not divide the samples or the model, or a checkpoint
             does not fit.
     """
 
@@ -116,10 +116,10 @@ class Trainer:
         self.split = Split(self.layers, registry)
         self.train_samples, self.test_samples = load_samples(registry.device, self.dtype)
         torch.manual_seed(options.seed)
-        # Without masters Adam's second moments are float16: most squares underflow to 0, and 1e-8 does not hold them up.
+        # Without masters the second moments of Adam are float16, so most squares and eps=1e-8 underflow to 0.
         eps = {"eps": 1e-3} if options.precision == "O3" else {}
         model = self.make_model().to(self.dtype)
-        # A graph reads the rate from where it is; the schedule writes it there.
+        # A CUDA graph reads the learning rate from a tensor, which the schedule overwrites.
         lr = torch.tensor(options.lr, device=registry.device) if options.cuda_graph else options.lr
         inner = optimizer_of(options.optimizer, model.named_parameters(), lr, **eps)
         peaks = [float(group["lr"]) for group in inner.param_groups]
@@ -136,7 +136,7 @@ class Trainer:
         )
         self.train: Callable[..., Sequence[Tensor]] = GraphedStep(self.update) if options.cuda_graph else self.update
         self.reference = self.make_reference() if options.verify else None
-        self.history: list[Tensor] = []  # of each step: loss, accuracy, gradient norm, clip coefficient
+        self.history: list[Tensor] = []  # loss, accuracy, gradient norm and clip coefficient of each step
         self.differences: list[float] = []
         if options.resume is not None and newest_checkpoint(options.resume) is not None:
             of_this_run = self.schedule.state_dict()
@@ -145,31 +145,35 @@ class Trainer:
             self.keep_length(of_this_run)
 
     def keep_length(self, of_this_run: dict[str, Any]) -> None:
-        """torch's schedule has loaded the length of the run that was saved, too: it goes on from there as one of this run,
-        which may be longer. (The first step still has the rate that was saved.)"""
+        """Set the length of the loaded schedule to the length of this run, which may be longer than the saved run.
+
+        The first step still has the saved learning rate.
+        """
         loaded = self.schedule.state_dict()
         if loaded["total_steps"] != of_this_run["total_steps"]:
             place = {key: loaded[key] for key in ("last_epoch", "_step_count", "_last_lr")}
             self.schedule.load_state_dict({**of_this_run, **place})
 
     def make_model(self) -> nn.Module:
-        """This rank's part of the model."""
+        """Return this rank's shard of the model."""
         return DigitsTransformer(self.layers, *self.size)
 
     def make_reference(self) -> DenseReference:
-        """What says how large the dense model's gradient is."""
+        """Return the dense reference for the gradient norm."""
         return DenseReference(
             DigitsTransformer(DenseLayers(), *self.size),
             lambda model, patches, labels: F.cross_entropy(model(patches), labels),
         )
 
     def run(self) -> None:
-        """All steps that are left, with a progress bar on rank 0."""
+        """Run all remaining steps, with a progress bar on rank 0."""
         start, last = len(self.history), self.options.steps
         steps = tqdm(range(start, last), unit="step", initial=start, total=last, disable=self.registry.global_rank != 0)
         for step in steps:
             self.step(batch_at(step, self.train_samples, self.options.batch_size, self.options.seed))
-            if step % 10 == 9 or step == self.options.steps - 1:  # reading numbers waits for the device
+            if (
+                step % 10 == 9 or step == self.options.steps - 1
+            ):  # rarely, because reading numbers is a host synchronization
                 loss, accuracy, norm, _ = self.history[-1].tolist()
                 self.optimizer.poll()
                 steps.set_postfix_str(f"loss {loss:.4f}, gradient norm {norm:.3f}, accuracy {accuracy:.0%}")
@@ -178,7 +182,7 @@ class Trainer:
                 self.booster.save(self.options.resume, self.model, self.optimizer, self.schedule, extra=record)
 
     def step(self, batch: Samples) -> None:
-        """One training step on a full batch."""
+        """Make one training step on a full batch."""
         expected = self.dense_norm(batch) if self.reference is not None else None
         means, norm, clip_coef = self.train(*batch)
         self.schedule.step()
@@ -187,7 +191,7 @@ class Trainer:
             self.differences.append(abs(float(norm) / expected - 1))
 
     def update(self, patches: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        """All micro-batches of a full batch, and the step: mean loss and accuracy, gradient norm, clip coefficient."""
+        """Run all micro-batches and the step; return mean loss and accuracy, gradient norm, clip coefficient."""
         self.optimizer.zero_grad()
         count = self.options.accumulate
         measured = []
@@ -196,36 +200,36 @@ class Trainer:
             self.booster.backward(loss, self.optimizer)
             measured.append(torch.stack([loss.detach(), accuracy]))
         stats = self.optimizer.step()
-        assert stats is not None  # all micro-batches of the window have come
+        assert stats is not None  # this is the last micro-batch of the window
         return self.split.mean(torch.stack(measured).mean(0)), stats.total_norm, stats.clip_coef
 
     def forward(self, batch: Samples) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of this rank's part of a full batch."""
+        """Return loss and accuracy of this rank's shard of a full batch."""
         patches, labels = self.split.local(batch)
         logits = self.model(patches)
         correct = self.layers.all_classes(logits.detach()).argmax(-1) == labels
         return self.loss(logits, labels).to(self.dtype), correct.to(self.dtype).mean()
 
     def dense_norm(self, batch: Samples) -> float | None:
-        """The norm of the dense model's gradient, computed on rank 0."""
+        """Return the gradient norm of the dense model, computed on rank 0."""
         parameters = full_parameters(self.model, self.registry)
         if parameters is None or self.reference is None:
             return None
         return self.reference.gradient_norm(parameters, *batch)
 
     def remarks(self) -> list[str]:
-        """Lines for the report after the test."""
+        """Return additional lines of the report."""
         return []
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
-        """Loss and accuracy on the test samples."""
+        """Return loss and accuracy on the test samples."""
         loss, accuracy = self.split.mean(torch.stack(self.forward(self.test_samples))).tolist()
         return loss, accuracy
 
 
 def report(trainer: Trainer, seconds: float) -> bool:
-    """Print the results on rank 0; whether the norms were right."""
+    """Print the results on rank 0; return whether the norms are right."""
     test_loss, test_accuracy = trainer.test()
     if trainer.registry.global_rank != 0:
         return True
@@ -251,10 +255,10 @@ def report(trainer: Trainer, seconds: float) -> bool:
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line.
+    """Read the command line.
 
     Raises:
-        ValueError: It is wrong.
+        ValueError: A flag is wrong.
     """
     parser = CommandLine(
         __doc__,
@@ -280,7 +284,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
 
 
 def run(trainer: Trainer) -> None:
-    """Train and report; exits with 1 where ``--verify`` found wrong norms."""
+    """Train and report; exit with status 1 if ``--verify`` finds wrong norms."""
     start = time.perf_counter()
     trainer.run()
     if not report(trainer, time.perf_counter() - start):

@@ -1,4 +1,4 @@
-"""Train a transformer with mixtures of experts on scikit-learn's handwritten digits, the experts split over any axes.
+"""Train a transformer with mixtures of experts on scikit-learn's handwritten digits, with experts on any axes.
 
     python examples/train_moe.py
     torchrun --standalone --nproc-per-node 4 examples/train_moe.py --topology data=4 --verify
@@ -7,14 +7,14 @@
     torchrun --standalone --nproc-per-node 8 examples/train_moe.py \\
         --topology edp=2,mid=2,tensor=2,data=edp+mid,expert=mid+tensor --experts expert
 
-Attention and the shared experts are copied, or split over `tensor`; the experts are split over the axes of `--experts`,
-and tokens go to them and back in all-to-alls. Ranks of an axis on which experts are split see different samples, as those
-of `data` do; `tensor` is the exception: its ranks share out the tokens that all of them have. Where it is not among the
-axes of `--experts`, it splits each expert. The last line folds two meshes of the same ranks: data=4,tensor=2 for all that
-is dense, and edp=2,expert=4 for the experts.
+Attention and shared experts are replicated, or sharded over `tensor`. Experts are sharded over the axes of `--experts`, and
+all-to-alls send tokens to them and back. Ranks along these axes see different samples, as along `data`, except along
+`tensor`, where ranks have the same tokens and each sends a part of them. If `tensor` is not among the axes of `--experts`,
+each expert is sharded over it. The last command has two meshes of the same ranks: data=4,tensor=2 for dense layers, and
+edp=2,expert=4 for experts.
 
-The same seed gives the same loss curve on every topology. `--float64` shows it: in float32 a rounding may now and then
-choose another expert. The model is in models/moe.py.
+The same seed gives the same loss curve on every topology with `--float64`. In float32, rounding sometimes changes the
+choice of an expert. The model is in models/moe.py.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from train_digits import Samples, run
 
 
 class Trainer(train_digits.Trainer):
-    """That of the digits with another model, and a term in the loss for experts that are chosen unevenly.
+    """The trainer of train_digits with a mixture of experts, and a loss term for imbalanced experts.
 
     Raises:
-        ValueError: As there; there is an axis for which no experts are made, or they don't divide.
+        ValueError: As in train_digits; or an axis does not support experts, or the experts do not divide over it.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
@@ -65,7 +65,7 @@ class Trainer(train_digits.Trainer):
         return DenseReference(MixtureTransformer(DenseLayers(), mixture, *self.size), self.whole_loss)
 
     def whole_loss(self, model: nn.Module, patches: Tensor, labels: Tensor) -> Tensor:
-        """Of the dense model."""
+        """Return the loss of the dense model."""
         assert isinstance(model, MixtureTransformer)
         loss = F.cross_entropy(model(patches), labels)
         return loss + self.weighed_imbalance(model)
@@ -75,7 +75,7 @@ class Trainer(train_digits.Trainer):
         return loss + self.weighed_imbalance(self.mixtures).to(loss.dtype), accuracy
 
     def weighed_imbalance(self, model: MixtureTransformer) -> Tensor:
-        """The term of the loss that the last forward adds: 0 where experts were chosen evenly."""
+        """Return the loss term of the last forward; it is 0 if all experts are chosen equally often."""
         weighed: Tensor = self.options.balance * (model.routing()[0] - 1)
         return weighed
 
@@ -90,10 +90,10 @@ class Trainer(train_digits.Trainer):
 
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line.
+    """Read the command line.
 
     Raises:
-        ValueError: It is wrong.
+        ValueError: A flag is wrong.
     """
     parser = CommandLine(
         __doc__,
@@ -118,7 +118,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         help="compare the gradient norm of every step with that of the dense model, which computes all experts for all "
         "tokens; in float64, in which both choose the same experts",
     )
-    parser.set_defaults(cuda_graph=False)  # how many tokens come for an expert is read by the host
+    parser.set_defaults(cuda_graph=False)  # the host reads the number of tokens per expert
     options = parser.read(processes, arguments)
     options.float64 = options.float64 or options.verify
     if options.float64 and options.precision != "fp32":
@@ -131,7 +131,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
 
 
 def set_roles(options: argparse.Namespace) -> None:
-    """Make every axis of ``--experts`` but tensor one whose ranks see different samples."""
+    """Give each axis of ``--experts`` except tensor the role of a data axis."""
     topology: Topology = options.topology
     options.experts = topology.data_axes if options.experts is None else topology.atoms(*options.experts)
     roles: dict[str, Role] = {axis: "data" for axis in options.experts if axis != "tensor"}

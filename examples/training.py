@@ -1,4 +1,4 @@
-"""What surrounds the steps of every training script: where they begin and end, progress, curves and checkpoints."""
+"""Common code of the training scripts: loop over batches, progress, curves and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tqdm import tqdm
 Row = tuple[int, float, float]  # step, loss, gradient norm
 
 
-# The reference computes in float64, the model in float32: what is left is the rounding of its forward and backward.
+# The reference computes in float64 and the model in float32, so the difference is the rounding of forward and backward.
 LARGEST_DIFFERENCE = 1e-5
 
 
 def verdict(differences: Sequence[float]) -> tuple[str, bool]:
-    """Of norms to the dense model's, relative: what --verify says of them, and whether they are right; NaN is not."""
+    """Return the text of --verify for relative differences of norms, and whether they are right. NaN is not right."""
     largest = float(torch.tensor([0.0, *differences]).max())
     right = largest <= LARGEST_DIFFERENCE
     return (
@@ -35,31 +35,31 @@ def verdict(differences: Sequence[float]) -> tuple[str, bool]:
 
 
 def steps_asked(options: argparse.Namespace, per_epoch: int) -> int:
-    """How many steps ``--steps`` or ``--epochs`` are."""
+    """Return the number of steps of ``--steps`` or ``--epochs``."""
     steps: int = options.steps or options.epochs * per_epoch
     return steps
 
 
 def once_on_each_machine(make: Callable[[], object]) -> None:
-    """Call ``make`` on one rank of every machine; the others wait for it."""
-    if init_distributed().local_rank == 0:  # joined already: it only says where this rank is
+    """Call ``make`` on one rank of every machine; other ranks wait for it."""
+    if init_distributed().local_rank == 0:  # only describes the existing process group
         make()
     dist.barrier()
 
 
 class Run:
-    """The steps of one run, from the first one, or from where ``--resume`` found it, to the last.
+    """The steps of one run, from the first step, or from the checkpoint of ``--resume``, to the last.
 
         for images, labels in run.batches(loader):
             ...
             run.note(optimizer.step(), loss.detach(), count=len(images))
 
     Args:
-        options: Those of `add_training_flags`.
-        booster, model, optimizer, schedule: As boosted; they continue from the newest checkpoint, if there is one.
-        steps: In all.
+        options: Options of `add_training_flags`.
+        booster, model, optimizer, schedule: Results of `Booster.boost`. They resume from the newest checkpoint, if any.
+        steps: Total number of steps.
         every: Steps between reports, which are the points of the curve.
-        unit: What is counted.
+        unit: Name of the items in ``count``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Run:
     ) -> None:
         self.options, self.booster, self.steps = options, booster, steps
         self.is_first = booster.registry.global_rank == 0
-        self.rows: list[Row] = []  # of all reports; on the first rank
+        self.rows: list[Row] = []  # all reports, on the first rank
         self.seconds = 0.0
         self.monitor = Monitor(booster.registry, self._show, every=every, unit=unit)
         self._state = model, optimizer, schedule
@@ -87,17 +87,17 @@ class Run:
 
     @property
     def done(self) -> int:
-        """Steps so far."""
+        """Return the number of steps so far."""
         return self.monitor.step
 
     def batches(self, loader: ShardedDataLoader[Any], per_step: int = 1) -> Iterator[Any]:
-        """The batches of all steps that are left, epoch after epoch, with a progress bar.
+        """Yield the batches of all remaining steps, epoch after epoch, with a progress bar.
 
         Args:
-            per_step: Batches of the loader in a step.
+            per_step: Batches of the loader per step.
         """
         start, per_epoch = time.perf_counter(), -(-len(loader) // per_step)
-        # Counted in steps, so that it is right for any --accumulate.
+        # Counts steps, so that it is right for any --accumulate.
         loader.load_state_dict(loader.state_after(self.done // per_epoch, self.done % per_epoch * per_step))
         total = max(self.steps, self.done)
         with tqdm(total=total, initial=self.done, unit="step", disable=not self.is_first) as self._bar:
@@ -109,8 +109,13 @@ class Run:
         self.seconds = time.perf_counter() - start
 
     def note(self, stats: GradStats | None, loss: Tensor | None, count: int) -> None:
-        """What came of a batch; None of one in the middle of a window; the loss is None on a rank that has none. Saves a
-        checkpoint when it is time."""
+        """Record the results of a batch, and save a checkpoint if it is due.
+
+        Args:
+            stats: Result of `step`; None within an accumulation window.
+            loss: The loss; None on a rank without a loss.
+            count: Number of items in the batch.
+        """
         self.monitor(stats, loss, count)
         if stats is None:
             return
@@ -124,7 +129,7 @@ class Run:
         self.rows.append((report.step, report.loss, report.grad_norm))
 
     def write(self) -> None:
-        """The files that ``--curve`` and ``--plot`` ask for; on the first rank."""
+        """Write the files of ``--curve`` and ``--plot`` on the first rank."""
         if self.is_first and self.options.curve is not None:
             write_csv(self.options.curve, "step,loss,norm", self.rows)
         if self.is_first and self.options.plot is not None:
@@ -133,22 +138,22 @@ class Run:
 
 
 def title_of(options: argparse.Namespace) -> str:
-    """Of a picture: on what mesh, in what precision."""
+    """Return the title of a plot: topology and precision."""
     return f"{options.topology!r}, {options.precision}"
 
 
 def write_csv(path: Path, header: str, rows: Sequence[Sequence[float]]) -> None:
-    """One line a row, every number with all its digits."""
+    """Write one line per row, each number with all digits."""
     path.write_text("\n".join([header, *(",".join(map(repr, row)) for row in rows), ""]))
 
 
 def read_csv(path: Path) -> list[list[float]]:
-    """The rows that `write_csv` wrote."""
+    """Return the rows written by `write_csv`."""
     return [[float(number) for number in line.split(",")] for line in path.read_text().splitlines()[1:]]
 
 
 def write_plot(path: Path, title: str, rows: Sequence[Sequence[float]], beside: Sequence[Sequence[float]] = ()) -> None:
-    """The curves of (step, loss, gradient norm); in grey those of another run."""
+    """Write a plot of rows (step, loss, gradient norm), with the curves of another run in grey."""
     steps, losses, norms = zip(*rows, strict=True) if rows else ((), (), ())
     others = {name: [(row[0], row[column]) for row in beside] for column, name in ((1, "loss"), (2, "gradient norm"))}
     path.write_text(draw(title, steps, {"loss": losses, "gradient norm": norms}, others), encoding="utf-8")

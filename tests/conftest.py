@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
-# Before torch is imported anywhere: one intra-op thread a rank, or the ranks fight for the cores.
+# Set before torch is imported: one intra-op thread per rank, so that ranks do not compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Nothing here needs a name server, but a store of torch's asks one for the name of whoever connects from ::ffff:127.0.0.1,
-# and all wait for it: five seconds where an answer is lost. So nobody is asked.
+# A store of torch resolves the host name of each client that connects from ::ffff:127.0.0.1, and a lost reply of the name
+# server delays all ranks by five seconds. No test needs a name server, so disable it.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import pytest
@@ -21,7 +21,7 @@ from properties import default_cases, is_sample, profile, sample, starts_process
 from world import World
 
 torch.set_num_threads(1)
-# To look for garbage after each 700 objects took an eighth of the time of these processes: most objects here live long.
+# With the default of 700, garbage collection took an eighth of the time, because most objects of the tests live long.
 gc.set_threshold(100_000)
 
 # Number of random cases out of 100 that each profile draws. "default" is `pytest` without options; "full" is the run with
@@ -37,15 +37,14 @@ for name, examples in (("default", 10), ("full", 100), ("oldest", 10), ("many", 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of xdist's processes its own share of the cores, with all that it starts.
+    """Give each xdist process, with its child processes, its own share of the cores.
 
-    Ranks talk in short messages. On the same core the next rank goes on where one waits; to wake one on another core
-    costs more than the message, and the ranks of two files in each other's way cost more than that. A file alone on one
-    of two cores takes as long as on both.
+    Ranks exchange short messages. To wake a rank on another core costs more than the message, and ranks of two test files
+    on one core delay each other even more. A test file takes as long on one core as on two.
 
-    All are batch jobs to the scheduler: a rank goes on after it has woken another one with a message. If it were
-    interrupted there, it would often hold the lock of a connection, and gloo's thread would spin on that, on the same
-    core, for its whole time slice.
+    All processes are batch jobs for the scheduler, so that a rank continues after its message wakes another rank.
+    Otherwise it would often be interrupted while it holds the lock of a connection. Then the gloo thread of the other
+    rank would spin on that lock, on the same core, for a full time slice.
     """
     selects_slow = re.search(r"(?<!not )\bslow\b", config.option.markexpr) is not None
     os.environ.setdefault("MESHSTEP_TEST_PROFILE", "full" if selects_slow else "default")
@@ -74,8 +73,7 @@ def world() -> Iterator[World]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that the default run leaves out as slow, and move the longest files to the front.
 
-    Without that order one process would work at the end while the other one waits. A test that is named on the command
-    line keeps all cases.
+    Without that order, one xdist process would be idle at the end. A test named on the command line keeps all cases.
     """
     if is_sample():
         chosen = set(sample(items))
@@ -91,20 +89,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and collected tests from garbage collection, or each test that asks for one would wait a second."""
+    """Exclude modules and collected tests from garbage collection; otherwise each `gc.collect` would take a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[Interpreted]:
-    """Processes in which Triton's kernels are interpreted."""
+    """Processes in which Triton kernels run in the interpreter of Triton."""
     with interpreted_pool() as pool:
         yield pool
 
 
 @pytest.fixture
 def torchs_kernels() -> Iterator[None]:
-    """In this process torch's kernels compute, not the library's."""
+    """Use torch's kernels in this process, instead of the kernels of meshstep."""
     with using("torch"):
         yield

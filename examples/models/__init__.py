@@ -1,1 +1,1 @@
-"""The models that the examples train, each written for one process and for a mesh."""
+"""The models of the examples, each for one process and for a mesh."""

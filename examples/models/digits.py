@@ -1,4 +1,4 @@
-"""The vision transformers for scikit-learn's digits, and the dense one beside each that says what the norm must be."""
+"""Vision transformers for scikit-learn's digits, and a dense reference model for the exact gradient norm."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ TOKENS, PIXELS, CLASSES = 16, 4, 10  # a digit is 8 x 8 pixels: 16 patches of 2 
 
 
 class DigitsTransformer(PatchTransformer):
-    """The one for scikit-learn's digits."""
+    """A vision transformer for scikit-learn's digits."""
 
     def __init__(self, layers: DenseLayers, width: int = 64, heads: int = 4, depth: int = 2) -> None:
         super().__init__(layers, PIXELS, TOKENS, CLASSES, width, heads, depth)
 
 
 class MixtureTransformer(PatchTransformer):
-    """The same with mixtures of experts.
+    """A vision transformer for scikit-learn's digits with mixtures of experts.
 
     Args:
-        mixture: Makes the one of a block, from width and family.
+        mixture: Make the mixture of a block, given the width and the family of layers.
     """
 
     def __init__(
@@ -45,14 +45,16 @@ class MixtureTransformer(PatchTransformer):
         super().__init__(layers, PIXELS, TOKENS, CLASSES, width, heads, depth, block)
 
     def routing(self) -> Tensor:
-        """Of the last forward, the means over mixtures and this rank's samples [2]: how unevenly experts were chosen (1
-        where evenly), and the part of the choices that was dropped."""
+        """Return the imbalance and the dropped share of the last forward [2], averaged over mixtures and samples.
+
+        The imbalance is 1 if the router chooses all experts equally often.
+        """
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
         return torch.stack([torch.stack([m.imbalance, m.dropped.to(m.imbalance)]) for m in mixtures]).mean(0)
 
 
 def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor] | None:
-    """The full parameters, by name and as the dense model has them, on rank 0's CPU; else None. All ranks must call."""
+    """Return the full parameters of the dense model by name, on the CPU of rank 0, else None. Call it on all ranks."""
     held = {name: (spec_of(param), param.detach().cpu()) for name, param in model.named_parameters()}
     everybody: list[Any] = [held] * registry.topology.world_size
     if len(everybody) > 1:
@@ -65,24 +67,26 @@ def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[st
         for name, spec in specs.items()
     }
     for name, module in model.named_modules():
-        if isinstance(module, Linear2D | Linear3D):  # their weight is [in, out], that of `nn.Linear` is [out, in]
+        if isinstance(
+            module, Linear2D | Linear3D
+        ):  # these weights are [in, out], and those of `nn.Linear` are [out, in]
             full[f"{name}.weight"] = full[f"{name}.weight"].t()
     return full
 
 
 class DenseReference:
-    """A dense model on one rank, in float64: says what the global gradient norm must be.
+    """A dense model on one rank in float64, which computes the exact global gradient norm.
 
     Args:
-        model: With the parameters that `full_parameters` has.
-        loss: Of the model, patches and labels.
+        model: Model with the parameters of `full_parameters`.
+        loss: Function of model, patches and labels.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
         self.model, self.loss = model.double(), loss
 
     def gradient_norm(self, parameters: Mapping[str, Tensor], patches: Tensor, labels: Tensor) -> float:
-        """The 2-norm of the loss' gradient at these full parameters, for the full batch."""
+        """Return the 2-norm of the gradient of the loss for full parameters and the full batch."""
         self.model.load_state_dict(parameters)
         loss = self.loss(self.model, patches.double(), labels)
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))

@@ -1,6 +1,6 @@
-"""A small GPT over bytes, split over `tensor`: one table, split by its vocabulary, is embedding and classifier.
+"""A small GPT over bytes, sharded over `tensor`: one table, sharded by vocabulary, is embedding and classifier.
 
-An axis `cp` splits the sequence.
+The sequence is sharded over the axis `cp`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from .sequence import SplitSequence
 
-VOCABULARY = 256  # all bytes; 0, which no text has, stands before and after each paragraph
+VOCABULARY = 256  # all bytes; 0, which is in no text, marks the beginning and the end of a paragraph
 CONTEXT = 64
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each rank of `tensor` has some of the heads, and within attention of `cp` some of those."""
+    """Causal self-attention; heads are sharded over `tensor`, and within attention over `cp` too."""
 
     def __init__(self, width: int, heads: int, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(width, width, registry)
 
     def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
-        # Heads are the slowest part of the features: a rank that has a slice of them has whole heads.
+        # The head varies slowest in the features, so each rank has complete heads.
         pattern = "batch token (head part feature) -> part batch head token feature"
         own = rearrange(self.qkv(x), pattern, part=3, feature=self.head_width)
         q, k, v = self.sequence.whole(own, x.size(1) if tokens is None else tokens)
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, for this rank's part of sequences of ``tokens``: all of them, if None."""
+    """Attention and two linear layers, for this rank's shard of ``tokens`` tokens. None: sequences are not sharded."""
 
     def __init__(self, width: int, heads: int, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [batch, token] -> logits of the next byte [batch, this rank's tokens, its part of the vocabulary].
+    """Bytes [batch, token] -> logits of the next byte [batch, local token, local vocabulary].
 
     Raises:
-        ValueError: The topology has other axes than data, cp and tensor, or they don't divide the model.
+        ValueError: The topology has an axis other than data, cp and tensor, or does not divide the model.
     """
 
     def __init__(self, registry: ProcessGroupRegistry, width: int, heads: int, depth: int) -> None:
@@ -79,7 +79,7 @@ class GPT(nn.Module):
         self.registry, self.sequence = registry, SplitSequence(registry)
         self.embed = VocabParallelEmbedding(VOCABULARY, width, registry)
         with torch.no_grad():
-            self.embed.weight.mul_(width**-0.5)  # it is the classifier too, and the logits should start small
+            self.embed.weight.mul_(width**-0.5)  # the table is the classifier too, whose logits should start small
         self.positions = nn.Parameter(torch.randn(CONTEXT, width) * width**-0.5)
         annotate(self.positions, P())
         self.blocks = nn.ModuleList(Block(width, heads, registry) for _ in range(depth))
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         x = self.embed(own(ids, 1)) + own(self.positions[: ids.size(1)], 0)
         for block in self.blocks:
             x = block(x, ids.size(1))
-        # Every rank goes on with classes of its own: copy_to sums what they say of x in the backward.
+        # Each rank computes its shard of the classes, so copy_to sums the gradients of x in backward.
         return F.linear(copy_to(self.norm(x), self.registry, "tensor"), self.embed.weight)
 
     @torch.no_grad()

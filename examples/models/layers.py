@@ -1,15 +1,15 @@
-"""Families of layers that a model may be made of: dense, split in one dimension, in two, on several grids, in three.
+"""Families of layers for a model: dense, or sharded in one dimension, two, two and a half (several grids), or three.
 
-A model asks a family for its layers and knows no ranks. What the families differ in:
+A model gets its layers from a family, and its code does not depend on ranks. The families:
 
     family        batch over              features between layers    weights
-    DenseLayers   data                    whole                      whole
-    Layers1D      data                    whole                      of each pair of linear layers: split over `tensor`
-    Layers2D      data and row            split over `col`           split over `row` and `col`
-    Layers2p5D    data, depth and row     split over `col`           split over `row` and `col`, copied over `depth`
-    Layers3D      data, weight and input  split over `output`        split over `input`, `weight` and `output`
+    DenseLayers   data                    replicated                 replicated
+    Layers1D      data                    replicated                 pairs of linear layers: sharded over `tensor`
+    Layers2D      data and row            sharded over `col`         sharded over `row` and `col`
+    Layers2p5D    data, depth and row     sharded over `col`         sharded over `row` and `col`, replicated over `depth`
+    Layers3D      data, weight and input  sharded over `output`      sharded over `input`, `weight` and `output`
 
-From the same seed all of them draw the same full weights.
+With the same seed, all families draw the same full weights.
 """
 
 from __future__ import annotations
@@ -39,55 +39,55 @@ from torch import Tensor, nn
 
 
 class DenseLayers:
-    """Torch's own layers, whole on every rank. The other families replace what they split."""
+    """Layers of torch, replicated on every rank. Other families replace the layers that they shard."""
 
-    batch_axes: tuple[str, ...] = ()  # model axes that split the batch (the data axes do so anyway)
-    feature_axes: tuple[str, ...] = ()  # ... and those that split the features between the layers
-    rules: Mapping[str, P] = {"*": P()}  # specs of what the layers don't declare themselves; P(): replicated
+    batch_axes: tuple[str, ...] = ()  # model axes over which the batch is sharded, besides the data axes
+    feature_axes: tuple[str, ...] = ()  # model axes over which the features between layers are sharded
+    rules: Mapping[str, P] = {"*": P()}  # specs of parameters that layers do not declare; P(): replicated
 
     @property
     def input_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The model axes that split the batch, and those that split the features, of what the first layer takes."""
+        """Return the model axes over which batch and features of the input of the first layer are sharded."""
         return self.batch_axes, self.feature_axes
 
     def check_heads(self, heads: int) -> None:
-        """Raise ValueError where the ranks that split the features can't have equally many attention heads."""
+        """Raise ValueError if the attention heads do not divide over the feature axes."""
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
-        """A linear layer that stands alone."""
+        """Return a single linear layer."""
         return nn.Linear(in_features, out_features)
 
     def classifier(self, in_features: int, classes: int) -> nn.Module:
-        """The linear layer whose output `loss` takes."""
+        """Return the linear layer whose output is the input of `loss`."""
         return self.linear(in_features, classes)
 
     def first_linear(self, in_features: int, out_features: int, bias: bool = True) -> nn.Module:
-        """The first of a pair; what stands between the two works on each output feature (or attention head) alone."""
+        """Return the first layer of a pair; code between the two works on each output feature (or head) alone."""
         return nn.Linear(in_features, out_features, bias)
 
     def second_linear(self, in_features: int, out_features: int) -> nn.Module:
-        """The second of a pair."""
+        """Return the second layer of a pair."""
         return nn.Linear(in_features, out_features)
 
     def norm(self, features: int) -> nn.Module:
-        """A layer norm."""
+        """Return a layer norm."""
         return nn.LayerNorm(features)
 
     def positions(self, full: Tensor) -> nn.Parameter:
-        """The position embedding [token, feature]."""
+        """Return the position embedding [token, feature]."""
         return nn.Parameter(full)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy, the mean over this data coordinate's part of the batch."""
+        """Return the cross entropy, averaged over the samples of this data rank."""
         return F.cross_entropy(logits, labels)
 
     def all_classes(self, logits: Tensor) -> Tensor:
-        """The logits of every class, for this rank's part of the batch."""
+        """Return the logits of all classes for this rank's shard of the batch."""
         return logits
 
 
 class Layers1D(DenseLayers):
-    """Pairs of linear layers split over `tensor`; the rest is replicated (10 classes would not divide over 4 ranks)."""
+    """Pairs of linear layers sharded over `tensor`; other layers are replicated (10 classes do not divide over 4 ranks)."""
 
     rules: Mapping[str, P] = {"embed.*": P(), "positions": P(), "head.*": P()}
 
@@ -108,13 +108,13 @@ class Layers1D(DenseLayers):
 
 
 class Layers2D(DenseLayers):
-    """Everything split over the `row` x `col` grid: the batch over `row`, the features over `col`, weights over both."""
+    """All layers sharded over the `row` x `col` grid: the batch over `row`, features over `col`, weights over both."""
 
     batch_axes: tuple[str, ...] = ("row",)
     feature_axes = ("col",)
     rules: Mapping[str, P] = {}
     depth: str | None = None  # the axis of several grids
-    classes: int | None = None  # which may not divide over `col`
+    classes: int | None = None  # need not be divisible by the size of `col`
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         self.registry = registry
@@ -150,19 +150,22 @@ class Layers2D(DenseLayers):
 
 
 class Layers2p5D(Layers2D):
-    """`Layers2D` on several grids, which lie along `depth` and split the batch as well."""
+    """`Layers2D` on several grids along `depth`, over which the batch is sharded too."""
 
     batch_axes = ("depth", "row")
     depth = "depth"
 
 
 class Layers3D(DenseLayers):
-    """Everything split over a cube: the first linear layer of a pair takes features that are split over `output` and gives
-    some that are split over `input`, and the second one brings them back; the batch is split over the two other axes."""
+    """All layers sharded over a cube.
+
+    The first linear layer of a pair maps features sharded over `output` to features sharded over `input`, and the second
+    layer maps them back. The batch is sharded over the other two axes.
+    """
 
     batch_axes = ("weight", "input")
     feature_axes = ("output",)
-    input_axes = (("weight", "output"), ("input",))  # of the linear layer that stands alone
+    input_axes = (("weight", "output"), ("input",))  # of a single linear layer
     rules: Mapping[str, P] = {}
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
@@ -194,8 +197,10 @@ class Layers3D(DenseLayers):
 
 
 def summed_positions(full: Tensor, family: Layers2D | Layers3D) -> nn.Parameter:
-    """The position embedding where ranks along model axes see other samples: after backward its gradient is still a sum
-    over these, which the optimizer makes because the spec says so."""
+    """Return the position embedding of a family whose model axes shard the batch.
+
+    Its gradient is partial over these axes after backward. The optimizer sums it, as the spec declares.
+    """
     spec = P(None, family.feature_axes, partial=family.batch_axes)
     param = nn.Parameter(shard(full, spec, family.registry))
     annotate(param, spec)
@@ -203,16 +208,16 @@ def summed_positions(full: Tensor, family: Layers2D | Layers3D) -> nn.Parameter:
 
 
 def check_divides(heads: int, axis: str, registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError where the ranks along an axis can't have equally many attention heads."""
+    """Raise ValueError if the attention heads do not divide over an axis."""
     if heads % registry.size(axis):
         raise ValueError(f"{heads} attention heads don't divide over {axis}={registry.size(axis)}")
 
 
 def layers_for(registry: ProcessGroupRegistry) -> DenseLayers:
-    """The family that a topology's model axes ask for.
+    """Return the family for the model axes of a topology.
 
     Raises:
-        ValueError: None does.
+        ValueError: There is no family for them.
     """
     axes = set(registry.topology.axes) - set(registry.topology.data_axes)
     if not axes:

@@ -1,16 +1,16 @@
-"""A mixture of experts, split over any axes of a mesh, in the place of a block's feed-forward layers.
+"""A mixture of experts, sharded over any axes of a mesh, instead of the feed-forward layers of a block.
 
     x [sample, token, feature]
       -> router       a score of every expert; each token chooses the k best
-      -> capacity     an expert takes only so many tokens of a sample, first choices first: others are dropped
+      -> capacity     an expert takes a limited number of tokens per sample, first choices first; others are dropped
       -> all-to-all   each choice to the rank that holds its expert
       -> experts      two linear layers each
       -> all-to-all   back, times the score, summed over a token's choices
       + shared        an expert of all tokens: a pair of dense layers
 
-What is counted, is counted in each sample alone (GShard's groups, arXiv:2006.16668): the numbers don't depend on how the
-batch is cut. Experts are split over `axes`. Along those whose ranks see the same samples, as those of `tensor` do, each
-rank sends its part of the tokens. A `tensor` that is not among the axes splits each expert.
+Capacities are counted per sample (the groups of GShard, arXiv:2006.16668), so results do not depend on how the batch is
+sharded. Experts are sharded over `axes`. Along axes whose ranks see the same samples, such as `tensor`, each rank sends its
+part of the tokens. If `tensor` is not among the axes, each expert is sharded over it.
 
     router.weight [expert, feature]       P()
     up [expert, feature, hidden]          P(axes, None, "tensor")
@@ -46,20 +46,22 @@ from .vit import Attention
 
 @dataclass(frozen=True)
 class MixtureShape:
-    """How many experts, how many of them a token chooses, how many times its fair share of a sample an expert takes."""
+    """Number of experts, choices per token, and capacity of an expert relative to its average number of tokens."""
 
     experts: int = 8
     top_k: int = 2
     capacity: float = 1.25
 
     def tokens_taken(self, tokens: int) -> int:
-        """How many of a sample's tokens an expert takes at most."""
+        """Return the largest number of tokens of a sample that an expert takes."""
         return max(1, round(self.capacity * self.top_k * tokens / self.experts))
 
 
 class Routing(NamedTuple):
-    """Of each token [sample, token, choice]: the experts it chooses, their scores (0 where it was dropped), and whether it
-    is taken; and how unevenly experts were chosen, 1 where evenly."""
+    """Chosen experts, their scores (0 if dropped), and whether a choice is taken [sample, token, choice]; the imbalance.
+
+    The imbalance is 1 if all experts are chosen equally often.
+    """
 
     experts: Tensor
     scores: Tensor
@@ -68,7 +70,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses experts; the same on every rank that has the same tokens."""
+    """Chooses experts, equally on all ranks with the same tokens."""
 
     def __init__(self, width: int, shape: MixtureShape) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         probabilities = F.linear(x, self.weight.to(x.dtype)).softmax(-1)
         scores, experts = probabilities.topk(self.shape.top_k)
-        # First choices of all tokens come before second ones.
+        # The first choices of all tokens come before the second choices.
         chosen = F.one_hot(rearrange(experts, "sample token choice -> sample (choice token)"), self.shape.experts)
         place = (chosen.cumsum(1) * chosen).sum(-1)
         taken = rearrange(place, "sample (choice token) -> sample token choice", token=x.size(1))
@@ -90,10 +92,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Those of this rank, for the tokens that come to each.
+    """The experts of this rank.
 
     Raises:
-        ValueError: They don't divide over the axes.
+        ValueError: The experts do not divide over the axes.
     """
 
     up: nn.Parameter
@@ -119,9 +121,9 @@ class Experts(nn.Module):
             annotate(self.get_parameter(name), spec)
 
     def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
-        """Tokens [token, feature], those of one expert after those of another, ``counts`` of each: what comes of them.
+        """Apply the experts to tokens [token, feature], ordered by expert, ``counts`` tokens per expert.
 
-        An expert without tokens computes with none, so that its gradient is there, and zero.
+        An expert without tokens computes with an empty tensor, so it has a gradient of zero.
         """
         if self.registry is not None and self.inner:
             tokens = copy_to(tokens, self.registry, *self.inner)
@@ -138,16 +140,16 @@ class Experts(nn.Module):
 
 
 def model_axes(registry: ProcessGroupRegistry | None) -> tuple[str, ...]:
-    """The axes along which ranks have the same tokens."""
+    """Return the axes along which ranks have the same tokens."""
     return () if registry is None else registry.topology.model_axes
 
 
 class Mixture(nn.Module):
-    """x [sample, token, feature] -> what a token's experts make of it, and one that all share.
+    """x [sample, token, feature] -> sum of the outputs of a token's experts and of a shared expert.
 
     Args:
-        layers: For the shared expert.
-        registry, axes: Where the experts are; None and (): all here.
+        layers: Family of layers for the shared expert.
+        registry, axes: Axes over which experts are sharded. None and (): all experts are on this rank.
     """
 
     def __init__(
@@ -159,14 +161,14 @@ class Mixture(nn.Module):
         axes: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        # As pieces are ordered in a group, so are experts.
+        # Experts have the order of shards in a group.
         self.axes = axes = tuple(axis for axis in registry.topology.axes if axis in axes) if registry else ()
         self.registry, self.shape = registry, shape
         self.router = Router(width, shape)
         self.experts = Experts(width, 2 * width, shape.experts, registry, axes)
         self.shared_up = layers.first_linear(width, 2 * width)
         self.shared_down = layers.second_linear(2 * width, width)
-        # Along these, ranks have the same tokens: each sends its part.
+        # Along these axes ranks have the same tokens, so each rank sends its part.
         self.alike = tuple(axis for axis in model_axes(registry) if axis in axes)
         self.imbalance = self.dropped = torch.zeros(())  # of the last forward, of this rank's samples
 
@@ -177,7 +179,7 @@ class Mixture(nn.Module):
         return y + self.routed(x.flatten(0, 1), routing).view_as(x)
 
     def routed(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """What the chosen experts make of tokens [token, feature]."""
+        """Return the outputs of the chosen experts for tokens [token, feature]."""
         experts, scores, taken = (part.flatten(0, 1) for part in (routing.experts, routing.scores, routing.taken))
         if self.registry is None or not self.alike:
             return self.dispatched(tokens, experts, scores, taken)
@@ -186,23 +188,23 @@ class Mixture(nn.Module):
         return gather_from(self.dispatched(*mine), registry, *alike, dim=0)
 
     def dispatched(self, tokens: Tensor, experts: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
-        """The same, of tokens that no other rank has."""
+        """Return the outputs of the chosen experts for tokens that only this rank has."""
         choices = taken.flatten().nonzero().squeeze(1)
-        choices = choices[experts.flatten()[choices].argsort(stable=True)]  # those of one expert after another's
+        choices = choices[experts.flatten()[choices].argsort(stable=True)]  # ordered by expert
         counts = experts.flatten()[choices].bincount(minlength=self.shape.experts)
         sources = choices // self.shape.top_k
         results = self.exchanged(tokens[sources], counts) * scores.flatten()[choices].unsqueeze(1)
         return torch.zeros_like(tokens, dtype=results.dtype).index_add(0, sources, results)
 
     def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What the experts, wherever they are, make of rows [row, feature], ``counts`` [expert] for each."""
+        """Send rows [row, feature] to their experts, ``counts`` [expert] per expert, and return the outputs."""
         if self.registry is None or not self.axes:
             return self.experts(rows, counts.tolist())  # type: ignore[no-any-return]
         ranks = self.registry.size(*self.axes)
         coming = all_to_all(counts, self.registry, *self.axes, split_dim=0).view(ranks, -1)  # [from rank, own expert]
         sent, received = counts.view(ranks, -1).sum(1).tolist(), coming.sum(1).tolist()
         rows = all_to_all(rows, self.registry, *self.axes, split_dim=0, split_sizes=sent, concat_sizes=received)
-        # They come rank by rank; the experts want them expert by expert.
+        # Received rows are ordered by rank; the experts need the order by expert.
         own = torch.arange(coming.size(1), device=rows.device).repeat(ranks).repeat_interleave(coming.flatten())
         order = own.argsort(stable=True)
         rows = self.experts(rows[order], coming.sum(0).tolist())[order.argsort()]
@@ -210,7 +212,7 @@ class Mixture(nn.Module):
 
 
 class DenseMixture(Mixture):
-    """The same by dense dispatch: every expert computes every token, and scores of 0 leave out what was not chosen."""
+    """A mixture with dense dispatch: each expert computes all tokens, and scores of 0 exclude the others."""
 
     def routed(self, tokens: Tensor, routing: Routing) -> Tensor:
         scores = torch.zeros_like(tokens[:, :1]).expand(-1, self.shape.experts)
@@ -222,7 +224,7 @@ class DenseMixture(Mixture):
 
 
 class MixtureBlock(nn.Module):
-    """A block of a transformer with a mixture for its feed-forward layers."""
+    """A transformer block with a mixture of experts instead of feed-forward layers."""
 
     def __init__(self, width: int, heads: int, layers: DenseLayers, mixture: Mixture) -> None:
         super().__init__()

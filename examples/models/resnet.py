@@ -1,13 +1,13 @@
-"""torchvision's ResNet-34 on a mesh: its residual blocks split over `tensor`, its batch norm over the whole batch.
+"""torchvision's ResNet-34 on a mesh: residual blocks sharded over `tensor`, batch norm over the full batch.
 
     block:  x -> conv1 -> bn1 -> relu -> conv2 -> bn2 -> + x
 
     conv1.weight [out, in, 3, 3]   P("tensor")        each rank computes some of the channels,
     bn1.* [out]                    P("tensor")        normalises them,
-    conv2.weight [out, in, 3, 3]   P(None, "tensor")  and puts in what they contribute to all of the next
-    all else                       P()
+    conv2.weight [out, in, 3, 3]   P(None, "tensor")  and computes its partial sums of all output channels
+    others                         P()
 
-From one seed every topology draws the same full weights.
+With the same seed, every topology draws the same full weights.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchvision.models.resnet import BasicBlock
 
 
 class WholeBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm over the samples of all data coordinates, so that the batch may be cut in any way: the curve is one.
+    """Batch norm over the samples of all data ranks, so that results do not depend on how the batch is sharded.
 
-    What torch's SyncBatchNorm is on CUDA, on any device. Statistics are added up in float64.
+    Like torch's SyncBatchNorm, which needs CUDA, but for any device. Statistics are summed in float64.
     """
 
     def __init__(self, features: int, registry: ProcessGroupRegistry) -> None:
@@ -45,11 +45,11 @@ class WholeBatchNorm2d(nn.BatchNorm2d):
         return torch.addcmul(shift.view(-1, 1, 1), wide, scale.view(-1, 1, 1)).to(input.dtype)
 
     def _moments(self, input: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Mean and (biased) variance [features] of the whole batch; notes them in the running statistics."""
+        """Return mean and (biased) variance [features] of the full batch, and update the running statistics."""
         variance, mean = torch.var_mean(input, (0, 2, 3), correction=0)
         count = input.numel() / input.size(1)
         sums = torch.cat([mean, variance + mean.square(), mean.new_ones(1)]).double() * count
-        # Summed in backward too: the loss of every data coordinate depends on these.
+        # Summed in backward too, because the losses of all data ranks depend on these statistics.
         sums = copy_to(reduce_from(sums, self.registry, *axes), self.registry, *axes)
         total = sums[-1]
         mean, square = (sums[:-1] / total).chunk(2)
@@ -63,7 +63,7 @@ class WholeBatchNorm2d(nn.BatchNorm2d):
 
 
 def make_resnet34(classes: int, registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Images [batch, 3, height, width] -> logits [batch, classes], on every rank for its data coordinate's part.
+    """Images [batch, 3, height, width] -> logits [batch, classes], for the samples of the data rank.
 
     Raises:
         ValueError: The topology has a model axis other than tensor.
@@ -71,7 +71,7 @@ def make_resnet34(classes: int, registry: ProcessGroupRegistry, dtype: torch.dty
     strange = [axis for axis in registry.topology.axes if axis not in ("tensor", *registry.topology.data_axes)]
     if strange:
         raise ValueError(f"ResNet-34 can't be split over {strange[0]!r}: name axes data, replica or tensor")
-    # Blocks that add nothing at first (Goyal et al. 2017, arXiv:1706.02677).
+    # Initially residual blocks add zero (Goyal et al. 2017, arXiv:1706.02677).
     norm_layer = partial(WholeBatchNorm2d, registry=registry)
     model: nn.Module = resnet34(num_classes=classes, norm_layer=norm_layer, zero_init_residual=True).to(dtype)
     if "tensor" in registry.topology.axes:
@@ -83,7 +83,7 @@ def make_resnet34(classes: int, registry: ProcessGroupRegistry, dtype: torch.dty
 
 
 def split_block(block: BasicBlock, registry: ProcessGroupRegistry) -> None:
-    """Keep this rank's part of a residual block, and let its input and output pass between the ranks of `tensor`."""
+    """Shard a residual block over `tensor`, with the collectives for its input and output."""
     keep_shard(block.conv1, P("tensor"), registry)
     keep_shard(block.bn1, P("tensor"), registry)
     keep_shard(block.conv2, P(None, "tensor"), registry)
@@ -99,7 +99,7 @@ def split_block(block: BasicBlock, registry: ProcessGroupRegistry) -> None:
 
 
 def keep_shard(module: nn.Module, spec: P, registry: ProcessGroupRegistry) -> None:
-    """Replace the parameters and the vectors among the buffers of ``module`` by this rank's pieces, and declare those."""
+    """Replace the parameters and vector buffers of ``module`` by this rank's shards, and declare their specs."""
     for name, param in list(module.named_parameters()):
         setattr(module, name, nn.Parameter(shard(param.detach(), spec, registry)))
         annotate(module.get_parameter(name), spec)

@@ -1,10 +1,10 @@
-"""Sequences split over the ranks of `cp`, and attention that sees them whole (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Sequences sharded over `cp`, and attention over full sequences (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-    between attention layers   all features of some of the tokens
-    in attention               some of the heads, of all tokens
-    from one to the other      an all-to-all
+    between attention layers   all features, some tokens
+    in attention               some heads, all tokens
+    conversion                 an all-to-all
 
-Parameters are copied along the axis. Each rank's loss is that of its tokens, so gradients are averaged as over data.
+Parameters are replicated over the axis. The loss of a rank covers its tokens, so gradients are averaged as over data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class SplitSequence:
-    """Who has which tokens of a sequence: the first ranks one more, where they don't divide; all, without such an axis."""
+    """The tokens of a sequence on each rank: as equal as possible, first ranks have one more; all tokens without `cp`."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         topology = registry.topology
@@ -24,28 +24,28 @@ class SplitSequence:
         self.ranks = topology.size(*self.axes)
 
     def sizes(self, tokens: int) -> list[int]:
-        """How many of a sequence's tokens each rank has."""
+        """Return the number of tokens of a sequence on each rank."""
         return [tokens // self.ranks + (rank < tokens % self.ranks) for rank in range(self.ranks)]
 
     def own(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's tokens."""
+        """Return this rank's tokens."""
         sizes, rank = self.sizes(full.size(dim)), self.registry.rank(*self.axes) if self.axes else 0
         return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
     def whole(self, x: Tensor, tokens: int) -> Tensor:
-        """From [..., head, own token, feature] to [..., own head, token, feature]."""
+        """Convert [..., head, own token, feature] to [..., own head, token, feature]."""
         if not self.axes:
             return x
         return all_to_all(x, self.registry, *self.axes, split_dim=-3, concat_dim=-2, concat_sizes=self.sizes(tokens))
 
     def parted(self, x: Tensor) -> Tensor:
-        """And back."""
+        """Convert [..., own head, token, feature] to [..., head, own token, feature]."""
         if not self.axes:
             return x
         return all_to_all(x, self.registry, *self.axes, split_dim=-2, concat_dim=-3, split_sizes=self.sizes(x.size(-2)))
 
     def last(self, own: Tensor, tokens: int) -> Tensor:
-        """What [batch, own token, ...] has for a sequence's last token [batch, ...], on every rank."""
+        """Return the last token of each sequence [batch, ...] on every rank, from [batch, own token, ...]."""
         if not self.axes:
             return own[:, -1]
         mine = own[:, -1] if own.size(1) else torch.zeros_like(own.sum(1))

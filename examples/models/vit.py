@@ -1,4 +1,4 @@
-"""A small vision transformer, written once, over several families of layers: see layers.py."""
+"""A small vision transformer for all families of layers: see layers.py."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Attention(nn.Module):
         super().__init__()
         layers.check_heads(heads)
         self.head_width = width // heads
-        # No bias: softmax cancels that of the keys, and Adam would blow up its gradient, which is rounding noise.
+        # No bias: softmax cancels the bias of the keys, so its gradient is rounding noise, which Adam would amplify.
         self.qkv = layers.first_linear(width, 3 * width, bias=False)
         self.out = layers.second_linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Heads are the slowest part of the features: a rank that has a slice of them has whole heads.
+        # The head varies slowest in the features, so each rank has complete heads.
         pattern = "batch token (head part feature) -> part batch head token feature"
         q, k, v = rearrange(self.qkv(x), pattern, part=3, feature=self.head_width)
         mixed = F.scaled_dot_product_attention(q, k, v)
@@ -45,10 +45,10 @@ class Block(nn.Module):
 
 
 class PatchTransformer(nn.Module):
-    """Patches [batch, token, pixel] -> logits [batch, class], each split as the family says.
+    """Patches [batch, token, pixel] -> logits [batch, class], each sharded as the family defines.
 
     Args:
-        block: Makes each block, from width, heads and family.
+        block: Make a block, given width, heads and family.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""A user's own tensor-parallel network, on plain torch.distributed, and the dense one that it stands for.
+"""A hand-written tensor-parallel network on plain torch.distributed, and the equivalent dense network.
 
-y = down(gelu(up(norm(x))))        up: split by its output features, down: by its input features
+y = down(gelu(up(norm(x))))        up: sharded over its output features, down: over its input features
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ class DenseNet(nn.Module):
 
 
 class MyNet(nn.Module):
-    """The same weights in pieces.
+    """The network with sharded weights.
 
     Args:
-        forget_sum: A bug: backward leaves the gradient of what `up` was given as it is on each rank, a part of a sum.
-            Training goes on, only slightly wrong, and `norm` drifts apart between the ranks.
+        forget_sum: Plant a bug: backward does not sum the partial gradients of the input of `up` over the ranks. Training
+            still runs, slightly wrong, and the replicas of `norm` diverge.
     """
 
     def __init__(self, dense: DenseNet, registry: ProcessGroupRegistry, forget_sum: bool = False) -> None:
@@ -60,7 +60,7 @@ class MyNet(nn.Module):
 
 
 class SumInBackward(torch.autograd.Function):
-    """Each rank uses its copy of x, so that the gradient of x is the sum of theirs."""
+    """x is replicated and used on each rank, so its gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,7 +75,7 @@ class SumInBackward(torch.autograd.Function):
 
 
 class SumInForward(torch.autograd.Function):
-    """y is the sum of what ranks have; each has a term, whose gradient is that of y."""
+    """Sum y over the ranks; the gradient of each term equals the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:

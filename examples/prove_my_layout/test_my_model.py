@@ -48,20 +48,20 @@ def is_proved(topology: Topology, forget_sum: bool) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
-def test_a_step_is_that_of_the_dense_network(ranks: Ranks, forget_sum: bool, topology: Topology) -> None:
+def test_step_equals_the_dense_network(ranks: Ranks, forget_sum: bool, topology: Topology) -> None:
     ranks.run(is_exact, topology.world_size, topology, forget_sum)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=repr)
-def test_gradients_are_those_of_the_loss(ranks: Ranks, forget_sum: bool, topology: Topology) -> None:
-    """Without any dense network."""
+def test_prove_finds_no_wrong_gradient(ranks: Ranks, forget_sum: bool, topology: Topology) -> None:
+    """This test needs no dense network."""
     ranks.run(is_proved, topology.world_size, topology, forget_sum)
 
 
 @settings(max_examples=10, deadline=None)
 @given(topology=topologies(4, axes=("data", "tensor")), hidden=st.integers(1, 3), samples=st.integers(1, 3))
-def test_any_mesh_and_size_is_exact(
+def test_step_is_exact_on_any_mesh_and_size(
     ranks: Ranks, forget_sum: bool, topology: Topology, hidden: int, samples: int
 ) -> None:
-    hidden, samples = hidden * topology.world_size, samples * topology.world_size  # they divide
+    hidden, samples = hidden * topology.world_size, samples * topology.world_size  # divisible by the mesh
     ranks.run(is_exact, topology.world_size, topology, forget_sum, hidden, samples)

@@ -1,12 +1,13 @@
-"""The bits of runs in many configurations, one line each, to be compared before and after a change that should leave them.
+"""Print hashes of runs in many configurations, to check that a change of the code leaves results bitwise identical.
 
     python tests/benchmarks/bits.py > before.txt
     (the change)
     python tests/benchmarks/bits.py > after.txt && diff before.txt after.txt
 
-Each line has three hashes over four ranks on data=2,tensor=2: of all that seven steps have reported, of the parameters and
-of the optimizer's state_dict(); and the steps that were skipped, for the fifth one overflows. Two installations differ
-where their torch, kernels or instruction sets do. ``MESHSTEP_KERNELS=torch`` takes torch's kernels.
+Each line is one configuration on data=2,tensor=2. It has three hashes over four ranks: the stats of seven steps, the
+parameters, and the state_dict() of the optimizer; and the number of skipped steps, because the fifth step overflows.
+Hashes also depend on the torch version, the kernels and the instruction set. ``MESHSTEP_KERNELS=torch`` selects torch's
+kernels.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Run(NamedTuple):
 
     Args:
         make: The torch optimizer.
-        options: Of `ParallelOptimizer`.
-        weight: Of each micro-batch.
+        options: Options of `ParallelOptimizer`.
+        weight: Weight of each micro-batch.
         strided: One parameter is not contiguous, and one has no gradient in one step.
     """
 
@@ -132,7 +133,7 @@ MORE: dict[str, Run] = {
 
 
 def configurations() -> dict[str, Run]:
-    """By name."""
+    """Return all configurations by name."""
     found = {f"fp32, {name}": Run(make, {"max_norm": 0.7}) for name, make in OPTIMIZERS.items()}
     for name, states in STATES.items():
         options = {"max_norm": 0.7, **states}
@@ -147,7 +148,7 @@ def configurations() -> dict[str, Run]:
 
 
 def bits_of(name: str) -> tuple[str, str, str, int]:
-    """Of what was reported, of parameters, of the state_dict, on this rank; and the steps that were skipped."""
+    """Return hashes of stats, parameters and state_dict on this rank, and the number of skipped steps."""
     run = configurations()[name]
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         data, tensor = registry.rank("data"), registry.rank("tensor")
@@ -180,7 +181,7 @@ def bits_of(name: str) -> tuple[str, str, str, int]:
 
 
 def hashed(value: object) -> str:
-    """Of all tensors and numbers in it."""
+    """Return a hash of all tensors and numbers in a nested value."""
     digest = hashlib.sha256()
     for leaf in tree_leaves(value):
         if isinstance(leaf, (Tensor, int, float)):

@@ -1,11 +1,11 @@
-"""Saving and loading 200 MB beside plain `torch.distributed.checkpoint`, which knows no damage, no atomicity, no way back.
+"""Time saving and loading 200 MB, compared with `torch.distributed.checkpoint`, which has no checksums or atomic writes.
 
     python tests/benchmarks/checkpoint.py [--rounds 15] [--mib 200] [--directory /tmp]
 
-One process; linear layers and their AdamW states, in float32. The four are run in turn, round by round, in one process,
-each with a file system cache that holds what was written last. Both write beside the previous checkpoint, the removal of
-which counts for ours only. A ratio is of the two times of one round; shown are the median and the quartiles. Memory is
-the most that the process had resident above what it had before, in MiB.
+One process; linear layers and their AdamW states, in float32. The four operations alternate in
+each round, with a file system cache that holds the last written files. Both libraries write beside the previous
+checkpoint; only the time of meshstep includes its removal. A ratio compares two times of one round; the output has the
+median and the quartiles. Memory is the peak resident memory above the memory before the call, in MiB.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ WIDTH = 1024
 
 
 class Cost(NamedTuple):
-    """Of one call: seconds, and bytes resident at its peak above those before."""
+    """Seconds of one call, and its peak resident memory above the memory before the call, in bytes."""
 
     seconds: float
     memory: int
 
 
 def resident(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
+    """Return the bytes of a field of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def cost(call: Callable[[], object]) -> Cost:
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, start = resident("VmRSS"), time.perf_counter()
     call()
     return Cost(time.perf_counter() - start, resident("VmHWM") - before)
 
 
 def trained(mib: float) -> tuple[nn.Module, ParallelOptimizer]:
-    """A model that takes ``mib`` with its AdamW states."""
+    """Return a model and its optimizer; parameters and AdamW states together have ``mib`` MiB."""
     depth = max(1, round(mib * 2**20 / (3 * 4 * (WIDTH**2 + WIDTH))))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
     adamw = torch.optim.AdamW(model.parameters(), fused=True)
@@ -67,7 +67,7 @@ def trained(mib: float) -> tuple[nn.Module, ParallelOptimizer]:
 
 
 def all_tensors(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:
-    """What a plain user gives to `torch.distributed.checkpoint`."""
+    """Return all tensors of model and optimizer by name, for `torch.distributed.checkpoint`."""
     found = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
     for index, state in optimizer.state_dict()["state"].items():
         found |= {f"optim.{index}.{key}": value for key, value in state.items()}
@@ -75,7 +75,7 @@ def all_tensors(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Ten
 
 
 def measure(rounds: int, mib: float, directory: Path) -> dict[str, list[Cost]]:
-    """Costs by what was done; the first round warms up."""
+    """Return the costs of each operation, without the first round, which is a warm-up."""
     model, optimizer = trained(mib)
     plain, own = [directory / "plain-0", directory / "plain-1"], directory / "own"
 

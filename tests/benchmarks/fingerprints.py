@@ -1,13 +1,13 @@
-"""What it costs to watch copies, and how often a clean run is taken for one that is not.
+"""Time the comparison of replicas, and count false alarms in correct runs.
 
     python tests/benchmarks/fingerprints.py [--seconds 20] [--clean 10000]
 
-The cost: the process's own time of one of two gloo ranks (one thread each) for a step of AdamW that clips, of a
-transformer's parameters, interleaved; as a ratio to the same step without a watch. A run that compares every N steps is in
-between the two rows of such a run: ``between + (compares - between) / N``.
+Cost: CPU time of one of two gloo ranks (one thread per rank) for a clipping step of AdamW on the parameters of a
+transformer, as a ratio to the same step without comparison, with interleaved rounds. The cost of a run that compares every
+N steps follows from its two rows: ``between + (compares - between) / N``.
 
-Clean steps: that many in all, spread over layouts, with accumulated micro-batches, clipping and (in fp16) overflows;
-compared in every step. Exits with 1 where any was taken for parted.
+False alarms: ``--clean`` steps over several layouts, with accumulation, clipping and (in fp16) overflows, compared in
+every step. The exit status is 1 if any step reports a difference.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from meshstep.optim import Fingerprints, ParallelOptimizer, Replayable, ReplicaM
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from world import World
 
-AT_A_TIME = 500  # steps of one call, which may take a minute
+AT_A_TIME = 500  # steps per call, because a call may take a minute at most
 
 
 def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable[[], object]]:
-    """Name -> one step, each of its own parameters and gradients."""
+    """Return name -> one step, each with its own parameters and gradients."""
     sizes = [(3072, width), (512, width), *[(width,), (3 * width, width), (width, width), (4 * width, width)] * 9]
     ways: dict[str, dict[str, Any]] = {
         "no watch": {},
@@ -56,7 +56,7 @@ def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable
 
 
 def timed(seconds: float, width: int) -> dict[str, float]:
-    """Name -> milliseconds of this process, the median of the rounds."""
+    """Return name -> CPU milliseconds of this process, the median of the rounds."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         steps = contenders(registry, width)
         times: dict[str, list[float]] = {name: [] for name in steps}
@@ -70,12 +70,12 @@ def timed(seconds: float, width: int) -> dict[str, float]:
                 step()
                 times[name].append((time.process_time() - start) * 1e3)
             rounds = torch.tensor(float(time.perf_counter() > end))
-            torch.distributed.all_reduce(rounds)  # all stop together
+            torch.distributed.all_reduce(rounds)  # all ranks stop after the same round
         return {name: median(values) for name, values in times.items()}
 
 
 def clean(name: str, steps: int) -> str:
-    """What a clean run of so many steps says in the end."""
+    """Run ``steps`` correct steps; return the error of a false alarm, or the number of skipped steps."""
     with ProcessGroupRegistry(LAYOUTS[name].topology) as registry:
         run = Run(name, registry, every=1, accumulation_steps=2)
         try:

@@ -1,11 +1,11 @@
-"""Time clip + step on a GPU, launches counted: meshstep, by Triton's kernels, in a CUDA graph; torch's; the bare update.
+"""Time clip + step on a GPU and count kernel launches: meshstep, also with Triton and in a CUDA graph; torch; bare update.
 
     python tests/benchmarks/gpu.py [--quick]
 
-It needs no installation, and prints tables in Markdown. Rounds of all contenders are interleaved; times are medians over
-the rounds, by events of the GPU. GB/s is of the bytes that nobody can do without: to read the gradients for the norm (but
-for the bare update) and for the update, to read and write weights and moments, and to write half-precision weights. Beside
-it stands its share of what a plain copy on the device reaches.
+It needs no installation, and prints tables in Markdown. Rounds of all contenders are interleaved. Times are medians over
+the rounds, measured by GPU events. GB/s counts the minimum of bytes: reading the gradients for the norm (except for the
+bare update) and for the update, reading and writing weights and moments, and writing half-precision weights. The table
+also has the share of the bandwidth of a plain copy on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Contender:
 
     Args:
         step: One step.
-        nbytes: That it has to move, for each element.
+        nbytes: Minimum of bytes to move per element.
     """
 
     step: Step
@@ -45,14 +45,14 @@ class Contender:
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Over parameters that get random gradients; its rate is a tensor, which a graph reads."""
+    """Make AdamW over parameters with random gradients. Its learning rate is a tensor, as graphs need."""
     for param in params:
         param.grad = torch.randn_like(param)
     return torch.optim.AdamW(params, lr=torch.tensor(1e-4, device=params[0].device), fused=True)
 
 
 def contenders(shapes: list[tuple[int, ...]], precision: Any, device: torch.device) -> dict[str, Contender]:
-    """By name, each on weights of its own; the first is what ratios are of."""
+    """Return contenders by name, each with its own weights. Ratios are relative to the first one."""
     from meshstep.optim import ParallelOptimizer
     from meshstep.parallel import ProcessGroupRegistry, Topology
 
@@ -95,7 +95,7 @@ def contenders(shapes: list[tuple[int, ...]], precision: Any, device: torch.devi
 
 
 def by_triton(step: Step) -> Step:
-    """The same, with ``use_kernels("triton")`` meanwhile."""
+    """Return the step, run with ``use_kernels("triton")``."""
     from meshstep.optim import use_kernels
 
     def stepped() -> None:
@@ -109,7 +109,7 @@ def by_triton(step: Step) -> Step:
 
 
 def captured(step: Step) -> Step:
-    """Replays of it."""
+    """Return the replay of a CUDA graph of the step."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -126,7 +126,7 @@ def captured(step: Step) -> Step:
 
 
 def seconds(step: Step, device: torch.device, times: int) -> float:
-    """Of one step, in the mean of some."""
+    """Return the mean seconds of a step."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(times):
@@ -143,7 +143,7 @@ def seconds(step: Step, device: torch.device, times: int) -> float:
 
 
 def launches(step: Step, device: torch.device) -> int | None:
-    """Kernels, copies and fills on the GPU in one step, as torch's profiler sees them; None on a CPU."""
+    """Count kernels, copies and fills on the GPU in one step, by torch's profiler. Return None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -155,7 +155,7 @@ def launches(step: Step, device: torch.device) -> int | None:
 
 
 def copy_rate(device: torch.device, nbytes: int, times: int) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Return the bytes per second that a copy reads and writes."""
     source: Tensor = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
     rates = [2 * source.nbytes / seconds(lambda: target.copy_(source), device, times) for _ in range(5)]
@@ -163,7 +163,7 @@ def copy_rate(device: torch.device, nbytes: int, times: int) -> float:
 
 
 def table(title: str, ways: dict[str, Contender], numel: int, device: torch.device, rounds: int, copy: float) -> str:
-    """One row a contender."""
+    """Return a table with one row per contender."""
     for way in ways.values():
         seconds(way.step, device, 3)
     measured: dict[str, list[float]] = {name: [] for name in ways}
@@ -183,14 +183,14 @@ def table(title: str, ways: dict[str, Contender], numel: int, device: torch.devi
 
 
 def transformer(width: int, depth: int, vocab: int) -> list[tuple[int, ...]]:
-    """The shapes of its parameters."""
+    """Return the shapes of the parameters of a transformer."""
     block = [(width,)] * 2 + [(3 * width, width), (3 * width,), (width, width), (width,)]
     block += [(width,)] * 2 + [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     return [(vocab, width), (width, width), *block * depth, (width,), (width,)]
 
 
 def hardware(device: torch.device) -> str:
-    """What the numbers are of."""
+    """Return a description of device and versions."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     if device.type != "cuda":
         return f"{platform.machine()} CPU, {versions}"
@@ -199,7 +199,7 @@ def hardware(device: torch.device) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
+    """Run the benchmark and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds")
     parser.add_argument(

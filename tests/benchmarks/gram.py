@@ -1,17 +1,17 @@
-"""Newton-Schulz on a matrix and on its Gram matrix: time and error; and where a matrix is split, at one home or in place.
+"""Compare Newton-Schulz on a matrix and on its Gram matrix, and on sharded matrices at an owner rank or in place.
 
     python tests/benchmarks/gram.py [--widths 512 1024] [--aspects 1 2 4] [--rounds 5]
     python tests/benchmarks/gram.py --split [--width 512] [--aspect 4] [--matrices 4] [--rounds 5]
 
-The first compares the two forms of `meshstep.optim.whole.muon` on one core: processor time, and how far each is
-from the first one in float64, relative, for a matrix of random numbers, singular values that fall to 1e-2, and rank 4.
+The first command compares both forms of `meshstep.optim.whole.muon` on one core: CPU time, and the relative error to the
+first form in float64, for random matrices, singular values that fall to 1e-2, and rank 4.
 
-The second one steps long matrices that are split on their long side over ``tensor=2``, half of them on rows and half on
-columns, in four ways that take turns: at homes in either form; and without gathering them, where ranks sum the Gram
-matrices of their pieces, and multiply their pieces with what comes of it. The polynomial of a sum is computed by all
-("summed"), or by one rank each, with two all-to-alls in the place of the all-reduce ("summed at homes"). That is not in
-the library: it is here so that what it would bring can be measured. Printed are medians: until the slowest rank is done,
-the slowest rank's processor time, and that of all ranks.
+The second command steps matrices whose long dim is sharded over ``tensor=2``: rows in half of them, columns in the others.
+Four methods alternate. Two gather each matrix at its owner rank ("homes"), in either form. Two sum the Gram matrices of the
+shards instead, and multiply the shards with the polynomial of the sum, which all ranks compute ("summed") or one rank per
+matrix, with two all-to-alls instead of the all-reduce ("summed at homes"). The library has only the first two; the others
+show the possible gain. The output has medians: time until the slowest rank is done, CPU time of the slowest rank, and CPU
+time of all ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "mat
 
 
 def seconds(functions: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Of each the median of its calls, which take turns."""
+    """Return the median seconds of each function; the calls alternate."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds + 1):
         for function, own in zip(functions, times, strict=True):
@@ -58,7 +58,7 @@ def seconds(functions: list[Callable[[], object]], rounds: int) -> list[float]:
 
 
 def errors(spectrum: str, shape: tuple[int, int], dtype: torch.dtype) -> list[float]:
-    """Of both forms, relative, in the Frobenius norm."""
+    """Return the relative errors of both forms in the Frobenius norm."""
     given = SPECTRA[spectrum](*shape).to(dtype)
     given = given / given.norm()
     exact = on_matrix(given.double(), COEFFICIENTS, STEPS)
@@ -89,11 +89,11 @@ def forms(widths: list[int], aspects: list[float], rounds: int) -> None:
                 )
 
 
-# Split ------------------------------------------------------------------------------------------------------------------
+# Sharded ----------------------------------------------------------------------------------------------------------------
 
 
 def weights(registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: int) -> dict[str, nn.Parameter]:
-    """With gradients; every other one is tall."""
+    """Return sharded weights with gradients; every other weight is tall."""
     found = {}
     for index in range(matrices):
         size, spec = (shape, P(None, "tensor")) if index % 2 else (shape[::-1], P("tensor"))
@@ -106,7 +106,7 @@ def weights(registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: in
 
 
 class AtHomes:
-    """The library's."""
+    """The method of the library, with owner ranks."""
 
     def __init__(self, registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: int, gram: bool) -> None:
         self.params, self.gram = weights(registry, shape, matrices), gram
@@ -120,7 +120,7 @@ class AtHomes:
 
 
 class Summed:
-    """Pieces stay where they are: [short, long / 2] each, or transposed."""
+    """Shards [short, long / 2], or transposed, are not gathered."""
 
     def __init__(self, registry: ProcessGroupRegistry, shape: tuple[int, int], matrices: int, homes: bool) -> None:
         self.params, self.homes = list(weights(registry, shape, matrices).values()), homes
@@ -143,7 +143,7 @@ class Summed:
             param.mul_(1 - OPTIONS["lr"] * OPTIONS["weight_decay"]).add_(o, alpha=-OPTIONS["lr"] * self.scale)
 
     def of_all(self, grams: list[Tensor], steps: int, first: bool) -> list[Tensor]:
-        """What to multiply with, from this rank's part of each Gram matrix."""
+        """Return the factor for the shards, from this rank's contribution to each Gram matrix."""
         if not self.homes:
             packed = torch.stack(grams)
             dist.all_reduce(packed)
@@ -160,7 +160,7 @@ class Summed:
 
 
 def polynomial(gram: Tensor, steps: int, first: bool) -> Tensor:
-    """Q of X X^T, for so many steps; before the first one X is divided by its norm."""
+    """Return the polynomial of X X^T for ``steps`` iterations; with ``first``, X is normalized before."""
     norm = gram.diagonal().sum().sqrt() if first else torch.ones((), dtype=gram.dtype)
     gram = gram / norm.square()
     p = q = one_step(gram)
@@ -179,7 +179,7 @@ def one_step(gram: Tensor) -> Tensor:
 
 
 def timed(shape: tuple[int, int], matrices: int, rounds: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
-    """By kind seconds and those of this rank's processor; and how far in-place ones end from homes on Gram, relative."""
+    """Return wall and CPU seconds by method, and the relative difference between in-place and owner-rank methods."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         kinds: dict[str, Any] = {
             "homes": AtHomes(registry, shape, matrices, False),

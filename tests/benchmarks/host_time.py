@@ -1,10 +1,10 @@
-"""What Python costs in a step and before the first one, where parameters are tiny: milliseconds of the process's own time.
+"""Time the Python overhead of a step, and of creating an optimizer, with tiny parameters, in CPU milliseconds.
 
     python tests/benchmarks/host_time.py [--rounds 20]
 
-A warm step of meshstep beside torch's `clip_grad_norm_(foreach=True)` and fused AdamW, on one process, gradients anew in
-every round; then the plan of 10,000 parameters at a million ranks, `ParallelOptimizer(...)`, and `peers`. Contenders take
-turns; each figure is the median over the rounds.
+A warm step of meshstep is compared with torch's `clip_grad_norm_(foreach=True)` and fused AdamW in one process, with new
+gradients in every round. Further rows: the plan of 10,000 parameters on a million ranks, `ParallelOptimizer(...)`, and
+`peers`. Contenders alternate; each figure is the median over the rounds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What one rank keeps in memory, replicated, sharded and offloaded: bytes of tensors, summed.
+"""Measure the memory of one rank with replicated, sharded and offloaded states, as the sum of tensor bytes.
 
     python tests/benchmarks/memory.py [--ranks 4] [--width 1024] [--depth 24]
 
-A stack of linear layers, trained by AdamW over gloo ranks on one machine. The columns, in MiB of the rank that keeps most:
-parameters; the largest sum of their gradients at any moment of a window of two micro-batches; the slice that those are
-reduced into; masters; optimizer states; how much of masters, states and copies is on the CPU. Then the time of a window,
-and masters and states relative to the replicated ones divided by the number of ranks.
+The model is a stack of linear layers, trained by AdamW over gloo ranks on one machine. The columns, in MiB of the rank with
+the most memory: parameters; peak of their gradients within a window of two micro-batches; shard of the reduced gradients;
+masters; optimizer states; part of masters, states and copies on the CPU. Then the time of a window, and masters and states
+relative to the replicated ones divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Usage(NamedTuple):
 
 
 def measured(ranks: int, mode: str, options: dict[str, Any], width: int, depth: int) -> Usage:
-    """Of this rank."""
+    """Return the usage of this rank."""
     torch.set_num_threads(1)
     with ProcessGroupRegistry(Topology(data=ranks)) as registry:
         return measure(registry, mode, options, width, depth)
 
 
 def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], width: int, depth: int) -> Usage:
-    """Train two windows of two micro-batches."""
+    """Train two windows of two micro-batches, and return the usage."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     declare(model, {"*": P()})
@@ -87,7 +87,7 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
     pieces = optimizer.stepped_tensors()
     masters = sum(piece.tensor.nbytes for piece in pieces if piece.tensor.dtype != piece.param.dtype)
     states = {piece: _state_bytes(optimizer, piece.tensor) for piece in pieces}
-    # What is offloaded is a piece where states are sharded, else a parameter: both lie where the gradient is measured.
+    # An offloaded tensor is a shard (with sharded states) or a parameter, on the device where the gradient is measured.
     copies = next(
         (transform.copies for transform in optimizer._states.transforms if isinstance(transform, OffloadTransform)), {}
     )
@@ -108,7 +108,7 @@ def _slices(optimizer: ParallelOptimizer) -> int:
 
 
 def report(mode: str, name: str, usage: Usage, ratio: float | None) -> None:
-    """One row."""
+    """Print one row."""
     figures = "  ".join(f"{value / 2**20:10.2f}" for value in usage[:-1])
     shown = "" if ratio is None else f"{ratio:.4f}"
     print(f"{mode:6s}{name:22s}{figures}  {usage.seconds * 1e3:8.0f}  {shown}", flush=True)

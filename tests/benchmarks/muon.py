@@ -1,11 +1,10 @@
-"""Time of Muon's step on 4 ranks: each matrix at one home; all of them on every rank, by the same code and by torch's; and
-torch's on DTensors.
+"""Time a step of Muon on 4 ranks: each matrix at its owner rank, or duplicated on all ranks (meshstep, torch, DTensors).
 
     python tests/benchmarks/muon.py [--width 512] [--layers 4] [--rounds 5] [--kinds homes duplicated]
 
-A transformer's matrices, copied over ``data=2`` and split over ``tensor=2``. They take turns, one step each, so that a
-busy machine is busy for all; printed are medians over rounds: until the slowest rank is done, and the processors' time of
-all ranks together, which does not wait. And how evenly Newton-Schulz is divided between ranks.
+The matrices of a transformer are replicated over ``data=2`` and sharded over ``tensor=2``. The methods alternate, one step
+each, so that other load affects all of them. The output has medians over rounds: time until the slowest rank is done, and
+CPU time of all ranks, which excludes waiting. It also shows how evenly Newton-Schulz is divided over the ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CPU = ", processors"
 
 
 def shapes_of(width: int, layers: int) -> dict[str, tuple[tuple[int, int], P]]:
-    """A layer's matrices and how they are split."""
+    """Return shape and spec of each matrix of all layers."""
     one = {
         "q": ((width, width), P("tensor")),
         "k": ((width, width), P("tensor")),
@@ -55,7 +54,7 @@ def _full(shape: tuple[int, int], seed: int) -> Tensor:
 
 
 class Ours:
-    """Matrices at homes."""
+    """Matrices at owner ranks, as in meshstep."""
 
     def __init__(self, registry: ProcessGroupRegistry, width: int, layers: int) -> None:
         self.params: dict[str, nn.Parameter] = {}
@@ -68,14 +67,14 @@ class Ours:
         self.inner = inner
 
     def step(self) -> None:
-        """As `ParallelOptimizer` does, with its decision whether to skip."""
+        """Step as `ParallelOptimizer` does, with its skip decision."""
         self.inner.found_inf = torch.zeros(())  # type: ignore[attr-defined]
         with own_calls:
             self.inner.step()
 
 
 class SameOnEvery:
-    """The same optimizer with whole matrices, all of them on every rank."""
+    """The optimizer of meshstep with all full matrices on every rank."""
 
     def __init__(self, width: int, layers: int) -> None:
         params = {}
@@ -90,7 +89,7 @@ class SameOnEvery:
 
 
 class Duplicated:
-    """torch's, of whole matrices, all of them on every rank; ``mesh``: as DTensors."""
+    """The Muon of torch with all full matrices on every rank; with ``mesh``, on DTensors."""
 
     def __init__(self, width: int, layers: int, mesh: Any = None) -> None:
         params = []
@@ -111,7 +110,7 @@ class Duplicated:
 
 
 def timed(width: int, layers: int, rounds: int, chosen: list[str]) -> dict[str, list[float]]:
-    """Seconds of each step by kind, and of Newton-Schulz on this rank's core alone."""
+    """Return the seconds of each step by method, and the CPU seconds of Newton-Schulz on this rank."""
     busy = [0.0]
 
     def clocked(*args: Any) -> Tensor:

@@ -1,8 +1,9 @@
-"""What `prove` finds: models with one mistake each, drawn at random, and as many without one.
+"""Measure the detection rate of `prove` on random models with one planted mistake, and on correct random models.
 
     python tests/benchmarks/mutants.py [--mutants 200] [--right 200] [--start 0]
 
-Counts by kind of mistake: made, found, with exactly the wrong parameters named, with the right cause. Misses are printed.
+The counts per kind of mistake: planted, detected, with exactly the wrong parameters named, with the right cause. Missed
+mistakes are printed.
 """
 
 from __future__ import annotations

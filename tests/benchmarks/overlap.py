@@ -2,13 +2,12 @@
 
     python tests/benchmarks/overlap.py [--ranks 2 4] [--seconds 60] [--norm]
 
-A step is zero_grad, forward, backward with the reduction of gradients, clipping of the global norm, and fused AdamW, of a
-small transformer over gloo ranks of one thread each. Rounds of all contenders are interleaved, and each round begins with
-another one, so that a noisy machine is noisy for all of them. The columns: the median and the smallest wall clock of the
-slowest rank; the median over the rounds of its ratio to the first contender in the same round, and the ratio of the
-smallest; the median CPU time of all ranks together, and the median ratio of it. Last, what measuring and clipping the norm
-adds to the same step without them, as a share of forward and backward: the median over the rounds of the difference within
-each, and the 95% interval of that median. With ``--norm`` only these two run.
+A step is zero_grad, forward, backward with gradient reduction, clipping by the global norm, and fused AdamW, on a small
+transformer over gloo ranks with one thread per rank. Rounds of all contenders are interleaved, and each round begins with
+another contender, so that other load affects all of them. The columns: median and minimum wall time of the slowest rank;
+median ratio to the first contender in the same round, and ratio of the minima; median CPU time of all ranks, and its median
+ratio. The last row is the added time of measuring and clipping the norm, as a share of forward and backward: the median of
+the differences within rounds, with its 95% interval. ``--norm`` runs only the two contenders of that row.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def torch_recipe(make: Callable[[], Transformer], registry: ProcessGroupRegistry, **options: Any) -> Step:
-    """DDP, torch's clipping, fused AdamW."""
+    """Return a step with DDP, torch's clipping and fused AdamW."""
     model = DistributedDataParallel(make(), process_group=registry.group("data"), **options)
     optimizer = adamw(model)
 
@@ -79,7 +78,7 @@ def torch_recipe(make: Callable[[], Transformer], registry: ProcessGroupRegistry
 def meshstep(
     make: Callable[[], Transformer], registry: ProcessGroupRegistry, ddp: bool = False, **options: Any
 ) -> Step:
-    """`ParallelOptimizer`, which reduces itself unless DDP does."""
+    """Return a step with `ParallelOptimizer`, which reduces gradients itself unless ``ddp``."""
     model: nn.Module = make()
     if ddp:
         model = DistributedDataParallel(model, process_group=registry.group("data"))
@@ -96,7 +95,7 @@ def meshstep(
 
 
 def without_norm(make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None) -> Step:
-    """Gradients reduced during backward, then the bare optimizer: what measuring and clipping add is what this lacks."""
+    """Return a step that reduces gradients during backward, without measuring and clipping the norm."""
     model = make()
     adamw_ = adamw(model)
     optimizer = ParallelOptimizer(adamw_, registry, overlap=True, bucket_bytes=bucket_bytes)
@@ -116,7 +115,7 @@ def without_norm(make: Callable[[], Transformer], registry: ProcessGroupRegistry
 def contenders(
     make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None, norm: bool
 ) -> dict[str, Step]:
-    """Name -> one step, each of its own model. ``norm``: only those that show what the norm costs."""
+    """Return name -> one step, each with its own model. ``norm``: only the contenders for the cost of the norm."""
     pair = {
         WITH: meshstep(make, registry, overlap=True, bucket_bytes=bucket_bytes),
         WITHOUT: without_norm(make, registry, bucket_bytes),
@@ -133,8 +132,10 @@ def contenders(
 
 
 def time_rounds(steps: dict[str, Step], ids: Tensor, seconds: float) -> dict[str, list[Spent]]:
-    """What each contender spent in each round, after two of warm-up: the slowest rank's wall clock, all ranks' CPU. And the
-    same of `BACKWARD`."""
+    """Return the time of each contender, and of `BACKWARD`, in each round after two warm-up rounds.
+
+    A time is the wall time of the slowest rank and the CPU time of all ranks.
+    """
     spent: dict[str, list[Spent]] = {name: [] for name in (*steps, BACKWARD)}
     end, rounds = time.perf_counter() + seconds, 0
     names = list(steps)
@@ -158,7 +159,7 @@ def time_rounds(steps: dict[str, Step], ids: Tensor, seconds: float) -> dict[str
 
 
 def slowest(mine: Spent) -> Spent:
-    """The slowest rank's wall clock, all ranks' CPU."""
+    """Return the wall time of the slowest rank and the CPU time of all ranks."""
     everybody = [torch.empty(2, dtype=torch.float64) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, torch.tensor(mine, dtype=torch.float64))
     walls, cpus = torch.stack(everybody).unbind(1)
@@ -170,7 +171,7 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> float:
 
 
 def report(spent: dict[str, list[Spent]]) -> None:
-    """One row a contender."""
+    """Print one row per contender."""
     base_walls, base_cpus = zip(*next(iter(spent.values())), strict=True)
     for name, values in spent.items():
         walls, cpus = zip(*values, strict=True)
@@ -193,14 +194,14 @@ def report(spent: dict[str, list[Spent]]) -> None:
 
 
 def around_median(values: Sequence[float]) -> tuple[float, float]:
-    """Between which two of the values the median of all rounds that could be is, with 95% (sign test)."""
+    """Return the 95% confidence interval of the median (sign test)."""
     ordered, half = sorted(values), 0.98 * len(values) ** 0.5
     middle = (len(values) - 1) / 2
     return ordered[max(0, round(middle - half))], ordered[min(len(values) - 1, round(middle + half))]
 
 
 def run(ranks: int, arguments: argparse.Namespace) -> None:
-    """All contenders, on one rank; rank 0 prints."""
+    """Run all contenders on one rank; rank 0 prints."""
     torch.set_num_threads(1)
     with ProcessGroupRegistry(Topology(data=ranks)) as registry:
         rank = registry.global_rank

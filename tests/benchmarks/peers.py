@@ -1,14 +1,14 @@
-"""The steps of the neighbours' optimizers beside meshstep's, in one interleaved run: same shapes and gradients every round.
+"""Time the optimizer step of other libraries and of meshstep in one interleaved run, with equal shapes and gradients.
 
     python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train] [--keep]
 
-Needs the extra ``interop`` (and megatron-core, without what it asks for). What is timed begins where backward has left its
-gradients, in the place where each expects them, and ends when the next forward may begin: norm, clip, update, masters,
-copies back. On several ranks every tensor is split over them (tensor parallel), and each has as much as one has alone.
-With ``--train`` forward and backward of a transformer of that size are timed too.
+Needs the extra ``interop``, and megatron-core without its dependencies. The time begins after backward, with the gradients
+where each library expects them, and ends when the next forward may begin: norm, clip, update, masters, copies to the model.
+On several ranks every tensor is sharded (tensor parallel), with the same size per rank. With ``--train``, forward and
+backward of a transformer of that size are timed too.
 
-Each row is the median over rounds of (contender / bare fused float32 AdamW of torch) in the same round. With one thread of
-one rank it is the process's own time, to which other work adds nothing; else the wall clock of the slowest rank.
+Each row is the median over rounds of (contender / bare fused float32 AdamW of torch) in the same round. On one rank with
+one thread it is CPU time, which is independent of other load; else wall time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Contender:
     """One way to step.
 
     Args:
-        refill: Puts the gradients there, as its backward does; not timed.
-        step: All that follows; timed.
+        refill: Write the gradients as backward does; not timed.
+        step: The step; timed.
     """
 
     refill: Callable[[], object]
@@ -65,7 +65,7 @@ class Contender:
 
 
 class Given(torch.autograd.Function):
-    """A loss of zero, with these gradients."""
+    """A loss of zero with given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *weights: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Given(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """So many parameters, whose gradients are given."""
+    """A layer with the parameters of a transformer, and given gradients."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 class Trained(nn.Module):
-    """A transformer of that size, and a batch."""
+    """A transformer of that size with a batch."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         super().__init__()
@@ -111,13 +111,13 @@ class Trained(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured.
+    """The configuration of a measurement.
 
     Args:
-        registry: Of the ranks that every tensor is split over.
-        train: Forward and backward too.
-        width: Of the transformer.
-        deepspeed: The package.
+        registry: Registry of the ranks over which every tensor is sharded.
+        train: Time forward and backward too.
+        width: Width of the transformer.
+        deepspeed: The package DeepSpeed.
     """
 
     registry: ProcessGroupRegistry
@@ -129,7 +129,7 @@ class Run:
         return Trained(dtype, self.width) if self.train else Layer(dtype, self.width)
 
     def contender(self, model: Any, step: Callable[[], object], dtype: torch.dtype | None = None) -> Contender:
-        """Whose gradients come to ``.grad``, in ``dtype``."""
+        """Return a contender whose gradients are in ``.grad``, in ``dtype``."""
 
         def backward() -> None:
             for weight in model.weights:
@@ -149,7 +149,7 @@ class Run:
         return self.contender(model, adamw(model.weights).step)
 
     def torchs(self) -> Contender:
-        """On several ranks, on DTensors."""
+        """Return torch's clipping and AdamW; on several ranks, on DTensors."""
         model = self.model(torch.float32)
         weights = list(model.weights)
         if self.registry.topology.world_size > 1:
@@ -169,7 +169,7 @@ class Run:
         return self.contender(model, step) if self.registry.topology.world_size == 1 else Contender(refill, step)
 
     def plain_chain(self, dtype: torch.dtype) -> Contender:
-        """Masters by hand: cast the gradients, check and unscale them, measure, clip, step, copy back. One rank."""
+        """Return hand-written masters on one rank: cast, check, unscale, measure, clip, step, copy back."""
         model = self.model(dtype)
         masters = [nn.Parameter(weight.detach().float()) for weight in model.weights]
         optimizer = adamw(masters)
@@ -202,7 +202,7 @@ class Run:
             self.registry,
             max_norm=MAX_NORM,
             precision=precision,  # type: ignore[arg-type]
-            check_replicas=False,  # all ranks have the same numbers, and other packages compare nothing
+            check_replicas=False,  # other libraries do not compare replicas
         )
         wide = isinstance(precision, Precision) and precision.main_grads
         given = self.contender(model, optimizer.step, torch.float32 if wide else None)
@@ -210,7 +210,7 @@ class Run:
         def step() -> None:
             use_kernels(kernels)
             if not self.train:
-                optimizer.scale_loss(torch.zeros(()))  # as a backward of others would
+                optimizer.scale_loss(torch.zeros(()))  # as backward does
             optimizer.step()
 
         def backward() -> None:
@@ -248,7 +248,7 @@ class Run:
         def backward() -> None:
             if self.train:
                 optimizer.scale_loss(model()).backward()
-            for index, weight in enumerate(model.weights):  # where its DDP puts them
+            for index, weight in enumerate(model.weights):  # where the DDP of Megatron puts gradients
                 gradient = weight.grad if self.train else model.gradients[index]
                 weight.main_grad, weight.grad = gradient.to(torch.float32, copy=True), None
 
@@ -275,18 +275,18 @@ class Run:
         return Contender(lambda: engine.backward(engine()), engine.step)
 
     def cpu_adams(self) -> Contender:
-        """DeepSpeed's kernel for offloaded states, alone: no norm, no clip."""
+        """Return DeepSpeed's kernel for offloaded states, without norm and clipping."""
         model = self.model(torch.float32)
         optimizer = self.deepspeed.ops.adam.DeepSpeedCPUAdam(list(model.weights), lr=LR)
         return self.contender(model, optimizer.step)
 
     @property
     def refuses_fp16(self) -> bool:
-        """Whether DeepSpeed does, as on a processor without instructions for it."""
+        """Return whether DeepSpeed rejects fp16, as on a CPU without fp16 instructions."""
         return not self.deepspeed.accelerator.get_accelerator().is_fp16_supported()
 
     def contenders(self) -> Mapping[str, Mapping[str, Callable[[], Contender]]]:
-        """By precision. The first of all is what the others are measured by."""
+        """Return contenders by precision. All ratios are relative to the very first one."""
         found: dict[str, dict[str, Callable[[], Contender]]] = {
             "fp32": {
                 BARE: self.bare,
@@ -310,7 +310,7 @@ class Run:
             }
         if self.refuses_fp16:
             del found["fp16, float32 masters"]["DeepSpeed"]
-        if self.registry.topology.world_size > 1:  # its norm is that of one rank
+        if self.registry.topology.world_size > 1:  # the norm of the plain chain covers one rank only
             found = {key: {name: m for name, m in of.items() if name != "plain chain"} for key, of in found.items()}
         return found
 
@@ -323,7 +323,7 @@ def adamw(params: Any) -> torch.optim.AdamW:
 
 
 def rounds(of: Mapping[str, Contender], seconds: float, run: Run, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each in each round, after one of warm-up; of the slowest rank."""
+    """Return seconds of the slowest rank for each contender in each round after one warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in of}
     end, go_on = time.perf_counter() + seconds, torch.ones(())
     while go_on:
@@ -349,7 +349,7 @@ def ratios(times: Mapping[str, list[float]], base: str) -> dict[str, float]:
 
 
 def keep(ranks: int, found: Mapping[str, Mapping[str, float]]) -> None:
-    """Put the ratios where docs/pictures/peers.py draws them from."""
+    """Store the ratios for docs/pictures/peers.py."""
     path = Path(__file__).parents[2] / "docs" / "pictures" / "figures" / "peers.json"
     figures = json.loads(path.read_text()) if path.exists() else {}
     figures["one rank" if ranks == 1 else f"tensor={ranks}"] = {
@@ -360,7 +360,7 @@ def keep(ranks: int, found: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
-    """All precisions, on one rank; rank 0 prints."""
+    """Measure all precisions on one rank; rank 0 prints."""
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     ranks = arguments.ranks

@@ -1,15 +1,17 @@
-"""Time a step that does not wait for the global norm: it updates with the coefficient 1 while the all-reduce is on its way,
-and again from kept inputs where the verdict is to clip or to skip.
+"""Time a step that does not wait for the global norm.
+
+It updates with clip coefficient 1 during the all-reduce, and repeats the update from saved inputs if the decision is to
+clip or to skip.
 
     python tests/benchmarks/post_validated.py [--numel 4 30] [--seconds 20]      # times
-    python tests/benchmarks/post_validated.py --check                            # bits, and what an undo would have to know
+    python tests/benchmarks/post_validated.py --check                            # bits, and information needed to undo
 
-AdamW by the library's compiled loops (`meshstep.optim.kernels`): float32 masters and moments, bfloat16 weights, float32
-gradients. Two gloo ranks of one thread each: rank 0 steps `--numel` million elements, rank 1 a few, so that on one core
-rank 0 has it for itself. The all-reduce arrives 0, 5 or 50 ms later than it does. Rounds of all forms and delays are
-interleaved. A time is rank 0's wall clock from complete gradients until a forward may begin, the local norm included: what
-a quarter of the rounds stay below, for others on the machine add to the rest. The last column is the processor's time of
-all that a step does, at 5 ms. No form changes who takes part in what.
+AdamW runs in the compiled loops of the library (`meshstep.optim.kernels`): float32 masters and moments, bfloat16 weights,
+float32 gradients. There are two gloo ranks with one thread each. Rank 0 steps `--numel` million elements and rank 1 a few,
+so that rank 0 has a core for itself. The all-reduce is delayed by 0, 5 or 50 ms. Rounds of all forms and delays are
+interleaved. A time is the wall time of rank 0 from complete gradients until a forward may begin, including the local norm:
+the first quartile of the rounds, because other load slows down the rest. The last column is the CPU time of a step at 5 ms.
+All forms issue the same collectives.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ from meshstep.optim.step.c_engine import update_by_loops
 from torch import Tensor
 from world import World, printed_by
 
-PIECE = 1 << 16  # elements between two looks at the all-reduce
+PIECE = 1 << 16  # elements between two checks of the all-reduce
 BETAS, RATE, EPS, DECAY = (0.9, 0.999), 1e-4, 1e-8, 0.01
 HYPER = [RATE, *BETAS, EPS, DECAY, 1.0, 0.0]
 NO_INF = torch.zeros(())
 DELAYS = (0.0, 5e-3, 50e-3)
-OTHER = 5e-3  # seconds of what a user does between a step and the next forward
+OTHER = 5e-3  # seconds of user code between a step and the next forward
 MIB = 2**20
 
 
 class Verdict(NamedTuple):
-    """What is done with the gradients of a step."""
+    """The step decision."""
 
     factor: float
     skips: bool
@@ -57,7 +59,7 @@ class Verdict(NamedTuple):
 
 
 class Coming:
-    """The sum of all ranks' powers, which arrives ``delay`` seconds after the all-reduce was launched, or later."""
+    """The all-reduced sum of powers, which is available at least ``delay`` seconds after the launch of the all-reduce."""
 
     def __init__(self, power: Tensor, max_norm: float, delay: float) -> None:
         self._vector, self._max_norm, self._until = power, max_norm, time.perf_counter() + delay
@@ -67,7 +69,7 @@ class Coming:
         return time.perf_counter() >= self._until and bool(self._work.is_completed())
 
     def verdict(self) -> Verdict:
-        """Waits for it, without work for the processor."""
+        """Wait for the sum without CPU work, and return the decision."""
         if (left := self._until - time.perf_counter()) > 0:
             time.sleep(left)
         self._work.wait()
@@ -84,11 +86,11 @@ class State:
         self.master = torch.randn(numel, generator=random).mul_(0.02)
         self.mean, self.square, self.grad = (torch.zeros(numel) for _ in range(3))
         self.half = self.master.bfloat16()
-        self._count = torch.zeros(())  # the loops count it up for each piece
+        self._count = torch.zeros(())  # the loops increment it per piece
 
     @property
     def kept(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What an update loses; the half-precision weights are the masters, rounded."""
+        """Return the tensors that an update overwrites; half-precision weights are rounded masters."""
         return self.master, self.mean, self.square
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -102,7 +104,7 @@ class State:
     def update(
         self, begin: int, end: int, factor: float, at: tuple[Tensor, ...] | None = None, halves: bool = True
     ) -> None:
-        """Step the elements from ``begin`` to ``end``; in ``at``, copies of their masters and moments, if it is given."""
+        """Step the elements from ``begin`` to ``end``; with ``at``, in copies of their masters and moments."""
         offset, numel = begin * 4, end - begin
         if numel <= 0:
             return
@@ -114,7 +116,7 @@ class State:
         update_by_loops(self.loops, Kind.ADAM, columns, HYPER, factor, NO_INF, torch.float32)
 
     def apply(self, begin: int, end: int, verdict: Verdict) -> None:
-        """Step these by the verdict; where it skips, half-precision weights are the masters again."""
+        """Step these elements by the decision; a skip restores half-precision weights from the masters."""
         if verdict.skips:
             self.half[begin:end].copy_(self.master[begin:end])
         else:
@@ -125,11 +127,11 @@ class State:
 
 
 class Log:
-    """The masters and moments of the first elements as they were: room for ``nbytes`` of them."""
+    """Saved masters and moments of the first elements, up to ``nbytes``."""
 
     def __init__(self, nbytes: int) -> None:
         self.room = nbytes // 12
-        self._rows = torch.zeros(3, self.room + 80)  # rows that don't begin at equal places of a page
+        self._rows = torch.zeros(3, self.room + 80)  # rows begin at different offsets within a memory page
 
     def keep(self, state: State, begin: int, end: int) -> None:
         for row, tensor in zip(self._rows, state.kept, strict=True):
@@ -140,7 +142,7 @@ class Log:
             ctypes.memmove(tensor.data_ptr() + 4 * begin, row.data_ptr() + 4 * begin, 4 * (end - begin))
 
 
-# The forms: each makes one step, and returns what is left to be done when the forward has begun ------------------------
+# The forms: each makes one step, and returns the work that is left after the forward has begun --------------------------
 
 Form = Callable[[State, Coming], Callable[[], object] | None]
 
@@ -154,7 +156,7 @@ def synchronous(state: State, coming: Coming) -> None:
 
 
 def by_log(log: Log, restores: bool = True) -> Form:
-    """Copy a piece to the log and step it, and so on until the log is full or the verdict is here."""
+    """Save and step piece after piece until the log is full or the decision is available."""
 
     def step(state: State, coming: Coming) -> None:
         done = 0
@@ -166,7 +168,7 @@ def by_log(log: Log, restores: bool = True) -> Form:
             done = end
         verdict = coming.verdict()
         for begin, end in state.pieces() if restores and not verdict.as_guessed else ():
-            if end <= done:  # piece by piece, so that it is in cache when it is stepped again
+            if end <= done:  # in pieces, which are in the cache when they are stepped again
                 log.restore(state, begin, end)
                 state.apply(begin, end, verdict)
         state.apply(done, state.numel, verdict)
@@ -176,10 +178,10 @@ def by_log(log: Log, restores: bool = True) -> Form:
 
 
 def in_two_phases(waits: bool) -> Form:
-    """Write half-precision weights only, from copies of each piece that stay in cache; then all of it, by the verdict.
+    """First write only half-precision weights, from copies of pieces in the cache; then update all by the decision.
 
-    Without waiting a forward begins with weights that nobody has judged, and must be made again, with its random numbers
-    and buffers, where the verdict is another one. The gradients must be kept until then.
+    Without waiting, a forward begins with provisional weights. It must be repeated, with its random numbers and buffers,
+    if the decision is to clip or to skip. The gradients must be kept until then.
     """
     copies = tuple(torch.zeros(PIECE) for _ in range(3))
 
@@ -211,7 +213,7 @@ def in_two_phases(waits: bool) -> Form:
 
 
 def with_other_things(first_use: bool) -> Form:
-    """A step, and 5 ms of something else before the forward; ``first_use``: it waits only then, and steps only then."""
+    """Step, then 5 ms of user code before the forward; ``first_use``: wait and step only at the forward."""
 
     def step(state: State, coming: Coming) -> None:
         if first_use:
@@ -240,7 +242,7 @@ def forms_of(numel: int, room: int) -> dict[str, Form]:
 
 
 class Spent(NamedTuple):
-    """Seconds until a forward may begin, and of the processor in all."""
+    """Seconds until a forward may begin, and CPU seconds in total."""
 
     ready: float
     processor: float
@@ -271,7 +273,7 @@ def time_rounds(
 
 
 def quick(values: Iterable[float]) -> float:
-    """The first quartile."""
+    """Return the first quartile."""
     return quantiles(values, n=4)[0]
 
 
@@ -299,7 +301,7 @@ def show_times(rank: int, loops: Native, arguments: argparse.Namespace, millions
 
 
 def show_bits(rank: int, loops: Native, arguments: argparse.Namespace) -> None:
-    """1,000 steps of each form, of which some clip and some skip because of one rank, against the synchronous ones."""
+    """Compare 1,000 steps of each form, some with clipping or skips caused by one rank, with synchronous steps."""
     piece = 4096
     numel = 3 * piece + 17 + rank
     forms = {**forms_of(numel, 24 * piece), "without the log: must differ": by_log(Log(12 * numel), restores=False)}
@@ -312,7 +314,9 @@ def show_bits(rank: int, loops: Native, arguments: argparse.Namespace) -> None:
         grad *= 3.0 if step % 13 == 5 else 0.3
         if step % 97 == 60 + rank:
             grad[step] = float("nan") if step % 2 else float("inf")
-        delay = float(torch.rand((), generator=random)) * 2e-4  # another one on each rank: so is how far it comes
+        delay = (
+            float(torch.rand((), generator=random)) * 2e-4
+        )  # different on each rank, so ranks are at different positions
         for name, state in states.items():
             state.grad.copy_(grad)
             coming = Coming(state.power(), 100.0, delay)
@@ -331,7 +335,7 @@ def show_bits(rank: int, loops: Native, arguments: argparse.Namespace) -> None:
 
 
 def show_what_is_lost(state: State) -> None:
-    """Whether an update could be undone by arithmetic alone, from what it leaves and the gradient."""
+    """Show whether arithmetic alone can undo an update, from its results and the gradient."""
     old = [tensor.clone() for tensor in state.kept]
     state.grad.normal_(generator=torch.Generator().manual_seed(7)).mul_(0.3)
     state.update(0, state.numel, 1.0)

@@ -1,9 +1,9 @@
-"""What a proof costs: forwards, and time in units of one forward and backward, on two ranks of tensor, in float64.
+"""Measure the cost of `prove`: number of forwards, and time in units of one forward and backward, on tensor=2 in float64.
 
     python tests/benchmarks/proof.py [MODEL ...]
 
-Models of 10, 100 and 1,000 parameters and one of 30M elements that are right, that have one wrong spec, and in which one
-`copy_to` is missing, so that the gradients of all that comes before are wrong. On a CPU the process's own time is taken.
+The models have 10, 100 and 1,000 parameters, and one has 30M elements. Each is correct, or has one wrong spec, or lacks one
+`copy_to`, so that all gradients before it are wrong. Times on a CPU are CPU times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from world import World
 
 
 class Sizes(NamedTuple):
-    """Of a model: blocks of four parameters, and two more."""
+    """Sizes of a model: number of blocks with four parameters each, and width. The model has two more parameters."""
 
     blocks: int
     width: int
@@ -76,14 +76,14 @@ class Model(nn.Module):
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of this process."""
+    """Return the CPU seconds of ``work`` in this process."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 def measured(sizes: Sizes, mistake: str) -> tuple[int, int, float, bool]:
-    """Parameters, forwards, how many forwards and backwards it takes as long as, and whether nothing was found."""
+    """Return numbers of parameters and of forwards, time in forwards and backwards, and whether `prove` found nothing."""
     torch.set_num_threads(1)
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = Model(sizes, registry, mistake)

@@ -1,10 +1,9 @@
-"""All 2^32 float32 masters, split into bfloat16 weights and 16 bits, and joined: how many come back, and what weights show.
+"""Split all 2^32 float32 masters into bfloat16 weights and 16-bit remainders, join them, and count exact results.
 
     python tests/benchmarks/split_masters.py [--chunk 17]
 
-Some minutes on one core. A row for each kind of master: how many there are, how many come back with the same
-bits, how many weights are what rounding to nearest even gives, how many go to the other side of a tie, and what kinds of
-weights there are.
+Takes some minutes on one core. Each row is a kind of master: its count, masters restored bitwise, weights equal to rounding
+to nearest even, weights on the other side of a tie, and kinds of weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ QUIET = 0x400000
 
 
 def masks_of(master: Tensor) -> dict[str, Tensor]:
-    """Which are of each kind, of those that there are here; all have one exponent."""
+    """Return a mask per kind of master; all masters have the same exponent."""
     if bool(master[0].isfinite()):
         return {"finite": torch.ones_like(master, dtype=torch.bool)}
     nan, quiet = master.isnan(), master.view(torch.int32) & QUIET != 0
@@ -31,7 +30,7 @@ def masks_of(master: Tensor) -> dict[str, Tensor]:
 
 
 def count(start: int, length: int) -> Counter[tuple[str, str]]:
-    """Of the masters with the bits ``start`` and following."""
+    """Count the masters with ``length`` consecutive bit patterns from ``start``."""
     bits = torch.arange(length, dtype=torch.int32).add_(start - (start >> 31 << 32))
     master = bits.view(torch.float32)
     weight, remainder = split_master(master)

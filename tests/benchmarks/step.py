@@ -1,10 +1,9 @@
-"""Time the whole clip+step against torch's recipe and against the bare optimizer, as ratios within one run.
+"""Time clip + step, compared with torch's recipe and with the bare optimizer, as ratios within one run.
 
     python tests/benchmarks/step.py [--seconds 20]
 
-Rounds of all contenders are interleaved, so that a noisy machine is noisy for all of them; each row is the median over
-the rounds of (contender / bare) in the same round. On one CPU thread the process's own time is taken, to which other
-work on the machine adds nothing; else the wall clock.
+Rounds of all contenders are interleaved, so that other load affects all of them. Each row is the median over the rounds of
+(contender / bare) in the same round. On one CPU thread it is CPU time, which is independent of other load; else wall time.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ MakeParams = Callable[[], list[nn.Parameter]]
 
 
 def tiny_parameters(device: torch.device, count: int = 1000) -> list[nn.Parameter]:
-    """1,000 parameters of 64 elements."""
+    """Return ``count`` parameters of 64 elements."""
     return [nn.Parameter(torch.randn(64, device=device)) for _ in range(count)]
 
 
 def fused_adamw(params: list[nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW over ``params``, which get random gradients."""
+    """Return fused AdamW over ``params``, which get random gradients."""
     for param in params:
         param.grad = torch.randn_like(param)
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
 def alone() -> ProcessGroupRegistry:
-    """The registry of one process."""
+    """Return the registry of one process."""
     return ProcessGroupRegistry(Topology())
 
 
 def full_precision(make: MakeParams) -> dict[str, Step]:
-    """Name -> one step in float32, each on its own parameters and gradients."""
+    """Return name -> one step in float32, each on its own parameters and gradients."""
     torch_params = make()
     torch_adamw = fused_adamw(torch_params)
 
@@ -67,7 +66,7 @@ def full_precision(make: MakeParams) -> dict[str, Step]:
 
 
 def mixed_precision(make: MakeParams) -> dict[str, Step]:
-    """Name -> one step from half-precision gradients to half-precision weights, with float32 masters and clipping."""
+    """Return name -> one step from half-precision gradients to half-precision weights, with masters and clipping."""
     steps: dict[str, Step] = {"bare fused fp32 AdamW": fused_adamw(make()).step}
     modes: dict[str, tuple[type[Bf16] | type[NaiveFp16], torch.dtype]] = {
         "bf16": (Bf16, torch.bfloat16),
@@ -83,7 +82,7 @@ def mixed_precision(make: MakeParams) -> dict[str, Step]:
 
 
 def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
-    """Copy to float32, check and unscale (fp16), norm, clip, step, copy back: a pass or two over memory each."""
+    """Return a step of separate passes: copy to float32, check and unscale (fp16), norm, clip, step, copy back."""
     masters = make()
     optimizer = fused_adamw(masters)
     params = [master.detach().to(dtype) for master in masters]
@@ -108,10 +107,10 @@ def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
 
 
 def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cast: bool = False) -> Step:
-    """The same by ParallelOptimizer.
+    """Return a mixed precision step of `ParallelOptimizer`.
 
     Args:
-        cast: The copy to float32 main grads, which autograd does in backward, as well.
+        cast: Include the cast to float32 main gradients, which autograd otherwise does in backward.
     """
     params = [nn.Parameter(param.detach().to(dtype)) for param in make()]
     optimizer = ParallelOptimizer(
@@ -125,14 +124,14 @@ def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cas
     def step() -> None:
         if cast:
             torch._foreach_copy_([param.grad for param in params if param.grad is not None], half_grads)
-        optimizer.scale_loss(torch.zeros(()))  # as a backward of others would
+        optimizer.scale_loss(torch.zeros(()))  # as backward does
         optimizer.step()
 
     return step
 
 
 def norm_of_dtensors(make: MakeParams) -> dict[str, Step]:
-    """Name -> measuring and clipping the gradients of DTensors, and those of plain tensors of the same shapes."""
+    """Return name -> measuring and clipping gradients of DTensors, and of plain tensors with equal shapes."""
     from torch.distributed.tensor import DTensor, Shard
 
     registry = alone()
@@ -158,7 +157,7 @@ def norm_of_dtensors(make: MakeParams) -> dict[str, Step]:
 def time_rounds(
     steps: dict[str, Step], seconds: float, synchronize: Callable[[], object], clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Seconds of each contender in each round, after one round of warm-up."""
+    """Return seconds of each contender in each round after one warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -174,7 +173,7 @@ def time_rounds(
 
 
 def report(title: str, times: dict[str, list[float]]) -> None:
-    """One row a contender: median milliseconds, median ratio to the first one."""
+    """Print one row per contender: median milliseconds, and median ratio to the first contender."""
     base = next(iter(times.values()))
     print(f"\n{title} ({len(base)} rounds)")
     for name, values in times.items():
@@ -207,7 +206,7 @@ def main() -> None:
         (f"masters and clipping, {transformer}", big, mixed_precision),
         ("the norm alone, 1,000 parameters of 64 elements", tiny, norm_of_dtensors),
     ]
-    # One process; what DTensors cost is Python, not the network.
+    # One process is enough, because DTensors cost Python time, not network time.
     torch.distributed.init_process_group("fake", rank=0, world_size=1)
     for title, make, contenders in tables:
         report(title, time_rounds(contenders(make), arguments.seconds, synchronize, clock))

@@ -1,10 +1,10 @@
-"""What it costs to measure weights, gradients and updates.
+"""Time the telemetry of weights, gradients and updates.
 
     python tests/benchmarks/telemetry.py [--seconds 30] [--width 256] [--every 50]
 
-The process's own time of one of two gloo ranks (one thread each) for a backward and a step of AdamW that clips, of a
-transformer, interleaved; as a ratio to the same without telemetry. Then runs of N steps with ``every=N``, interleaved with
-runs of N plain ones.
+CPU time of one of two gloo ranks (one thread per rank) for a backward and a clipping step of AdamW on a transformer, as a
+ratio to the same without telemetry, with interleaved rounds. Then runs of N steps with ``every=N``, interleaved with runs
+of N steps without telemetry.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def model_of(width: int) -> nn.Module:
 def contenders(
     registry: ProcessGroupRegistry, width: int, ways: dict[str, dict[str, Any] | None]
 ) -> dict[str, Contender]:
-    """Name -> a backward, and a step, each of its own model."""
+    """Return name -> a backward and a step, each with its own model."""
     made: dict[str, Contender] = {}
     x = torch.randn(4, TOKENS // 4, width, generator=torch.Generator().manual_seed(registry.global_rank))
     for name, options in ways.items():
@@ -68,8 +68,10 @@ def contenders(
 def timed(
     seconds: float, width: int, ways: dict[str, dict[str, Any] | None], steps: int = 1
 ) -> tuple[dict[str, tuple[float, float]], int]:
-    """Name -> milliseconds of this process for ``steps`` backwards and steps, and for the steps alone: medians of the
-    rounds; and how many rounds there were."""
+    """Return name -> median CPU milliseconds for ``steps`` backwards and steps, and for the steps alone.
+
+    The second value is the number of rounds.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         made = contenders(registry, width, ways)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
@@ -90,7 +92,7 @@ def timed(
                     both, alone = both + (stop - start) * 1e3, alone + (stop - middle) * 1e3
                 times[name].append((both, alone))
             over = torch.tensor(float(time.perf_counter() > end))
-            torch.distributed.all_reduce(over)  # all stop together
+            torch.distributed.all_reduce(over)  # all ranks stop after the same round
         rounds = len(times["no telemetry"])
         return {
             name: (median(a for a, _ in found), median(b for _, b in found)) for name, found in times.items()

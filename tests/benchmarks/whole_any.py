@@ -1,11 +1,11 @@
-"""What `whole` costs: a step of published optimizers, wrapped on split weights, relative to the dense step.
+"""Time `whole`: a step of published optimizers, wrapped on sharded weights, relative to the dense step.
 
     python tests/benchmarks/whole_any.py [--ranks 2] [--width 128] [--layers 2] [--rounds 5]
 
-Needs timm and pytorch_optimizer; what is not installed is left out. The columns, of a transformer's matrices and vectors in
-float32: how far five steps of a small model end from one process, relative, wrapped and on bare pieces; CPU time of the
-dense step in one process; of a wrapped step the slowest rank's CPU time, and of all ranks together, over the dense one's.
-Medians of rounds; one thread a rank, gloo.
+Needs timm and pytorch_optimizer; missing packages are left out. The parameters are those of a transformer in float32. The
+columns: relative difference from one process after five steps of a small model, wrapped and on bare shards; CPU time of the
+dense step in one process; CPU time of a wrapped step on the slowest rank and on all ranks, relative to the dense step. The
+figures are medians over rounds, over gloo with one thread per rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from world import World
 
 
 def specs_of(width: int, layers: int) -> list[tuple[tuple[int, ...], P]]:
-    """The shapes of a transformer's parameters, and how they are split."""
+    """Return shape and spec of each parameter of a transformer."""
     one = [
         ((3 * width, width), P("tensor")),
         ((width, width), P(None, "tensor")),
@@ -41,7 +41,7 @@ def specs_of(width: int, layers: int) -> list[tuple[tuple[int, ...], P]]:
 
 
 def seconds(kind: str, ranks: int, width: int, layers: int, rounds: int) -> float:
-    """CPU time of a step on this rank; with one rank, of the optimizer as it is."""
+    """Return the CPU seconds of a step on this rank; with one rank, of the unwrapped optimizer."""
     torch.set_num_threads(1)
     with ProcessGroupRegistry(Topology(tensor=ranks)) as registry:
         params = []
@@ -64,7 +64,7 @@ def seconds(kind: str, ranks: int, width: int, layers: int, rounds: int) -> floa
 
 
 def row(world: World, kind: str, ranks: int, sizes: tuple[int, int, int]) -> str:
-    """One optimizer's line."""
+    """Return the row of one optimizer."""
     (dense,) = world.run(1, seconds, kind, 1, *sizes)
     wrapped = world.run(ranks, seconds, kind, ranks, *sizes)
     found = [apart(world, kind, "wrapped"), apart(world, kind, "on pieces")]

@@ -6,7 +6,7 @@ from ..parallel.mesh.deprecation import renamed_objects
 from .build import Measure, Reduce
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.base import Clip, ClipState, Decision, OfEachParameter
-from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
+from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm, scale_gradients_
 from .clip.rules import (
     AdaGC,
     Adaptive,
@@ -138,6 +138,7 @@ __all__ = [
     "newest_checkpoint",
     "replay",
     "save_checkpoint",
+    "scale_gradients_",
     "share_weights",
     "sync_gradients",
     "take_over_clipping",

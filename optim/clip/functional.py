@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ...amp.capture import is_captured
+from ...parallel.interop.inferred_registry import infer_registry
 from ...parallel.interop.local_parameters import local_gradients, local_parameters
 from ...parallel.layout.annotation import Annotation, annotate
 from ...parallel.layout.spec import P
@@ -25,19 +27,22 @@ from ..norm.global_norm import GlobalNorm, PackedSum
 from ..norm.measure import GradStats, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
+from ..norm.replicas import ReplicaCheck, ReplicaMismatchError
 from .base import ClipState, check_threshold
 from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
 from .rules import ClipSpec, check_packed, clip_of, planned_for
 
 # Parameters given to a function ---------------------------------------------------------------------------------------
 
-Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Params = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Pending = list[tuple[int, Annotation]]
 NamedParam = tuple[str | None, Tensor]
 
 
 def unique_params(params: Params) -> list[NamedParam]:
     """Return (name, parameter) pairs without repeated parameters."""
+    if isinstance(params, nn.Module):
+        return list(params.named_parameters())
     check_unused(params)
     items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if not any(issubclass(kind, tuple) for kind in {*map(type, items)}):
@@ -48,21 +53,33 @@ def unique_params(params: Params) -> list[NamedParam]:
 
 @dataclass
 class OneShotParams:
-    """The parameters of one call: names, tensors (local tensors of DTensors), gradients and annotations."""
+    """The parameters of one call.
 
-    names: list[str | None]
+    Args:
+        given: The (name, parameter) pairs that the user gave.
+        params: The parameters, with local tensors in place of DTensors.
+        gradients: This rank's gradients.
+        annotations: The declared layouts; None: not declared.
+        undeclared_are_replicas: As in `entries_of`. Default: False.
+    """
+
+    given: Sequence[NamedParam]
     params: list[Tensor]
     gradients: list[Tensor | None]
     annotations: list[Annotation | None]
+    undeclared_are_replicas: bool = False
 
     @classmethod
-    def of(cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry) -> OneShotParams:
+    def of(
+        cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry, undeclared_are_replicas: bool = False
+    ) -> OneShotParams:
         """Return the parameters with local tensors in place of DTensors.
 
         Raises:
             ValueError: The layout of a DTensor, or of its gradient, is not supported.
         """
-        return cls([name for name, _ in given], *local_gradients([param for _, param in given], registry.topology))
+        params = [param for _, param in given]
+        return cls(given, *local_gradients(params, registry.topology), undeclared_are_replicas)
 
     @cached_property
     def pending(self) -> Pending:
@@ -87,8 +104,9 @@ class OneShotParams:
 
     def plan(self, registry: ProcessGroupRegistry) -> ReductionPlan:
         """Return the plan of this rank. Raises as `entries_of` and `ReductionPlan.of`."""
-        named = [param if name is None else (name, param) for name, param in zip(self.names, self.params, strict=True)]
-        return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
+        named = [param if name is None else (name, param) for name, param in self.given]
+        entries = entries_of([named], registry.topology, undeclared_are_replicas=self.undeclared_are_replicas)
+        return ReductionPlan.of(entries, registry.topology, registry.global_rank)
 
 
 def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
@@ -112,7 +130,7 @@ def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> No
 
 def _name(listed: OneShotParams, index: int) -> str:
     annotation = listed.annotations[index]
-    return listed.names[index] or (annotation.name if annotation else None) or f"parameter {index}"
+    return listed.given[index][0] or (annotation.name if annotation else None) or f"parameter {index}"
 
 
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
@@ -205,7 +223,7 @@ def _key(listed: OneShotParams) -> tuple[object, ...]:
 
 def global_norm(
     params: Params,
-    registry: ProcessGroupRegistry,
+    registry: ProcessGroupRegistry | None = None,
     norm_type: float = 2.0,
     *,
     reduction: Reduction = "packed",
@@ -219,9 +237,11 @@ def global_norm(
     `sync_gradients` or `ParallelOptimizer`.
 
     Args:
-        params: Declared parameters, or (name, parameter) pairs. ``.grad`` is this rank's shard; None counts as zero. With
+        params: A module, parameters, or (name, parameter) pairs. ``.grad`` is this rank's shard; None counts as zero. With
             ``reduction="packed"`` the parameters may differ between calls and between ranks.
-        registry: The process groups of the mesh that the specs name.
+        registry: The process groups of the mesh that the specs name. None (default): the meshes of the DTensors tell how
+            parameters are sharded. Plain parameters, and DTensors over axes that their meshes do not have, count as
+            replicated. The first call on these meshes compares the replicas and their gradients bit by bit.
         norm_type: p >= 1, or inf. Default: 2.
         reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
@@ -230,20 +250,65 @@ def global_norm(
         ValueError: A parameter has no spec, or a spec that does not fit; a gradient is still partial; norm_type < 1.
         TypeError: A gradient is complex or sparse. Calls that compare ranks raise these errors on all ranks. Other calls
             raise them on one rank, and the norm is NaN on the other ranks.
+        ReplicaMismatchError: On every rank, in the first call without a registry: replicas or their gradients differ. The
+            error names the parameters and the axes.
     Collectives: one all-reduce over all ranks (p >= 12: one all-gather). The first call with a registry also compares the
         ranks' declarations. With ``"per_group"`` every call does, because its collectives depend on the declarations.
+        Without a registry the first call, and a call with DTensors on new meshes, also gathers the meshes and compares
+        replicas.
     Host synchronization: only when ranks are compared.
     """
-    check_registry(registry)
+    given = unique_params(params)
+    listed, registry = _listed(given, registry)
     with in_call(registry, "global_norm"):
-        return _stats(_measure(OneShotParams.of(unique_params(params), registry), registry, norm_type, reduction), None)
+        _compare_replicas_once(listed, registry)
+        return _stats(_measure(listed, registry, norm_type, reduction), None)
+
+
+def _listed(
+    given: Sequence[NamedParam], registry: ProcessGroupRegistry | None
+) -> tuple[OneShotParams, ProcessGroupRegistry]:
+    """Return the parameters of one call, and their registry: the given one, or the one that the DTensors imply.
+
+    Raises, collectives: as `OneShotParams.of` and `infer_registry`.
+    """
+    is_inferred = registry is None
+    if registry is None:
+        registry = infer_registry([param for _, param in given])
+    elif isinstance(registry, int | float):
+        raise TypeError(f"the third argument is the registry, not the norm's order: write norm_type={registry}")
+    check_registry(registry)
+    return OneShotParams.of(given, registry, is_inferred), registry
+
+
+def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
+    """Compare parameters and gradients that nobody declared to be replicated, in the first call with an inferred registry.
+
+    Raises: As `agreed`; ReplicaMismatchError on every rank.
+    Collectives: those of `agreed` and one all-reduce, in the first call. Host synchronization: in the first call.
+    """
+    state = _CACHES.setdefault(registry, _RegistryCache())
+    if state.checked or not listed.undeclared_are_replicas or registry.topology.world_size == 1:
+        return
+
+    def make_checked_plan() -> ReductionPlan:
+        check_gradients(listed, registry)
+        return listed.plan(registry)
+
+    plan = agreed(make_checked_plan, registry, names=True)
+    check = ReplicaCheck(plan, listed.params, registry.device)
+    totals = check.slots(listed.gradients)
+    dist.all_reduce(totals, group=registry.group(*registry.topology.axes))
+    if mismatches := check.mismatches(totals.cpu()):
+        raise ReplicaMismatchError(mismatches)
+    state.checked = True
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     params: Params,
     max_norm: ClipSpec | ClipState,
-    registry: ProcessGroupRegistry,
+    registry: ProcessGroupRegistry | None = None,
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
@@ -259,6 +324,11 @@ def clip_grad_norm_(
         if not stats.found_inf:
             optimizer.step()
 
+    For a model of DTensors (FSDP2, torch's tensor parallelism, experts on another mesh) no registry is needed. The call
+    then replaces ``torch.nn.utils.clip_grad_norm_``, and ``float(stats)`` is the norm:
+
+        grad_norm = clip_grad_norm_(model.parameters(), 1.0)
+
     If the norm is non-finite, the gradients stay unchanged and ``found_inf`` is 1; do not step then.
 
     Args:
@@ -266,7 +336,7 @@ def clip_grad_norm_(
         max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or another rule. A rule with state, or one
             that distinguishes parameters, must be a `ClipState` that you make once. If the rule skips spikes, do not step
             if ``stats.skipped``.
-        registry: The process groups of the mesh that the specs name.
+        registry: As for `global_norm`; None (default): the DTensors tell it.
         norm_type: p >= 1, or inf; the ``norm_type`` of a rule takes precedence. Default: 2.
         error_if_nonfinite: True: raise on every rank if the norm is non-finite; this synchronizes the host in every call.
             Default: False.
@@ -282,10 +352,10 @@ def clip_grad_norm_(
     """
     clip = _to_clip_state(max_norm, reduction)
     norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
-    check_registry(registry)
+    given = unique_params(params)
+    listed, registry = _listed(given, registry)
     with in_call(registry, "clip_grad_norm_"):
-        given = unique_params(params)
-        listed = OneShotParams.of(given, registry)
+        _compare_replicas_once(listed, registry)
         if _needs_only_total(clip):
             stats = _stats(_measure(listed, registry, norm_type, reduction), clip)
         else:
@@ -312,7 +382,7 @@ def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> Clip
     """
     rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
     if rule is None:
-        raise ValueError("max_norm=None: give a threshold or a rule; global_norm(params, registry) measures only")
+        raise ValueError("max_norm=None: give a threshold or a rule; global_norm(params) measures only")
     check_packed(rule, reduction)
     if isinstance(max_norm, ClipState):
         return max_norm
@@ -332,7 +402,27 @@ def _needs_only_total(clip: ClipState) -> bool:
 
 
 @torch.no_grad()
-def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRegistry) -> None:
+def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegistry | None = None) -> None:
+    """Multiply the gradients by one factor, in place: the second half of `clip_grad_norm_`.
+
+        stats = global_norm(model.parameters())
+        scale_gradients_(model.parameters(), stats.clip_coef_for(1.0))
+
+    Args:
+        params: As for `global_norm`.
+        factor: 0-dim, equal on all ranks.
+        registry: As for `global_norm`; None (default): the DTensors tell it.
+    Raises: As `clip_grad_value_`.
+    Collectives: none, except for new meshes without a registry; see `global_norm`.
+    Host synchronization: none.
+    """
+    listed, registry = _listed(unique_params(params), registry)
+    check_gradients(listed, registry)
+    listed.change(lambda gradients: scale_each(gradients, factor))
+
+
+@torch.no_grad()
+def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRegistry | None = None) -> None:
     """Clamp every element of the gradients to [-clip_value, clip_value], in place. NaN stays NaN.
 
         clip_grad_value_(model.parameters(), 0.5, registry)
@@ -342,7 +432,7 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Args:
         params: As for `global_norm`.
         clip_value: The bound, in units of the unscaled gradient; finite, > 0.
-        registry: The process groups; they show which gradients may be partial.
+        registry: The process groups; they show which gradients may be partial. None (default): the DTensors tell it.
     Raises:
         ValueError: A gradient is still partial, or ``clip_value`` is not finite and positive.
         TypeError: A gradient is complex or sparse.
@@ -350,8 +440,7 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Host synchronization: none.
     """
     check_threshold(clip_value, "clip_value")
-    check_registry(registry)
-    listed = OneShotParams.of(unique_params(params), registry)
+    listed, registry = _listed(unique_params(params), registry)
     check_gradients(listed, registry)
     listed.change(lambda gradients: clamp_each(gradients, clip_value))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import isnan
-from typing import Literal, NamedTuple
+from math import inf, isnan
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,6 +153,10 @@ class GradStats:
         stats = optimizer.step()
         print(stats)  # norm 0.913, clipped x0.548
 
+    Where code expects the tensor that ``torch.nn.utils.clip_grad_norm_`` returns, a report stands for ``total_norm``:
+    ``float(stats)``, ``stats.item()``, ``f"{stats:.3f}"``, comparisons with numbers, ``stats.full_tensor()`` and torch's
+    functions, such as ``torch.isfinite(stats)``.
+
     No field was read by the host. ``float(stats.total_norm)`` and ``str(stats)`` read fields, and wait for the device. Each
     step returns new tensors, except a step captured in a CUDA graph. Every replay overwrites its tensors; clone the tensors
     that you want to keep.
@@ -200,6 +204,46 @@ class GradStats:
             return torch.stack(reasons).amax()
         return torch.maximum(*reasons) if len(reasons) == 2 else reasons[0]
 
+    def clip_coef_for(self, max_norm: float | Tensor) -> Tensor:
+        """Return min(1, max_norm / (total_norm + 1e-6)), 0-dim; 1 if the norm is non-finite. Host synchronization: none."""
+        coef = (max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
+        return torch.where(self.total_norm < inf, coef, torch.ones_like(coef))
+
+    # The report in place of the tensor that torch.nn.utils.clip_grad_norm_ returns ----------------------------------------
+
+    def __float__(self) -> float:
+        """Return ``total_norm`` as a number. Host synchronization: one."""
+        return float(self.total_norm)
+
+    def item(self) -> float:
+        """Return ``total_norm`` as a number. Host synchronization: one."""
+        return float(self.total_norm)
+
+    def full_tensor(self) -> Tensor:
+        """Return ``total_norm``, as the DTensor does that torch returns."""
+        return self.total_norm
+
+    def __format__(self, spec: str) -> str:
+        """Return ``total_norm`` in a number format such as ``.3f``; without a format, the text of the report."""
+        return format(float(self), spec) if spec else str(self)
+
+    def __lt__(self, other: Any) -> Any:
+        return self.total_norm < _norm_of(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.total_norm <= _norm_of(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.total_norm > _norm_of(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.total_norm >= _norm_of(other)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call torch's functions, such as ``torch.isfinite(stats)``, with ``total_norm``."""
+        return func(*_norm_of(args), **_norm_of(kwargs or {}))
+
     def __str__(self) -> str:
         parts = [f"norm {float(self.total_norm):.3g}"]
         if self.skipped:
@@ -218,3 +262,12 @@ class GradStats:
         if self.loss_scale is not None:
             parts.append(f"loss scale {float(self.loss_scale):g}")
         return ", ".join(parts)
+
+
+def _norm_of(value: Any) -> Any:
+    """Return the value with each report in it replaced by its norm."""
+    if isinstance(value, GradStats):
+        return value.total_norm
+    if isinstance(value, dict):
+        return {key: _norm_of(item) for key, item in value.items()}
+    return type(value)(map(_norm_of, value)) if type(value) in (list, tuple) else value

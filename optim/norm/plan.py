@@ -83,7 +83,11 @@ class ParameterEntry:
 
 
 def entries_of(
-    param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology, *, compared: bool = False
+    param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]],
+    topology: Topology,
+    *,
+    compared: bool = False,
+    undeclared_are_replicas: bool = False,
 ) -> list[ParameterEntry]:
     """Return one entry per parameter of ``param_groups``.
 
@@ -95,6 +99,8 @@ def entries_of(
         param_groups: For each param group its parameters, or its (name, parameter) pairs.
         topology: The mesh.
         compared: True: replicas of parameters and gradients are compared before the first step.
+        undeclared_are_replicas: True: parameters count as replicated over all axes that neither a declaration nor a
+            placement names; the caller compares replicas. Default: False.
     Raises:
         ValueError: Some parameters are undeclared (the message names them), or a DTensor's layout has no equivalent spec.
         TypeError: A parameter is complex or sparse.
@@ -111,7 +117,9 @@ def entries_of(
                 given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
             )
             check_dense_real(param, name)
-            if {*annotation.silent_axes(topology)} - (meshed if whole is param else set()):
+            if undeclared_are_replicas:
+                pass
+            elif {*annotation.silent_axes(topology)} - (meshed if whole is param else set()):
                 undeclared.append(name)
             entries.append(
                 ParameterEntry(

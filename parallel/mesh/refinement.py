@@ -10,7 +10,7 @@ the intervals between the sorted bounds of all dims; each bound must divide the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,7 +82,9 @@ def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
     return tuple(mesh.mesh[tuple(slice(None) if i == index else where for i, where in enumerate(at))].tolist())
 
 
-def refined(views: Sequence[Sequence[Dim]]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+def refined(
+    views: Sequence[Sequence[Dim]], name_of: Callable[[Ranks], str] | None = None
+) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
     """Return the axes of the common refinement and the aliases for mesh dims.
 
     An axis that equals a mesh dim has the name of the first such dim; further names of it become aliases. Any other axis is
@@ -90,6 +92,8 @@ def refined(views: Sequence[Sequence[Dim]]) -> tuple[dict[str, int], dict[str, t
 
     Args:
         views: Per global rank, the dims that contain it, as `agreed_dims` returns them.
+        name_of: Returns the name of an axis along which no dim lies, from the first ranks along it. None (default): such
+            an axis is an error.
     Returns:
         Size per axis, slowest first; and per alias the axes of which it is the product.
     Raises:
@@ -132,8 +136,12 @@ def refined(views: Sequence[Sequence[Dim]]) -> tuple[dict[str, int], dict[str, t
             names.setdefault(number, f"{name}_{place}")
     for number, (low, high) in enumerate(atoms):
         if number not in names:
+            ranks = tuple(range(0, high, low))
+            if name_of is not None:
+                names[number] = name_of(ranks)
+                continue
             raise ValueError(
-                f"ranks {tuple(range(0, high, low))} are along no dim of these meshes, so their axis is unknown; give a "
+                f"ranks {ranks} are along no dim of these meshes, so their axis is unknown; give a "
                 "mesh with a dim along these ranks too"
             )
     axes = {names[number]: high // low for number, (low, high) in enumerate(atoms)}

@@ -30,6 +30,7 @@ RANKS = {  # page -> the number of ranks that its snippets run on
     "VERIFY_A_LAYOUT.md": 2,
     "EXPERTS.md": 2,
     "FSDP2_AND_DTENSOR.md": 4,
+    "CLIP_DTENSORS.md": 4,
 }
 
 

@@ -40,6 +40,7 @@ ELSEWHERE = {  # page -> the test files that run its Python blocks, directly or 
     "docs/howto/REPLICA_CHECKS.md": "docs/test_howto.py",
     "docs/howto/EXPERTS.md": "docs/test_howto.py",
     "docs/howto/FSDP2_AND_DTENSOR.md": "docs/test_howto.py",
+    "docs/howto/CLIP_DTENSORS.md": "docs/test_howto.py",
     "docs/howto/TESTING.md": "docs/test_howto.py",
     "docs/integrations/PYTORCH.md": "docs/test_readme.py",
     "docs/integrations/COLOSSALAI.md": "docs/test_readme.py",

@@ -1,0 +1,320 @@
+"""Norms and clipping of DTensor models without a registry: the meshes of the DTensors tell how parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.optim import ClipState, PerParameter, ReplicaMismatchError, clip_grad_norm_, global_norm, scale_gradients_
+from meshstep.parallel import ProcessGroupRegistry
+from meshstep.parallel.interop.inferred_registry import infer_registry
+from torch import Tensor, nn
+from world import World
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Layers that tensor parallelism shards, and parameters that it leaves plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+        self.gain, self.head = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(torch.relu(self.up(self.norm(x)))) * self.gain
+        out: Tensor = self.head(x)
+        return out
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch() -> Tensor:
+    return torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def expert_gradient() -> Tensor:
+    return torch.randn(4, WIDTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def dense_norm(norm_type: float) -> float:
+    model = net()
+    model(batch()).square().mean().backward()
+    model.experts.grad = expert_gradient()
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type))
+
+
+def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def shard_layers(model: Net, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def shard_experts(model: Net, mesh: Any, *placements: Any) -> None:
+    """Put the experts on a mesh, with their gradient."""
+    from torch.distributed.tensor import distribute_tensor
+
+    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), mesh, placements))
+    model.experts.grad = distribute_tensor(expert_gradient(), mesh, placements)
+
+
+def fully_sharded(model: Net, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh, ignored_params={model.experts})
+
+
+Layout = Callable[[Net], int]
+"""Shards the model, and returns the number of ranks with different samples, which are the slowest ones."""
+
+
+def fsdp(model: Net) -> int:
+    from torch.distributed.tensor import Shard
+
+    mesh = mesh_of((4,), ("fsdp",))
+    shard_experts(model, mesh, Shard(0))
+    fully_sharded(model, mesh)
+    return 4
+
+
+def tensor_parallel(model: Net) -> int:
+    from torch.distributed.tensor import Shard
+
+    mesh = mesh_of((4,), ("tp",))
+    shard_layers(model, mesh)
+    shard_experts(model, mesh, Shard(0))
+    return 1
+
+
+def fsdp_and_tensor_parallel(model: Net) -> int:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    shard_layers(model, mesh["tp"])
+    shard_experts(model, mesh, Shard(1), Replicate())
+    fully_sharded(model, mesh["dp"])
+    return 2
+
+
+def hsdp(model: Net) -> int:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    shard_experts(model, mesh, Replicate(), Shard(0))
+    fully_sharded(model, mesh)
+    return 4
+
+
+def experts_on_another_mesh(model: Net) -> int:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, experts = mesh_of((2, 2), ("dp", "tp")), mesh_of((1, 4), ("edp", "ep"))
+    shard_layers(model, mesh["tp"])
+    shard_experts(model, experts, Replicate(), Shard(0))
+    fully_sharded(model, mesh["dp"])
+    return 2
+
+
+def flattened(model: Net) -> int:
+    from torch.distributed.tensor import Shard
+
+    mesh = mesh_of((2, 2), ("dp", "cp"))
+    both = mesh["dp", "cp"]._flatten("dp_cp")
+    shard_experts(model, mesh["cp"], Shard(2))
+    fully_sharded(model, both)
+    return 4
+
+
+def equal_names(model: Net) -> int:
+    """Two meshes that call different dims ``shard``."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, experts = mesh_of((2, 2), ("shard", "tp")), mesh_of((2, 2), ("other", "shard"))
+    shard_layers(model, mesh["tp"])
+    shard_experts(model, experts, Replicate(), Shard(0))
+    fully_sharded(model, mesh["shard"])
+    return 2
+
+
+LAYOUTS: dict[str, Layout] = {
+    of.__name__: of
+    for of in (
+        fsdp,
+        tensor_parallel,
+        fsdp_and_tensor_parallel,
+        hsdp,
+        experts_on_another_mesh,
+        flattened,
+        equal_names,
+    )
+}
+
+
+def backward(name: str) -> Net:
+    model = net()
+    data = LAYOUTS[name](model)
+    kept = model.experts.grad
+    local = batch().chunk(data)[dist.get_rank() * data // dist.get_world_size()]
+    model(local).square().mean().backward()
+    model.experts.grad = kept
+    return model
+
+
+def norms(name: str, norm_type: float) -> tuple[float, float, float, str]:
+    """The norm, the norms of gradients that were clipped by it in two ways, and what torch returns or raises."""
+    model = backward(name)
+    stats = global_norm(model, norm_type=norm_type)
+    scale_gradients_(model.parameters(), stats.clip_coef_for(0.5))
+    halved = clip_grad_norm_(model.parameters(), 0.25, norm_type=norm_type)
+    after = global_norm(model.named_parameters(), norm_type=norm_type)
+    try:
+        torchs = str(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    except (RuntimeError, ValueError) as error:
+        torchs = f"{type(error).__name__}: {error}"
+    return float(stats), float(halved), float(after), torchs
+
+
+@pytest.mark.default_cases(7)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_norm_of_dtensors_equals_the_dense_norm(world: World, name: str, norm_type: float) -> None:
+    wanted = dense_norm(norm_type)
+    assert wanted > 0.5
+    for norm, halved, after, _ in world.run(4, norms, name, norm_type):
+        assert norm == pytest.approx(wanted, rel=1e-12)
+        assert halved == pytest.approx(0.5, rel=1e-5)
+        assert after == pytest.approx(0.25, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fsdp_and_tensor_parallel", "experts_on_another_mesh"])
+def test_torchs_own_norm_raises_on_these_meshes(world: World, name: str) -> None:
+    """Shows that the layouts are those that need this function."""
+    assert all("Error" in torchs for *_, torchs in world.run(4, norms, name, 2.0))
+
+
+def stages() -> tuple[float, float]:
+    """Two pipeline stages, each with a mesh of its own; only the last one has experts."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    stage, generator = dist.get_rank() // 2, torch.Generator().manual_seed(3)
+    meshes = [DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)), DeviceMesh("cpu", [2, 3], mesh_dim_names=("tp",))]
+    full = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(5)]
+    own = full[:2] if stage == 0 else full[2:]
+    params = []
+    for index, gradient in enumerate(own):
+        placements = [Shard(0)] if index else [Replicate()]
+        param = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), meshes[stage], placements))
+        param.grad = distribute_tensor(gradient, meshes[stage], placements)
+        params.append(param)
+    return float(global_norm(params)), float(torch.cat([one.flatten() for one in full]).norm())
+
+
+def test_meshes_of_pipeline_stages_are_joined(world: World) -> None:
+    for norm, wanted in world.run(4, stages):
+        assert norm == pytest.approx(wanted, rel=1e-12)
+
+
+def plain_differs(of: str) -> str:
+    """Change a plain parameter, or its gradient, on the last rank. The first call on a mesh compares."""
+    model = net()
+    shard_layers(model, mesh_of((4,), (f"tensor_{of}",)))
+    model(batch()).square().mean().backward()
+    if dist.get_rank() == 3:
+        changed = model.gain if of == "parameter" else model.gain.grad
+        assert changed is not None
+        with torch.no_grad():
+            changed[2] += 1e-3
+    with pytest.raises(ReplicaMismatchError) as caught:
+        clip_grad_norm_(model.named_parameters(), 1.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("of", ["parameter", "gradient"])
+def test_replicas_that_differ_are_named_with_their_axis(world: World, of: str) -> None:
+    for text in world.run(4, plain_differs, of):
+        assert f"gain: the {of} differs" in text
+        assert f"tensor_{of}" in text
+
+
+def plain_only() -> tuple[float, tuple[str, ...]]:
+    """Parameters without DTensors are replicas."""
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    model.weight.grad = torch.full((2, 3), 2.0)
+    return float(clip_grad_norm_(model.parameters(), 1.0)), infer_registry([*model.parameters()]).topology.axes
+
+
+def test_plain_parameters_alone_are_replicas(world: World) -> None:
+    for norm, axes in world.run(3, plain_only):
+        assert norm == pytest.approx(2 * 6**0.5)
+        assert axes == ("replica_3x1",)
+    assert plain_only_here() == pytest.approx(2 * 6**0.5)
+
+
+def plain_only_here() -> float:
+    weight = nn.Parameter(torch.ones(6))
+    weight.grad = torch.full((6,), 2.0)
+    return float(clip_grad_norm_([weight], 1.0))
+
+
+def same_registry() -> list[bool]:
+    model, other = backward("experts_on_another_mesh"), backward("tensor_parallel")
+    one, two = infer_registry([*model.parameters()]), infer_registry([*other.parameters()])
+    return [
+        infer_registry([*model.parameters()]) is one,
+        infer_registry([*other.parameters()]) is two,
+        one is not two,
+        isinstance(one, ProcessGroupRegistry),
+    ]
+
+
+def test_a_registry_is_inferred_once_per_set_of_meshes(world: World) -> None:
+    assert world.run(4, same_registry) == [[True] * 4] * 4
+
+
+def rule_per_parameter() -> list[float]:
+    model = backward("experts_on_another_mesh")
+    clip = ClipState(PerParameter(0.01))
+    clip_grad_norm_(model.named_parameters(), clip)
+    return [float(global_norm([param])) for param in model.parameters() if param.grad is not None]
+
+
+def test_rules_per_parameter_work_without_a_registry(world: World) -> None:
+    for found in world.run(4, rule_per_parameter):
+        assert max(found) < 0.01 + 1e-9
+
+
+def test_a_number_in_the_place_of_the_registry_is_an_error_that_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"write norm_type=1.0"):
+        clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0, 1.0)  # type: ignore[arg-type]
+
+
+def test_report_stands_for_the_tensor_that_torch_returns() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), 2.0)
+    stats = clip_grad_norm_([weight], 1.0)
+    assert float(stats) == stats.item() == 4.0
+    assert f"{stats:.2f}" == "4.00"
+    assert stats.full_tensor() is stats.total_norm
+    assert [bool(truth) for truth in (stats > 3, stats >= 4, stats < 4, stats <= 4.0)] == [True, True, False, True]
+    anything: Any = stats
+    assert torch.isfinite(anything)
+    assert not torch.isnan(anything)
+    assert torch.stack([anything, anything]).tolist() == [4.0, 4.0]
+    assert str(stats) == f"{stats}" == "norm 4, clipped x0.25"

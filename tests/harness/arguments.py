@@ -1,4 +1,4 @@
-"""Options of optimizers, as tests give them."""
+"""Convert short option words from test tables into arguments of `ParallelOptimizer`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ AnyTransform = TypeVar("AnyTransform", bound=ParamTransform)
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    """The arguments of `ParallelOptimizer` (or `Booster`) for options as tables have them, each a word.
+    """Return the arguments of `ParallelOptimizer` (or `Booster`) for options that test tables give as single words.
 
-    ``shard_states shard_gradients`` are `Sharded`'s, ``offload`` is `Offloaded`'s fraction, ``clip_value`` `ByValue`'s,
-    ``max_skips_in_a_row`` `Skip`'s; all else is what it is.
+    ``shard_states`` and ``shard_gradients`` become a `Sharded` placement, ``offload`` the fraction of `Offloaded`,
+    ``clip_value`` a `ByValue` rule and ``max_skips_in_a_row`` a `Skip` policy; all other options are passed on
+    unchanged.
     """
     states: list[StatePlacement] = []
     axis, gradients = options.pop("shard_states", None), options.pop("shard_gradients", False)

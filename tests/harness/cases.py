@@ -1,4 +1,4 @@
-"""Random layouts of random gradients, and the dense truth about them."""
+"""Random layouts with random gradients, and the dense reference values for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def axes_of(topology: Topology) -> Axes:
-    """Its axes and their sizes, in its order."""
+    """The axes of the topology with their sizes, in the topology's order."""
     return tuple(zip(topology.axes, topology.sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class Param:
-    """One logical parameter: its full shape, spec, gradient dtype, pipeline stage and which holders lack a gradient."""
+    """One logical parameter: full shape, spec, gradient dtype, and whether its gradient is missing."""
 
     shape: tuple[int, ...]
     spec: P
@@ -35,7 +35,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh and the parameters on it; gradients follow from the seed."""
+    """A mesh and the parameters on it; the gradients are generated from the seed."""
 
     axes: Axes
     params: tuple[Param, ...]
@@ -47,7 +47,7 @@ class Case:
         return Topology(roles=None, **dict(self.axes))
 
     def full_gradient(self, index: int, stage: tuple[int, ...]) -> Tensor:
-        """The logical gradient that the ranks of pipeline ``stage`` hold pieces of; zeros if nobody has one."""
+        """The logical gradient of which the ranks of pipeline stage ``stage`` hold shards; zeros if it is missing."""
         param = self.params[index]
         stage = (
             () if any(axis in self.topology.pipe_axes for axis, _ in (*param.spec.tied, *param.spec.owned)) else stage
@@ -65,12 +65,12 @@ class Case:
         return self.params[index].spec.holds(self.topology.coordinate(rank), self.topology)
 
     def piece(self, index: int, rank: int) -> Tensor:
-        """What ``rank`` holds of the gradient: torch.chunk's uneven pieces, some of them empty."""
+        """The shard of the gradient that ``rank`` holds, split unevenly like torch.chunk; some shards are empty."""
         full = self.full_gradient(index, self.stage_of(rank))
         return slice_of(full, self.params[index].spec, self.topology, rank)
 
     def dense_powers(self, norm_type: float) -> list[Tensor]:
-        """For each distinct logical parameter its sum of |g|^p (largest for inf), in float64."""
+        """For each distinct logical parameter: its sum of |g|^p (for inf its largest |g|), in float64."""
         powers = []
         stages = list(product(*(range(self.topology.size(axis)) for axis in self.topology.pipe_axes)))
         for index, param in enumerate(self.params):
@@ -87,9 +87,11 @@ class Case:
 
 
 def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
-    """This rank's piece of ``full``; a dim that does not divide is cut as torch.chunk does, so late pieces may be empty.
+    """The shard of ``full`` that ``rank`` holds. A dim that does not divide is split like torch.chunk, so the last
+    shards may be empty.
 
-    Blocks must divide."""
+    Block sizes must divide evenly.
+    """
     for dim in range(full.dim()):
         axes = spec.dim_axes(dim)
         if any(axis in dict(spec.blocks) for axis in axes):

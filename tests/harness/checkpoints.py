@@ -1,4 +1,4 @@
-"""What tests of refused checkpoints and of failed saves share: a model, its optimizer, and contents to compare."""
+"""Shared by tests of rejected checkpoints and failed saves: a model, its optimizer, and comparison of contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def content(value: Any) -> Any:
-    """Comparable: dtypes and bits of tensors in whatever containers."""
+    """Convert nested containers with tensors to a comparable value: dtype and values of each tensor."""
     if isinstance(value, Tensor):
         return str(value.dtype), value.tolist()
     if isinstance(value, dict):
@@ -27,7 +27,7 @@ def content(value: Any) -> Any:
 
 
 def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bool = True) -> nn.Module:
-    """Of linear layers with these names, and a buffer; the same at every call."""
+    """A model of linear layers with these names and a buffer; identical at every call."""
     torch.manual_seed(1)
     model = nn.ModuleDict({name: nn.Linear(shape, 2) for name in names})
     if buffer:
@@ -38,7 +38,8 @@ def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bo
 def optimizer_of(
     model: nn.Module, groups: Callable[[nn.Module], Any] = nn.Module.parameters, precision: Any = "fp32", **options: Any
 ) -> ParallelOptimizer:
-    """On one rank, over the model's param groups as ``groups`` makes them; ``kind=``: of torch's optimizer."""
+    """An optimizer on one rank over the param groups that ``groups`` makes of the model; ``kind=`` sets torch's
+    optimizer class."""
     kind = options.pop("kind", torch.optim.AdamW)
     if precision != "fp32":
         model.bfloat16()
@@ -54,12 +55,12 @@ def zipped(value: Any) -> bytes:
 
 
 def sealed(checkpoint: Path) -> None:
-    """Make the manifest say that all files are what they should be."""
+    """Rewrite the manifest so that all its checksums match the current files."""
     file = checkpoint / "meshstep.json"
     try:
         manifest = json.loads(file.read_text())["manifest"]
     except ValueError:
-        return  # the payload is there
+        return  # meshstep.json holds the payload itself
     manifest["files"] = {name: record_of(checkpoint / name) for name in manifest["files"]}
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     file.write_text(json.dumps({"crc32": checksum, "manifest": manifest}))

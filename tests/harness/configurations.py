@@ -1,7 +1,8 @@
-"""Configurations of a run, drawn at random: layout, memory format, precision, states, accumulation, clipping, events.
+"""Randomly drawn training configurations: layout, memory format, precision, state placement, accumulation, clipping
+and events.
 
-The loss is a sum of products of parameters with numbers that a seed gives, so that the gradient of every piece can be
-written down from the definition of its layout alone; `dense_steps` does.
+The loss is a sum of products of parameters with random constants, so the gradient of every shard follows directly from
+the definition of its layout; `dense_steps` computes it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Coordinate = dict[str, int]
 
 
 class Logical(NamedTuple):
-    """A parameter of the whole model."""
+    """A parameter of the full model."""
 
     shape: tuple[int, ...]
     group: int = 0
@@ -50,21 +51,22 @@ MODEL = {
     "late": Logical((5, 3), group=2),
     "late_split": Logical((6, 2), group=2),
 }
-ALWAYS_USED = ("first", "second", "gain")  # in every window some gradient must come on every stage
-SMALL = ("gain",)  # fewer elements than ranks: with sharded states some ranks step nothing
+ALWAYS_USED = ("first", "second", "gain")  # every stage needs some gradient in every accumulation window
+SMALL = ("gain",)  # fewer elements than ranks: with sharded states some ranks update nothing
 ADDED_GROUP = 2  # the param group that may be added during the run
 WHOLE = P()
-UNEVEN = ("uneven", "few")  # their pieces are of unequal sizes, some empty, which a checkpoint can't have
+UNEVEN = ("uneven", "few")  # their shards have unequal sizes, some are empty; checkpoints do not support them
 
 
 class Layout(NamedTuple):
-    """A mesh, and what is not replicated on it.
+    """A mesh, and the layout of the parameters that are not replicated on it.
 
     Args:
-        specs: In axes.
-        stages: The only pipeline stage that has a parameter.
-        said: What parameters are declared, where that is in aliases.
-        meshes: What is a DTensor: the axes of each dim of its mesh, and the tensor dim that it cuts; None: it has copies.
+        specs: By parameter; in mesh axes.
+        stages: The pipeline stage that holds a parameter, where only one does.
+        said: The specs declared by the user, where they name axis aliases.
+        meshes: Which parameters are DTensors: for each dim of their mesh its axes and the sharded tensor dim (None:
+            replicated).
     """
 
     topology: Topology
@@ -163,7 +165,7 @@ LAYOUTS = {
     ),
     "stages": Layout(Topology(pipe=2, data=2), _TIED, {**_STAGES, **_UNEVEN_STAGES}),
     "stages of three": Layout(Topology(pipe=2, data=3), _TIED, {**_STAGES, **_UNEVEN_STAGES}),
-    # Ranks that hold nothing.
+    # Layouts with ranks that hold no parameter.
     "owned elsewhere": Layout(Topology(tensor=2), _only(P(owned={"tensor": 0}))),
     "owned elsewhere, data=2": Layout(Topology(data=2, tensor=2), _only(P(owned={"tensor": 1}))),
     "a stage without parameters": Layout(Topology(pipe=2, data=2), {}, dict.fromkeys(MODEL, 1)),
@@ -176,16 +178,16 @@ LAYOUTS = {
 
 
 class Mode(NamedTuple):
-    """A precision mode.
+    """A precision mode and the errors that its rounding may cause.
 
     Args:
-        precision: What the optimizer is given.
-        dtype: Of the weights and the gradients' terms.
-        rounding: Of the weights, relative to each element.
-        rounding_per_step: Of what is stepped, relative to the largest element that the parameter had.
-        norm_rounding: Of the norm, relative to it; where gradients are added up in ``dtype``, relative to the norm of the
-            sums of their terms' absolute values.
-        has_masters: Weights are copies of what is stepped: those that the user writes must be reloaded.
+        precision: The ``precision`` argument of the optimizer.
+        dtype: The dtype of the weights and of the terms of gradients.
+        rounding: Error bound of the weights, relative to each element.
+        rounding_per_step: Error bound of the updated values per step, relative to the largest value the parameter had.
+        norm_rounding: Error bound of the norm, relative to it; where gradients are summed in ``dtype``, relative to
+            the norm of the sums of absolute values of their terms.
+        has_masters: The weights are copies of master weights: after the user writes weights, masters must be reloaded.
     """
 
     precision: Any
@@ -213,11 +215,11 @@ MEMORY_FORMATS = ("contiguous", "channels_last", "permuted", "expanded", "offset
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is spread and stepped: what may be another one after a checkpoint.
+    """How a model is distributed and stepped; a run may resume from a checkpoint with another setting.
 
     Args:
-        memory: Draws the memory format of each parameter; 0: all are contiguous.
-        named: Param groups have names.
+        memory: Seed of the memory format of each parameter; 0: all are contiguous.
+        named: Whether param groups have names.
     """
 
     layout: str
@@ -239,7 +241,7 @@ class Setting:
 
     @property
     def axis(self) -> str | None:
-        """Over which states are sharded; not over stages, which have other parameters."""
+        """The axis over which states are sharded; never the pipeline axis, whose stages have different parameters."""
         topology = self.at.topology
         axes = [axis for axis in topology.axes if axis not in topology.pipe_axes]
         axes = [*(["data"] if topology.aliases else []), *axes]
@@ -248,24 +250,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """A run.
+    """One complete training run.
 
     Args:
-        resumed: How it goes on after a checkpoint; the same setting: bit for bit. None: there is none.
-        saved_at: Steps before it.
-        stepped_before: What the checkpoint is loaded into has stepped already.
-        implementation: Of the optimizer: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
-        small: The model has fewer elements than there are ranks.
-        idle: Pieces, and some ranks' copies, are without a gradient in some micro-batches or whole steps.
-        absent: A rank on whose part no loss depends in a micro-batch may give None.
-        overflow: The step in which one element of one gradient is infinite.
-        vetoed: The step that one rank refuses.
-        added: The step before which a param group is added; None: it is there from the beginning.
-        frozen: A parameter, the step before which it is frozen (0: before the optimizer is made), and the one before
-            which it is trained again, or None.
-        written: The step before which weights are written, zeros among them, and how: ``"in place"``, ``"loaded"``
-            (`load_state_dict`), ``"moved"`` (other memory) or ``"relaid"`` (another memory format).
-        differing: What one rank is told otherwise than the others, who must all refuse.
+        resumed: The setting after the checkpoint; if it is the same setting, results must match bit for bit. None: no
+            checkpoint.
+        saved_at: The number of steps before the checkpoint.
+        stepped_before: Whether the optimizer that loads the checkpoint has already made steps.
+        implementation: The optimizer's implementation: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
+        small: Whether the model has fewer elements than there are ranks.
+        idle: Whether some shards, and some ranks' replicas, have no gradient in some micro-batches or whole steps.
+        absent: Whether a rank whose parameters are in no loss of a micro-batch may pass None as the loss.
+        overflow: The step in which one element of one gradient is infinite, or None.
+        vetoed: The step that one rank vetoes, or None.
+        added: The step before which a param group is added; None: it exists from the beginning.
+        frozen: A parameter, the step before which it is frozen (0: before the optimizer is constructed), and the step
+            before which it is unfrozen, or None.
+        written: The step before which the user writes weights (some are zeros), and how: ``"in place"``, ``"loaded"``
+            (`load_state_dict`), ``"moved"`` (new memory) or ``"relaid"`` (another memory format).
+        differing: The option that one rank passes differently from the others; all ranks must raise an error.
     """
 
     setting: Setting
@@ -295,7 +298,7 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """Of the whole model, with what is added to it later."""
+        """Names of the model's parameters, including the group that is added later."""
         if self.small:
             return [name for name in MODEL if name in SMALL or (self.added is not None and _is_added(name))]
         return [name for name in MODEL if self.resumed is None or name not in UNEVEN]
@@ -317,7 +320,7 @@ class Case:
         return self.setting if self.resumed is None or step < self.saved_at else self.resumed
 
     def draw(self, *key: object) -> int:
-        """A number below 2**32."""
+        """A pseudo-random number below 2**32."""
         return zlib.crc32(repr((self.seed, *key)).encode())
 
 
@@ -325,14 +328,15 @@ class Case:
 
 
 def weight(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) -> int:
-    """Of the micro-batch on this data coordinate; 0: there is nothing in it."""
+    """The weight of the micro-batch on this data coordinate; 0: the micro-batch is empty."""
     where = tuple(at[axis] for axis in setting.at.topology.data_axes)
     drawn = case.draw("weight", step, micro, where) % 4 if any(where) or micro else 1
     return drawn if setting.weighted or not setting.managed else min(drawn, 1)
 
 
 def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> bool:
-    """Whether the piece of the rank at ``at`` is in no loss of this micro-batch; copies are or are not together."""
+    """Whether the shard of the rank at ``at`` is in no loss of this micro-batch; each replica may decide
+    differently."""
     if not case.has(name, step) or case.is_frozen(name, step):
         return True
     if not case.idle or name in ALWAYS_USED:
@@ -345,8 +349,8 @@ def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, 
 
 
 def numbers(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> Tensor:
-    """What this rank's piece is multiplied with: of the parameters' dtype, but sums of them are rounded in float32, and are
-    others in another order."""
+    """The constants that this rank's shard is multiplied with. They have the parameters' dtype, but their sums are
+    rounded in float32 and depend on the order of summation."""
     layout, (shape, _) = setting.at, MODEL[name]
     spec, topology = layout.spec(name), layout.topology
     axes = sorted({*topology.data_axes, *spec.partial, *dict(spec.tied)})
@@ -369,7 +373,7 @@ def start_of(name: str) -> Tensor:
 
 
 def written_to(case: Case, name: str) -> Tensor:
-    """The full parameter that the user writes: half of it zeros of both signs."""
+    """The full parameter that the user writes: about half of the elements are zeros of both signs."""
     generator = torch.Generator().manual_seed(case.draw("written", name))
     value = torch.randint(-8, 9, MODEL[name].shape, generator=generator).double() / 8
     return value * torch.randint(0, 2, value.shape, generator=generator)
@@ -379,14 +383,14 @@ def written_to(case: Case, name: str) -> Tensor:
 
 
 def memory_format(case: Case, setting: Setting, name: str, relaid: bool = False) -> str:
-    """Of a rank's part of the parameter; DTensors are contiguous."""
+    """The memory format of a rank's shard of the parameter; DTensors are contiguous."""
     if not setting.memory or name in setting.at.meshes:
         return "contiguous"
     return MEMORY_FORMATS[case.draw("memory", setting.memory, name, relaid) % len(MEMORY_FORMATS)]
 
 
 def laid_out(value: Tensor, how: str) -> Tensor:
-    """A copy of ``value`` in one of `MEMORY_FORMATS`; those but the last are non-overlapping and dense."""
+    """A copy of ``value`` in one of `MEMORY_FORMATS`; all but the last are non-overlapping and dense."""
     reverse = tuple(range(value.dim()))[::-1]
     if how == "channels_last" and value.dim() == 4:
         return value.clone(memory_format=torch.channels_last)
@@ -412,7 +416,8 @@ def _is_added(name: str) -> bool:
 
 WAYS_OF_WRITING = ("in place", "loaded", "moved", "relaid")
 
-# What one rank alone is told, which the error must name; and "weights", which the first step must find.
+# Options that one rank alone passes differently, with the name that the error must contain; "weights" differ in values
+# and must be detected in the first step.
 DIFFERING = {
     "max_norm": "max_norm",
     "norm_type": "norm_type",
@@ -428,8 +433,8 @@ DIFFERING = {
     "weights": "the parameter differs",
 }
 
-# Drawn more often than others: where the gradients of a piece are summed over one rank, so that pieces differ in their
-# numbers of steps; where ranks with copies of a parameter have other parameters in their buckets; where a rank has nothing.
+# Layouts drawn more often than others: those where shards differ in the number of steps because their gradients are
+# summed over a single rank, where replicas share buckets with different parameters, and where a rank holds nothing.
 _OFTEN = [
     "folded",
     "two meshes of DTensors",
@@ -446,7 +451,7 @@ _OFTEN = [
 
 
 def setting_of(rng: random.Random) -> Setting:
-    """The next one that ``rng`` draws."""
+    """The next setting that ``rng`` draws."""
     return Setting(
         layout=rng.choice(sorted(LAYOUTS) + _OFTEN),
         memory=rng.choice([0, rng.randint(1, 9)]),
@@ -464,19 +469,19 @@ def setting_of(rng: random.Random) -> Setting:
 
 
 def case_of(number: int) -> Case:
-    """Drawn evenly, unlike by hypothesis, which stays near what it has drawn before: a few dozen are to be all kinds."""
+    """Draw a case uniformly. Hypothesis would stay near previous draws, but a few dozen cases must cover all kinds."""
     rng = random.Random(number)
     setting, resumed = setting_of(rng), setting_of(rng)
     goes_on = rng.choice(["on", "on", "same", "other states", "other layout", "other layout"])
     precision = rng.choice([*sorted(PRECISIONS), "fp32", "bf16, split masters"])
     if goes_on == "other states":
         resumed = replace(resumed, layout=setting.layout)
-    if PRECISIONS[precision].dtype != torch.float32:  # torch adds the gradients of a DTensor up in its own dtype
+    if PRECISIONS[precision].dtype != torch.float32:  # torch accumulates gradients of a DTensor in the DTensor's dtype
         setting, resumed = (s if not s.at.meshes else replace(s, micro=1) for s in (setting, resumed))
-    if precision == "bf16, half gradients":  # refused with what would sum them
+    if precision == "bf16, half gradients":  # this mode rejects options that accumulate gradients
         setting, resumed = (replace(s, states="whole", offload=None, micro=1) for s in (setting, resumed))
     differing = rng.choice([None] * 5 + [*DIFFERING, "weights", "weights"])
-    if precision == "bf16, half gradients" and differing == "offload":  # refused on the rank that differs alone
+    if precision == "bf16, half gradients" and differing == "offload":  # the differing rank alone would raise
         differing = None
     small = rng.random() < 0.15
     added = rng.choice([None, None, *range(1, STEPS)])
@@ -505,7 +510,8 @@ def case_of(number: int) -> Case:
 
 
 def _frozen(rng: random.Random, added: int | None) -> tuple[str, int, int | None]:
-    """Frozen when the optimizer is made, or a param group is added, it stays so."""
+    """Draw which parameter is frozen and when. One frozen at construction or when a param group is added stays
+    frozen."""
     name = rng.choice([name for name in MODEL if name not in (*ALWAYS_USED, *UNEVEN) and not _is_added(name)])
     start, end = rng.randrange(STEPS), rng.choice([None, *range(1, STEPS)])
     stays = end is None or end <= start or start == 0 or (added is not None and start <= added <= end)
@@ -516,6 +522,6 @@ CASES = st.integers(0, 2**32 - 1).map(case_of)
 
 
 def data_ranks(setting: Setting) -> int:
-    """How many ranks see other samples."""
+    """The number of ranks that see different samples."""
     topology = setting.at.topology
     return prod(topology.size(axis) for axis in topology.data_axes)

@@ -1,4 +1,4 @@
-"""A drawn configuration on real ranks: each steps its part of the model, and reports what came of it."""
+"""Run a drawn configuration on real ranks: each rank trains its part of the model and reports the results."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from zero_models import small_buckets
 
 @dataclass
 class Report:
-    """Of one rank.
+    """The results of one rank.
 
     Args:
-        norms: By step.
-        params: What it holds of each parameter.
-        pieces: What it steps: parameter, place in what this rank holds of it, and value.
-        skipped: Steps, by the optimizer's own count.
-        warned: Loading said that pieces with different numbers of steps were put together.
-        problems: What it saw itself.
+        norms: The norm of each step.
+        params: The shard of each parameter that the rank holds.
+        pieces: The tensors that the rank updates: parameter name, offset in the rank's shard, and values.
+        skipped: The number of skipped steps, as the optimizer counts them.
+        warned: Whether loading warned that shards with different numbers of steps were merged.
+        problems: Problems that the rank itself detected.
     """
 
     norms: dict[int, float] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class Report:
 
 
 class Rank:
-    """One rank's part of the model and its optimizer, as they are made in a step.
+    """One rank's part of the model and its optimizer, as they are constructed at some step.
 
     Args:
-        moved: Added to all weights.
+        moved: A value added to all weights.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Rank:
         annotate(self.model[name], P() if meshed else at.said.get(name, spec), name)
 
     def _piece(self, full: Tensor, name: str) -> Tensor:
-        """This rank's part of a parameter."""
+        """This rank's shard of a parameter."""
         at = self.setting.at
         return slice_of(full, at.spec(name), at.topology, self.registry.global_rank).to(self.case.mode.dtype)
 
@@ -108,7 +108,7 @@ class Rank:
         return named if self.setting.named else [param for _, param in named]
 
     def options(self) -> dict[str, Any]:
-        """As words, see `arguments`."""
+        """Option words, see `arguments`."""
         case, setting = self.case, self.setting
         options: dict[str, Any] = {
             "precision": case.mode.precision,
@@ -133,7 +133,7 @@ class Rank:
     # Between steps -----------------------------------------------------------------------------------------------------
 
     def events(self, optimizer: ParallelOptimizer[Any], number: int) -> None:
-        """What happens before a step."""
+        """Apply the events that happen before a step."""
         case = self.case
         for name, param in self.model.items():
             if case.frozen is not None and case.frozen[0] == name and number in case.frozen[1:]:
@@ -147,7 +147,7 @@ class Rank:
         )
 
     def freeze(self, step: int) -> None:
-        """What is frozen in this step."""
+        """Freeze and unfreeze the parameters as of this step."""
         for name, param in self.model.items():
             if self.case.is_frozen(name, step):
                 param.requires_grad_(False)
@@ -160,7 +160,7 @@ class Rank:
 
     @torch.no_grad()
     def _write(self, optimizer: ParallelOptimizer[Any]) -> None:
-        """New weights, in the model alone."""
+        """Write new weights into the model only."""
         case, setting = self.case, self.setting
         assert case.written is not None
         how, loaded = case.written[1], dict[str, Tensor]()
@@ -197,7 +197,8 @@ class Rank:
         return optimizer.step()
 
     def averaged(self, name: str) -> int:
-        """Over how many ranks of a DTensor's mesh torch has to average its gradient: it is complete there."""
+        """The number of ranks of a DTensor's mesh over which torch averages its gradient; the result there is
+        complete."""
         topology = self.setting.at.topology
         meshed = {axis for axes, _ in self.setting.at.meshes.get(name, ()) for axis in axes}
         return topology.size(*(axis for axis in topology.data_axes if axis in meshed))
@@ -211,7 +212,7 @@ class Rank:
                 report.problems.append(f"step {number} of norm {stats.total_norm} was skipped or made wrongly")
 
     def see(self, optimizer: ParallelOptimizer[Any], report: Report) -> None:
-        """What there is at the end."""
+        """Record the final state in the report."""
         names = {id(local_parameter(param)): name for name, param in self.model.items()}
         report.params = {name: local(param).clone() for name, param in self.model.items()}
         report.skipped = optimizer.skipped_steps
@@ -230,7 +231,7 @@ def _as_dtensor(name: str, piece: Tensor, at: Layout, registry: ProcessGroupRegi
 
 
 def _with_gradient(param: Tensor) -> Tensor:
-    """This rank's part, by which a DTensor's gradient comes."""
+    """A parameter through which the local gradient of a DTensor is set."""
     part: Tensor = param.to_local() if has_dtensors((param,)) else param  # type: ignore[attr-defined]
     return part
 
@@ -243,8 +244,8 @@ def _registry(setting: Setting) -> Iterator[ProcessGroupRegistry]:
 
 
 def run(case: Case, path: Path) -> Report:
-    """From the start to the end, with a checkpoint on the way where another run is to go on from it; in the same setting,
-    or else this one ends there."""
+    """Run from the start to the end, with a checkpoint on the way if the case resumes from one. If it resumes with
+    another setting, this run ends at the checkpoint."""
     with _registry(case.setting) as registry:
         report, rank = Report(), Rank(case, case.setting, registry)
         if case.differing is not None and registry.topology.world_size > 1:
@@ -262,11 +263,11 @@ def run(case: Case, path: Path) -> Report:
 
 
 def go_on(case: Case, path: Path) -> Report:
-    """From the checkpoint to the end."""
+    """Run from the checkpoint to the end."""
     assert case.resumed is not None
     with _registry(case.resumed) as registry:
         last, same = case.saved_at - 1, case.resumed == case.setting
-        # Made as the one before was, or with what was added and frozen since.
+        # Constructed like the run before, or with the parameter that was added or frozen since then.
         adds_group = case.added is not None and case.added <= last and (same or case.draw("adds group") % 2 == 1)
         report, rank = Report(), Rank(case, case.resumed, registry, step=0 if adds_group else last, moved=1.0)
         if case.frozen is not None and case.frozen[2] is None:
@@ -275,7 +276,7 @@ def go_on(case: Case, path: Path) -> Report:
         optimizer = rank.optimizer()
         if adds_group:
             assert case.added is not None
-            rank.freeze(case.added)  # before, as in the first run: the buckets are made without frozen parameters
+            rank.freeze(case.added)  # frozen first, as in the first run: buckets are built without frozen parameters
             rank.add_group(optimizer)
         rank.freeze(last)
         if case.stepped_before:
@@ -293,7 +294,8 @@ def go_on(case: Case, path: Path) -> Report:
 
 
 def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> list[str]:
-    """One rank is told something else: every rank must say so, and nothing may change on any."""
+    """One rank passes a different option: every rank must raise an error that names it, and nothing may change on
+    any rank."""
     assert case.differing is not None
     other = registry.global_rank == case.draw("differing") % registry.topology.world_size
     rank, what = Rank(case, case.setting, registry), case.differing
@@ -324,7 +326,8 @@ def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> l
 
 
 def _has_peers(rank: Rank, differing: int) -> bool:
-    """Whether the rank has parameters of group 0, as another one of its pipeline stage has: what they say is compared."""
+    """Whether another rank of the pipeline stage holds parameters of group 0 too, so that their options are
+    compared."""
     at, topology = rank.setting.at, rank.setting.at.topology
     names = [name for name in rank.case.names if MODEL[name].group == 0]
 
@@ -350,7 +353,7 @@ def _another(what: str, value: Any) -> Any:
 
 
 def _other_weights(rank: Rank, other: bool) -> list[str]:
-    """One copy starts from other values."""
+    """One replica starts from different values."""
     copies = rank.setting.at.topology.size(*rank.setting.at.spec("vector").replica_axes(rank.setting.at.topology))
     spec = rank.setting.at.spec("vector")
     if rank.setting.check_replicas is False or copies == 1 or "vector" in rank.setting.at.stages or spec.owned:
@@ -362,7 +365,7 @@ def _other_weights(rank: Rank, other: bool) -> list[str]:
             rank.model["vector"][5] += 0.5
     before = {name: local(param).clone() for name, param in rank.model.items()}
     try:
-        rank.step(rank.optimizer(), number=STEPS)  # in which nothing overflows
+        rank.step(rank.optimizer(), number=STEPS)  # a step without an overflow
     except ReplicaMismatchError as error:
         problems = [] if "vector: the parameter differs" in str(error) else [f"weights differ, but it said: {error}"]
     else:

@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on CPU tensors: operators are noted, not run, and a replay runs them on the memory they had.
+"""Emulate a CUDA graph on CPU tensors: a capture records operators, and a replay runs them on the same memory.
 
     graph = CpuGraph()
     with graph.captured():
@@ -6,9 +6,9 @@
         stats = optimizer.step()
     graph.replay()
 
-As with a graph Python runs once. What was there before the capture is as before after it, tensors that are made in it hold
-rubbish until the first replay, and to read one is an error. Memory is not reused, so what a graph would read after it was
-freed is not found here.
+As with a CUDA graph, Python code runs only once. The capture leaves earlier tensors unchanged; tensors created in it
+contain garbage until the first replay, and reading one is an error. Memory is not reused, so a graph that reads memory
+after it was freed is not detected here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def _place(tensor: Tensor) -> int:
 
 
 class _Noting(TorchDispatchMode):
-    """Runs what it notes, for shapes' sake, and keeps what was in the memory that it met."""
+    """Records operators. It also runs them to learn their shapes, and saves the contents of the memory that they
+    touch."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,7 +57,7 @@ class _Noting(TorchDispatchMode):
         return result
 
     def forget(self) -> None:
-        """What was run has not happened."""
+        """Restore the memory to its contents before the operators ran."""
         for storage, before in self.before.values():
             storage.copy_(before)
         for storage in self.made.values():
@@ -67,14 +68,15 @@ _wait = dist.Work.wait
 
 
 def _waited(work: Any, *args: Any) -> Any:
-    """gloo copies to where the result belongs when somebody waits: a part of the collective, which is noted already."""
+    """With gloo, waiting copies the result to its destination; this copy is part of the collective, which is
+    already recorded."""
     with _disable_current_modes():
         return _wait(work, *args)
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """The current stream says that it is captured."""
+    """Make torch report that the current stream is capturing."""
     with (
         mock.patch.object(torch.cuda, "is_initialized", return_value=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
@@ -83,21 +85,21 @@ def capturing() -> Iterator[None]:
 
 
 class CpuGraph:
-    """One graph."""
+    """One captured graph."""
 
     def __init__(self) -> None:
         self._noted = _Noting()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """What is done within is captured."""
+        """Operations within the block are recorded."""
         with capturing(), mock.patch.object(dist.Work, "wait", _waited), self._noted:
             yield
         self._noted.forget()
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run it again; nothing of Python knows, no version of a tensor changes."""
+        """Run the recorded operators again; Python state and tensor versions do not change."""
         with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_VERSIONS):
             for func, args, kwargs, result in self._noted.calls:
                 given = {_place(tensor) for tensor in tensors_of((args, kwargs))}
@@ -110,7 +112,7 @@ class CpuGraph:
                         old.copy_(new)
 
 
-# What code that makes graphs asks of ``torch.cuda``.
+# The functions of ``torch.cuda`` that code which captures graphs calls.
 CUDA_OF_THE_CPU = SimpleNamespace(
     is_available=lambda: True,
     CUDAGraph=CpuGraph,

@@ -1,8 +1,9 @@
-"""Whether programs of ranks can deadlock, on backends that are stricter than any: nothing runs, nobody waits.
+"""Check whether collectives of ranks can deadlock, under models of backends that are stricter than any real one.
+Nothing is executed.
 
-A *rendezvous* is an event that ends for nobody before all members of its group have come to it, and each rank comes to its
-own in order. If all come to the end here, they do on any looser backend: to wait for less, or to let more run at a
-time, only takes away reasons to wait.
+A *rendezvous* is an event that completes only when all members of its group have reached it; each rank reaches its own
+rendezvous in program order. If all programs complete in this model, they complete on every less strict backend:
+waiting for fewer events or running more of them concurrently only removes reasons to wait.
 """
 
 from __future__ import annotations
@@ -12,30 +13,31 @@ from collections.abc import Iterator, Sequence
 
 from recorded_ranks import Event, Kind, Program
 
-Instance = tuple[str, int]  # which rendezvous of its group
+Instance = tuple[str, int]  # the group and the index of the rendezvous in it
 
 
 def eager(programs: Sequence[Program]) -> str | None:
-    """On a backend that makes a communicator with its group: to make one is a rendezvous, and so is each collective.
+    """Model a backend that creates a communicator with its group: creation is a rendezvous, and so is each collective.
 
-    Returns: Who waits for whom in the end; None: nobody.
+    Returns: A description of which ranks wait for which others, or None if all programs complete.
     """
     return stuck([of_kind(program, "make", "collective") for program in programs])
 
 
 def lazy(programs: Sequence[Program]) -> str | None:
-    """The same of one that makes a communicator in the first collective, for which its host waits; later ones run."""
+    """As `eager`, for a backend that creates a communicator in the first collective, which blocks the host; later
+    ones do not."""
     return stuck([list(_first_of_each_group(of_kind(program, "collective"))) for program in programs])
 
 
 def serial(programs: Sequence[Program]) -> str | None:
-    """The same of a device that runs one collective at a time, of whatever group, in the order in which they were started;
-    and to destroy a group is a rendezvous too."""
+    """As `eager`, for a device that runs one collective at a time over all groups, in the order in which they were
+    started; destroying a group is a rendezvous too."""
     return stuck([of_kind(program, "collective", "destroy") for program in programs])
 
 
 def of_kind(program: Program, *kinds: Kind) -> Program:
-    """What is of these kinds."""
+    """The events of the program that are of these kinds."""
     return [event for event in program if event.kind in kinds]
 
 
@@ -48,14 +50,14 @@ def _first_of_each_group(program: Program) -> Iterator[Event]:
 
 
 def stuck(programs: Sequence[Program]) -> str | None:
-    """Who waits for whom when nobody can go on; None: all have come to the end.
+    """Describe which ranks wait for which others when no rank can continue; None if all programs complete.
 
     Args:
-        programs: Of rendezvous only.
+        programs: Each consists of rendezvous only.
     Raises:
         AssertionError: Members of a group meet in different collectives.
     """
-    counts: list[Counter[str]] = [Counter() for _ in programs]  # of rendezvous, by group
+    counts: list[Counter[str]] = [Counter() for _ in programs]  # rendezvous completed so far, by group
     came: dict[Instance, dict[int, Event]] = defaultdict(dict)
     awake = list(range(len(programs)))
     while awake:

@@ -1,4 +1,5 @@
-"""DeepSpeed as it is, on CPU ranks over gloo: no kernel is compiled for shared memory, and it forgets a test's groups."""
+"""Run the unmodified DeepSpeed on CPU ranks over gloo, without its compiled shared-memory kernel and with process
+groups reset after each test."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from unittest import mock
 
 @contextmanager
 def deepspeed_on_cpu() -> Iterator[Any]:
-    """The package. What it keeps of process groups in its modules is put back to what it was."""
+    """Yield the deepspeed package; the process groups that its modules store are restored afterwards."""
     place = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "DS_SKIP_CUDA_CHECK": "1"}
     with warnings.catch_warnings(), mock.patch.dict(os.environ, place):
         warnings.simplefilter("ignore")

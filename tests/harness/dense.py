@@ -1,4 +1,4 @@
-"""Helpers to compare what ranks hold with a dense model in float64."""
+"""Helpers that compare the tensors of ranks with a dense model in float64."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Equal shapes, and values within the tolerance of the dtype, relative to the largest one expected."""
+    """Assert equal shapes and values within the dtype's tolerance, relative to the largest expected value."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} for {tuple(expected.shape)}"
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-300)
     assert error <= TOLERANCE[dtype or actual.dtype], f"relative error {error:.2e}"
 
 
 def full_grad(param: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """The gradient of the logical parameter; partial ones summed, as the optimizer does."""
+    """The gradient of the logical parameter; partial gradients are summed, as the optimizer does."""
     grad = None
     if param is not None:
         assert param.grad is not None
@@ -37,7 +37,7 @@ def full_grad(param: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> 
 
 
 def assert_same_parameters(module: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """The full initial weights are bit for bit the dense model's (same seed)."""
+    """Assert that the full initial weights equal the dense model's bit for bit (same seed)."""
     expected = dict(dense.named_parameters())
     assert dict(module.named_parameters()).keys() == expected.keys()
     for name, param in module.named_parameters():
@@ -45,7 +45,7 @@ def assert_same_parameters(module: nn.Module, dense: nn.Module, registry: Proces
 
 
 def assert_same_grads(module: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Of a parallel module, put together from all ranks, and of the dense one."""
+    """Compare the gradients of a parallel module, gathered from all ranks, with those of the dense module."""
     expected = dict(dense.named_parameters())
     for name, param in module.named_parameters():
         grad = expected[name].grad
@@ -62,13 +62,14 @@ def assert_layer_is_dense(
     specs: Mapping[str, P],
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Initial weights, output and gradients of a layer on pieces, uneven ones too: the dense layer's on the full input.
+    """Compare a layer on shards, also uneven ones, with the dense layer on the full input: weights, output and
+        gradients.
 
     Args:
         x: The full input; ids have no gradient.
-        takes, gives: How input and output are split.
-        specs: Of all parameters, those that this rank lacks among them; they are what the layer declares. A weight of which
-            the dense one has the transpose is compared with that.
+        takes, gives: The layouts of input and output.
+        specs: The specs of all parameters that the layer declares, including those that this rank does not hold. If
+            the dense weight is the transpose, it is transposed for the comparison.
     """
     assert {name: spec_of(param) for name, param in layer.named_parameters()} == {
         name: spec for name, spec in specs.items() if spec.holds(registry.coordinate, registry.topology)
@@ -101,7 +102,7 @@ def assert_layer_is_dense(
         assert_near(full_grad(getattr(layer, name), spec, registry), expected(grad))
 
 
-# What they are called in the tests, and in this torch.
+# The names that the tests use, and the names in the installed torch.
 COUNTED = {name: name for name in ("all_reduce", "all_to_all_single", "broadcast", "reduce")} | {
     "all_gather_single": ALL_GATHER,
     "reduce_scatter_single": REDUCE_SCATTER,
@@ -110,9 +111,9 @@ COUNTED = {name: name for name in ("all_reduce", "all_to_all_single", "broadcast
 
 @contextmanager
 def collectives() -> Iterator[Counter[str]]:
-    """Counts the collectives that are issued meanwhile, by the name that the torch.distributed function has in 2.13.
+    """Count the collectives issued within the block, by their torch.distributed function names in torch 2.13.
 
-    A dispatch mode would see them too, but its first use imports the compiler: seconds on each rank.
+    A dispatch mode would also see them, but its first use imports the compiler, which takes seconds on each rank.
     """
     seen: Counter[str] = Counter()
     before = {called: getattr(dist, called) for called in COUNTED.values()}

@@ -1,7 +1,8 @@
-"""Clip rules once more, as their papers have them: for one process that sees all norms, in plain numbers.
+"""Reference implementations of the clip rules after their papers, for one process with all norms, in plain Python
+numbers.
 
-A reference is told the norm of every logical parameter, and says what each is multiplied by, or None: skip the step. What
-it remembers is in `state`, as `ParallelOptimizer.clip_state` has it, numbers of parameters by key.
+A reference gets the norm of every logical parameter and returns the factor for each one, or None to skip the step. Its
+memory between steps is in `state`, in the format of `ParallelOptimizer.clip_state`, with numbers of parameters by key.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def coefficient(norm: float, most: float) -> float:
 
 
 def threshold(given: object, steps: int) -> float:
-    """What it is after so many steps."""
+    """The threshold after ``steps`` steps."""
     if isinstance(given, WarmUp):
         return given.start + (given.end - given.start) * min(1.0, steps / given.steps)
     assert isinstance(given, float)
@@ -47,10 +48,10 @@ def threshold(given: object, steps: int) -> float:
 
 
 class DenseRule:
-    """The reference of any rule.
+    """The reference implementation of any clip rule.
 
     Attributes:
-        state: What it remembers.
+        state: The values that the rule keeps between steps.
     """
 
     def __init__(self, rule: Clip | None) -> None:
@@ -124,7 +125,8 @@ class DenseRule:
         return dict.fromkeys(norms, clipped / norm)
 
     def adagc(self, norms: Norms) -> Factors:
-        """arXiv:2502.11034, algorithm 1; but a norm of 0 moves nothing, and who has had none yet is in the warm-up."""
+        """arXiv:2502.11034, algorithm 1; but a norm of 0 does not change the average, and a parameter without any
+        norm so far is still in the warm-up."""
         assert isinstance(self.rule, AdaGC)
         rule, total = self.rule, total_of(norms)
         mean, factors = self.state.get("mean", dict.fromkeys(norms, inf)), {}

@@ -1,7 +1,8 @@
-"""What a drawn configuration must compute: every parameter whole, in float64, an element at a time.
+"""The dense reference of a drawn configuration: full parameters, in float64, computed element by element.
 
-It knows nothing of groups, buckets, pieces or windows, only of the definitions: which ranks' losses an element's gradient
-is summed over and divided by, that a parameter without gradient is left out of a step, and the formulas of the optimizers.
+It does not use groups, buckets, shards or accumulation windows, only the definitions: which ranks' losses an element's
+gradient is summed over and divided by, that a parameter without a gradient is left out of a step, and the optimizers'
+formulas.
 """
 
 from __future__ import annotations
@@ -30,22 +31,20 @@ from configurations import (
 )
 from torch import Tensor
 
-# Of the param groups.
+# Hyperparameters of the param groups.
 RATES, DECAYS = (0.05, 0.02, 0.03), (0.1, 0.0, 0.05)
 MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.99), 0.1
 
 
 @dataclass
 class Dense:
-    """One parameter, flat."""
+    """One parameter, flattened."""
 
     value: Tensor
     first: Tensor
     second: Tensor
-    steps: Tensor  # of each element
-    largest: (
-        Tensor  # absolute value that any element had, 0-dim: what was rounded there is off by as much when it is small
-    )
+    steps: Tensor  # number of steps of each element
+    largest: Tensor  # largest absolute value of any element so far (0-dim): it bounds the accumulated rounding error
 
     @classmethod
     def of(cls, name: str) -> Dense:
@@ -55,7 +54,8 @@ class Dense:
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
-    """Which elements of the flat parameter the rank at ``at`` has, in its order. Not to be changed."""
+    """Indices into the flat parameter of the elements that the rank at ``at`` holds, in its order. Must not be
+    modified."""
     return _elements(setting.layout, name, setting.at.topology.rank(**at))
 
 
@@ -69,10 +69,10 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 
 
 def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Of each parameter, flat: the mean gradient of the window, whether it has one, and the same mean of the terms'
-    absolute values, by which a sum in low precision may be off.
+    """For each parameter, flat: the mean gradient of the accumulation window, whether there is one, and the mean of
+    the absolute values of its terms, which bounds the error of a sum in low precision.
 
-    Without weights a micro-batch without a loss counts as one whose loss is 0.
+    Without weights, a micro-batch without a loss counts like one whose loss is 0.
     """
     found = {}
     divisor = data_ranks(setting) * (setting.micro if setting.managed else 1)
@@ -90,14 +90,14 @@ def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor
                 seen.add(piece)
                 where = elements(setting, name, at)
                 gradient[where], present[where], absolute[where] = _summed(case, setting, name, at, step)
-        # A sharded tensor is one parameter: if a piece has a gradient, all pieces are stepped.
+        # A sharded tensor is one parameter: if one shard has a gradient, all shards are updated.
         found[name] = gradient / divisor, present.any().expand(numel), absolute / divisor
     return found
 
 
 def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) -> tuple[Tensor, bool, Tensor]:
-    """Over all that a piece's gradient is summed over; a sum of several ranks is there though none has a term. The last is
-    the sum of the terms' absolute values."""
+    """The sum over all ranks and micro-batches over which a shard's gradient is summed, whether there is a
+    gradient, and the sum of the terms' absolute values. A sum over several ranks exists even if no rank has a term."""
     topology, spec = setting.at.topology, setting.at.spec(name)
     summed = {*(axis for axis in topology.data_axes if axis not in spec.named_axes), *spec.partial, *dict(spec.tied)}
     ranges = [range(topology.size(axis)) if axis in summed else (at[axis],) for axis in topology.axes]
@@ -118,7 +118,7 @@ def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) 
 
 
 def whole_weight(case: Case, setting: Setting, step: int) -> int:
-    """Of all micro-batches on all data ranks."""
+    """The total weight of all micro-batches on all data ranks."""
     data_axes = setting.at.topology.data_axes
     ranks = {tuple(at[axis] for axis in data_axes): at for at in setting.at.coordinates()}
     return sum(weight(case, setting, at, step, micro) for at in ranks.values() for micro in range(setting.micro))
@@ -128,10 +128,10 @@ def whole_weight(case: Case, setting: Setting, step: int) -> int:
 
 
 class DenseRun:
-    """The model, whole.
+    """A training run of the full model.
 
     Attributes:
-        absolute_norms: Of each step so far, the norm of the means of the gradient terms' absolute values.
+        absolute_norms: For each step so far, the norm of the means of the absolute values of the gradient terms.
     """
 
     def __init__(self, case: Case) -> None:
@@ -140,7 +140,7 @@ class DenseRun:
         self.params = {name: Dense.of(name) for name in case.names}
 
     def step(self, number: int) -> float:
-        """One step, or none where the norm is not finite or a rank refuses it; the norm."""
+        """Run one step and return its norm; nothing is updated if the norm is not finite or a rank vetoes the step."""
         if self.case.is_written(number):
             self._write(number)
         found = gradients(self.case, self.case.setting_of(number), number)
@@ -162,7 +162,7 @@ class DenseRun:
             if self.case.has(name, number - 1):
                 value = written_to(self.case, name).flatten()
                 if is_moved and torch.equal(param.value.bfloat16().double(), value):
-                    continue  # the same weights in other memory keep the remainders of their masters
+                    continue  # the same weights in new memory keep the remainders of their master weights
                 param.value = value
                 param.largest = torch.maximum(param.largest, param.value.abs().max())
 
@@ -199,11 +199,11 @@ class DenseRun:
     # Checkpoints --------------------------------------------------------------------------------------------------------
 
     def put_together(self, pieces: Iterable[tuple[str, Tensor]]) -> bool:
-        """What the optimizer steps from now on, by name and elements: each has one number of steps, the fewest of those
-        that came together in it and had any.
+        """Merge shards, given by name and values, into the tensors that the optimizer updates from now on: each gets
+            one number of steps, the smallest positive one among its merged shards.
 
         Returns:
-            Whether some that came together differed.
+            Whether any merged shards had different numbers of steps.
         """
         differed = False
         before = {name: param.steps.clone() for name, param in self.params.items()}
@@ -218,12 +218,12 @@ class DenseRun:
 
 
 def hyper_parameters(group: int) -> dict[str, float]:
-    """Of a param group."""
+    """Hyperparameters of a param group."""
     return {"lr": RATES[group], "weight_decay": DECAYS[group]}
 
 
 def inner_optimizer(kind: str, groups: list[dict[str, Any]], implementation: str = "fused") -> torch.optim.Optimizer:
-    """The same formulas, torch's."""
+    """torch's optimizer with the same formulas."""
     for index, group in enumerate(groups):
         group.update(hyper_parameters(index))
     how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}

@@ -1,4 +1,4 @@
-"""What tests of DTensor parameters share: parameters, meshes that torch doesn't mix up, and a watch on operations."""
+"""Shared by tests of DTensor parameters: parameters, meshes without stale caches in torch, and a log of operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def registry_of(axes: Axes) -> ProcessGroupRegistry:
-    """A registry whose meshes are new to DTensor: it would go on with an equal one of a registry that was closed."""
+    """A registry whose meshes DTensor has not seen: it would reuse an equal mesh of a registry that was closed."""
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
@@ -23,12 +23,12 @@ def registry_of(axes: Axes) -> ProcessGroupRegistry:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor; a plain tensor itself."""
+    """The local tensor of a DTensor; a plain tensor is returned unchanged."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class LocalOperations(TorchDispatchMode):
-    """Notes the names of collectives, and raises on an operation of DTensor's own."""
+    """Log the names of collectives and raise on any operation on a DTensor itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,12 +43,12 @@ class LocalOperations(TorchDispatchMode):
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """In float64, the same at every call."""
+    """A random float64 tensor, the same at every call."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def mixed(registry: ProcessGroupRegistry) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """DTensors (uneven, with empty pieces) and a plain parameter with gradients, and the dense gradients."""
+    """DTensors (uneven, with empty shards) and a plain parameter with gradients, and the dense gradients."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     grid, tensor = registry.device_mesh("data", "tensor"), registry.device_mesh("tensor")

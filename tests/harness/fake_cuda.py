@@ -1,7 +1,9 @@
-"""Whole steps on CUDA tensors without a GPU: torch's fake tensors have a device and a shape, and no elements.
+"""Run whole steps on CUDA tensors without a GPU, with torch's fake tensors, which have a device and a shape but no
+elements.
 
-What a step would do on a GPU is logged operator by operator: operators on tensors of two devices raise, as on a GPU, and
-those that would wait for the GPU, or copy from the host, are kept by name. Autograd can't run: gradients are planted.
+Every operator that a step would run on a GPU is logged. Operators on tensors of two devices raise an error, as on a
+GPU; operators that would synchronize with the GPU or copy from the host are recorded by name. Autograd cannot run, so
+gradients are set by the test.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch._dynamo import trace_rules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
-# They need the elements on the host, or an amount of memory that depends on them.
+# Operators that need the elements on the host, or an amount of memory that depends on them.
 _READS: tuple[str, ...] = tuple(
     f"aten.{name}" for name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
 )
@@ -36,14 +38,14 @@ _NO_LAUNCH: tuple[str, ...] = (
 
 @dataclass
 class Log:
-    """What a piece of code did.
+    """The operations that a block of code issued.
 
     Args:
-        launches: Operators that run on the GPU, by name.
-        kernels: How many kernels that would be, about; see `kernels`.
-        waits: Those for which the host waits, with the place in meshstep that asks for it.
-        transfers: Copies between host and GPU, waited for or not.
-        collectives: Those that other ranks take part in, with the device of what travels.
+        launches: Names of the operators that run on the GPU.
+        kernels: The approximate number of kernels that they launch; see `kernels`.
+        waits: Operators that block the host, with the place in meshstep that calls them.
+        transfers: Copies between host and GPU, blocking or not.
+        collectives: Collectives, with the device of the tensor that is sent.
     """
 
     launches: list[str] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Log:
 
 @cache
 def _kind(func: Any) -> tuple[str, bool, bool, bool]:
-    """An operator's name, and whether it reads, whether it copies, and whether it launches."""
+    """The operator's name, and whether it reads a value, whether it copies, and whether it launches a kernel."""
     name = str(func)
     copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
     return name, name.startswith(_READS), copies, not name.startswith(_NO_LAUNCH)
@@ -67,7 +69,7 @@ class _Logging(TorchDispatchMode):
         self.log, self.pinned = log, pinned
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most of what comes: whoever asks a fake tensor for its device
+        if func is torch.ops.prim.device.default:  # the most frequent call: any query of a fake tensor's device
             return told_device(args[0]) or func(*args)
         name, reads, copies, launches = _kind(func)
         before = {device_of(tensor).type for tensor in tensors_of((args, kwargs))}
@@ -75,7 +77,7 @@ class _Logging(TorchDispatchMode):
             self.log.waits.append(f"{name} {_place()}")
         if name.startswith("c10d."):
             self.log.collectives += [(name, device) for device in before]
-        # torch has no fake kernel of an update with a rate that is a tensor; it changes elements, and there are none.
+        # torch has no fake kernel for an update with a tensor learning rate. It only changes elements: nothing to do.
         update = name.startswith("aten._fused_") and name.endswith(".tensor_lr")
         result = None if update else func(*args, **(kwargs or {}))
         after = {device_of(tensor).type for tensor in tensors_of(result)}
@@ -89,20 +91,20 @@ class _Logging(TorchDispatchMode):
         return result
 
     def _without_waiting(self, args: Any, kwargs: Any) -> bool:
-        """Whether it is a copy for which nobody waits: asked for, and to or from pinned memory."""
+        """Whether it is a copy that does not block the host: non_blocking, and from or to pinned memory."""
         asked = bool(kwargs.get("non_blocking")) or (len(args) > 2 and args[2] is True)
         return asked and any(tensor.untyped_storage()._cdata in self.pinned for tensor in tensors_of(args))
 
 
 def _place() -> str:
-    """The two innermost lines of the library; `traceback.extract_stack` would look at each file."""
+    """The two innermost stack frames within the library. (`traceback.extract_stack` would read each source file.)"""
     files = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     inner = [f"{file.split('/meshstep/')[-1]}:{line}" for file, line in files if "/meshstep/" in file][:2]
     return "; ".join(reversed(inner))
 
 
 class _Generator(torch.Generator):
-    """One for any device: numbers of fake tensors are never drawn."""
+    """A generator for any device: random numbers of fake tensors are never drawn."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
@@ -118,21 +120,22 @@ class _Stream:
 
 class _Event(_Stream):
     def record(self, stream: _Stream | None = None) -> None:
-        """Raise for the default stream, which is that of the current device and not of the tensor that is copied."""
+        """Raise an error for the default stream: it belongs to the current device and not to that of the copied
+        tensor."""
         if stream is None:
             raise AssertionError("Event.record() without a stream: give torch.cuda.current_stream(tensor.device)")
 
 
 @cache
 def _torchs_functions() -> dict[Any, Any]:
-    """What torch's compiler lists when it is first asked, and again after each new default group: 25 ms. Within
-    `fake_cuda` it would list what is put in the place of some."""
+    """Precompute the list that torch's compiler builds on first use and after each new default group (25 ms). Built
+    within `fake_cuda`, it would contain the replacements of some functions."""
     return trace_rules.get_torch_obj_rule_map()
 
 
 @contextmanager
 def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], Any]]:
-    """Tensors made within are fake; yields a context manager that logs.
+    """Tensors created within the block are fake; yields a context manager that logs operations.
 
     Args:
         collectives_on: `ProcessGroupRegistry.device`.
@@ -145,13 +148,13 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
             tensor = make(*args, **kwargs)
             if pin_memory:
                 pinned.add(tensor.untyped_storage()._cdata)
-                kept.append(tensor)  # or another storage gets its address
+                kept.append(tensor)  # kept alive, so that no other storage gets its address
             return tensor
 
         return made
 
     def equal(one: Tensor, other: Tensor) -> bool:
-        """As `torch.equal` of tensors of one shape, whose elements nobody wrote."""
+        """Act like `torch.equal` on tensors of one shape whose elements were never written."""
         if "cuda" in (one.device.type, other.device.type):
             waits.append(f"aten.equal {_place()}")
         return True
@@ -174,7 +177,11 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-            (torch.cuda, "current_stream", lambda device: _Stream(waits)),  # never of the current device
+            (
+                torch.cuda,
+                "current_stream",
+                lambda device: _Stream(waits),
+            ),  # the library must not use the current device's stream
             (torch, "Generator", _Generator),
             (torch, "equal", equal),
             *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),

@@ -1,8 +1,8 @@
-"""torch's fake tensors, in less than half the time: an operator that was asked before is not asked again.
+"""Make torch's fake tensors more than twice as fast by caching the result of each operator call.
 
-`FakeTensorMode` keeps what it finds out, too, but to look it up it hashes twenty attributes of each tensor, and it asks
-again wherever tensors are in lists or are given as ``out``, as in most that an optimizer does. Here the strided tensors of
-an optimizer are told apart by dtype, device, shape and strides.
+`FakeTensorMode` has a cache too, but its lookup hashes twenty attributes of each tensor, and it does not cache calls
+with tensor lists or ``out`` arguments, which are most calls of an optimizer. This cache distinguishes the strided
+tensors of an optimizer by dtype, device, shape and strides.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ VIEWS = (
 )
 _OF_ONE = {getattr(torch.ops.aten, name) for name in VIEWS.split()}
 
-# Of what an operator gives: the place among its arguments, or shape, strides, dtype and device of a new tensor.
+# The result of an operator: either the index of an argument, or shape, strides, dtype and device of a new tensor.
 _Made = int | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 _MADE: dict[tuple[Any, ...], tuple[Callable[[Sequence[Tensor]], Any], list[_Made]]] = {}
 
 
 class QuickFakeTensorMode(FakeTensorMode):
-    """A `FakeTensorMode`; an operator that raises is not kept, and raises again."""
+    """A `FakeTensorMode` with a faster cache; an operator that raises is not cached and raises again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,7 +38,7 @@ class QuickFakeTensorMode(FakeTensorMode):
             return told
         if not isinstance(func, OpOverload):
             return self.dispatch(func, types, args, kwargs)
-        if func.namespace == "profiler":  # marks a region, with no tensor
+        if func.namespace == "profiler":  # marks a profiler region; no tensors
             return func(*args, **kwargs)
         if func.overloadpacket in _OF_ONE and type(args[0]) is FakeTensor and args[0].constant is None:
             return self._view(func, args, kwargs)
@@ -55,7 +55,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         return result
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Of one tensor: what it is follows from the meta tensor alone."""
+        """The result of an operator on one tensor: its meta tensor determines it."""
         device = args[0].fake_device
         with in_kernel_invocation_manager(self):
             views = func(*args, **kwargs)
@@ -68,7 +68,7 @@ class QuickFakeTensorMode(FakeTensorMode):
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """In an operator's arguments or results."""
+    """All tensors in the arguments or results of an operator."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, Mapping):
@@ -79,28 +79,28 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def told_device(tensor: Tensor) -> torch.device | None:
-    """What a fake tensor that is asked for its device says without asking the modes; None if it would ask them."""
+    """The device that a fake tensor reports without calling dispatch modes; None if it would call them."""
     if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
         return tensor.fake_device
     return None
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """A fake tensor asks the modes."""
+    """The device of a tensor; for a fake tensor without calling dispatch modes where possible."""
     return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 
 def _described(tree: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Whether all in it is of a kind that an entry of ``key`` tells apart; the tensors are collected."""
+    """Whether the cache key can describe every value of ``tree``; tensors are appended to ``tensors``."""
     for leaf in tree:
         kind = type(leaf)
         if kind is FakeTensor:
-            if leaf.constant is not None:  # torch computes with it
+            if leaf.constant is not None:  # torch computes with its value
                 return False
             key += (leaf.dtype, leaf.fake_device, leaf.shape, leaf.stride())
             tensors.append(leaf)
         elif kind in _PLAIN:
-            key += (kind, leaf)  # 1 is equal to 1.0 and True
+            key += (kind, leaf)  # the type is part of the key: 1 equals 1.0 and True
         elif isinstance(leaf, Mapping):
             key += (kind, *leaf)
             if not _described(leaf.values(), key, tensors):
@@ -115,7 +115,7 @@ def _described(tree: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
 
 
 def _keep(key: tuple[Any, ...], result: Any, tensors: list[FakeTensor], arguments: Any) -> None:
-    """What the operator gave, unless it has changed a shape, or gave something else than its arguments and new tensors."""
+    """Cache the result, unless the operator changed a shape or returned anything but its arguments and new tensors."""
     given: list[Any] = [result] if isinstance(result, Tensor) else [] if result is None else result
     after: list[Any] = [*key[:2]]
     if not isinstance(given, (list, tuple)) or not _described(arguments, after, []) or tuple(after) != key:

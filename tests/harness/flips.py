@@ -1,4 +1,4 @@
-"""Models of several layouts whose copies are watched, and single bits turned in one of them."""
+"""Models in several layouts with replica checks, and functions that flip single bits of one replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVERY = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, what lies how on it, and how it is stepped."""
+    """A mesh, the layout of the parameters on it, and how the model is stepped."""
 
     axes: tuple[tuple[str, int], ...]
     specs: dict[str, P]
@@ -37,24 +37,24 @@ class Layout:
     options: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, Any] = field(default_factory=dict)
     dtensors: Literal["", "split", "fully sharded"] = ""
-    bit_of: str = "bias"  # the parameter that has most copies
+    bit_of: str = "bias"  # the parameter with the most replicas
 
     @property
     def topology(self) -> Topology:
         return Topology(roles=self.roles or None, **dict(self.axes))
 
     def registry(self) -> ProcessGroupRegistry:
-        """Of its mesh."""
+        """A registry on the layout's mesh."""
         return registry_of(self.axes) if self.dtensors else ProcessGroupRegistry(self.topology)
 
     @property
     def placements(self) -> tuple[StatePlacement, ...]:
-        """Of states."""
+        """The placements of the optimizer states."""
         states = self.options.get("states", ())
         return (states,) if isinstance(states, StatePlacement) else tuple(states)
 
     def copies(self, parameter: str, rank: int) -> tuple[int, ...]:
-        """The ranks that step the same bits of a parameter as ``rank``, itself among them."""
+        """The ranks that update identical replicas of a parameter, including ``rank``."""
         spec, topology = self.specs[parameter], self.topology
         apart = {*spec.sharded_axes, *topology.pipe_axes} - {*dict(spec.tied)}
         apart |= {one.axis for one in self.placements if isinstance(one, Sharded)}
@@ -93,7 +93,7 @@ LAYOUTS = {
 
 
 class Model(nn.Module):
-    """Two parameters; what a rank sees of the batch depends on its data coordinates alone."""
+    """A model of two parameters; the batch that a rank sees depends only on its data coordinates."""
 
     def __init__(self, layout: Layout, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model in a layout, watched every `EVERY` steps; ``step`` is one step of it."""
+    """A model in a layout whose replicas are checked every `EVERY` steps; ``step`` runs one step."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Run:
         self.steps += 1
 
     def complete(self) -> None:
-        """Gradients are what copies hold."""
+        """Complete the gradients: afterwards replicas hold equal gradients."""
         self.optimizer._completion(self.optimizer._window, self.optimizer._switch)
 
     def step(self, scale: float = 1.0) -> Any:
@@ -159,7 +159,7 @@ class Run:
         return self.optimizer.step()
 
     def tensor(self, what: What, name: str) -> Tensor:
-        """What is stepped for a parameter, its gradient or a state of it; or the model's own tensor."""
+        """The updated tensor of a parameter, its gradient, one of its states, or the model's own tensor."""
         if what == "model":
             return local(self.model.get_parameter(name))
         row = next(row for row in self.optimizer.stepped_tensors() if row.name == name)
@@ -171,19 +171,20 @@ class Run:
         return piece.detach() if what == "parameter" else self.optimizer.state[piece][what]
 
     def everything(self) -> list[Tensor]:
-        """Copies of what is stepped, and of its states. (Where that is not the model's, each step brings it there.)"""
+        """Copies of the updated tensors and of their states. (If these are not the model's tensors, each step
+        overwrites the model's.)"""
         pieces = [piece.tensor for piece in self.optimizer.stepped_tensors()]
         states = [value for piece in pieces for value in self.optimizer.state[piece].values()]
         return [tensor.detach().clone() for tensor in [*pieces, *states]]
 
 
 def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
-    """Turn one bit of one element where it lies, as memory does: nobody is told."""
+    """Flip one bit of one element in place, like a memory error: version counters do not change."""
     flat = tensor.data.view(-1)
     size = flat.element_size()
     flat.view(torch.uint8)[element * size + bit // 8] ^= 1 << bit % 8
 
 
 def bits_of(tensors: list[Tensor]) -> bytes:
-    """All their bits, one after the other."""
+    """The bytes of all tensors, concatenated."""
     return b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)

@@ -3,11 +3,12 @@
     done = forked_python.run("-m", "meshstep.testing", "audit", "script.py:build", cwd=folder)
     done = forked_python.torchrun(4, "script.py", "--flag")
 
-To import torch, and what it loads for its first optimizer, takes a core six seconds, in each process again. Here that is
-loaded, and ``meshstep`` and pytest are not: they are imported from where the new process finds them. Arguments,
-environment, folder, `sys.path` and ``__main__`` are those of a fresh interpreter. What is not as in a fresh one: the hash
-seed is the server's, what torch reads from the environment on import is the suite's, warnings on import have been given
-already, and nothing is torn down at the end. A test of any of these starts a fresh one, with `subprocess`.
+Importing torch, and the modules that its first optimizer loads, takes six seconds of CPU time per process. The server
+process has already imported them; ``meshstep`` and pytest are not shared but imported by the new process. Arguments,
+environment, folder, `sys.path` and ``__main__`` are those of a fresh interpreter. Differences from a fresh
+interpreter: the hash seed is the server's, environment variables that torch reads on import are the suite's, warnings
+on import were given earlier, and nothing is torn down at the end. A test that depends on any of these starts a fresh
+process with `subprocess`.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from typing import Any, NamedTuple
 from world import forkserver
 
 TIMEOUT = 300.0
-# What is tested; what pytest would say of that it can't rewrite its asserts any more; and what only the suite has.
+# Modules to remove: the tested library, pytest and hypothesis (pytest would warn that it cannot rewrite asserts of
+# loaded modules), and modules of the suite.
 FORGOTTEN = ("meshstep", "pytest", "_pytest", "hypothesis", "_hypothesis", "world", "__mp_main__")
 
 
 class _Start(NamedTuple):
-    """What a process is started with.
+    """The settings with which a process is started.
 
     Args:
-        path: What a fresh interpreter has on `sys.path`, but for the folder of the script.
-        printed: The files for stdout and stderr.
+        path: `sys.path` of a fresh interpreter, without the script's folder.
+        printed: The files that receive stdout and stderr.
     """
 
     arguments: tuple[str, ...]
@@ -56,7 +58,7 @@ class _Start(NamedTuple):
 
 
 class Forked:
-    """A process, with the methods of `subprocess.Popen` and the same meaning; it has a session of its own."""
+    """A forked process with the methods of `subprocess.Popen`; it runs in a session of its own."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Forked:
         processes: int = 0,
         import_first: bool = False,
     ) -> None:
-        """As `run`, or as `torchrun` of a number of processes."""
+        """Start the process as `run` does, or as `torchrun` with a number of processes."""
         self.args = arguments
         folder = tempfile.mkdtemp(prefix="forked")
         weakref.finalize(self, shutil.rmtree, folder)
@@ -92,11 +94,11 @@ class Forked:
         return self._process.exitcode
 
     def kill(self) -> None:
-        """With all that it started, if these have no session of their own."""
+        """Kill the process and all processes that it started, except those with a session of their own."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._process.kill()  # it may not have its session yet
+            self._process.kill()  # the process may not have created its session yet
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
@@ -104,7 +106,7 @@ class Forked:
         return out, err
 
     def completed(self, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
-        """At its end. TimeoutExpired: it was killed."""
+        """Wait for the end of the process. Raises TimeoutExpired after killing it."""
         try:
             out, err = self.communicate(timeout)
         except BaseException:
@@ -116,12 +118,12 @@ class Forked:
 def run(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = TIMEOUT
 ) -> subprocess.CompletedProcess[str]:
-    """``python ARGUMENTS...``, where the first is a script, ``-m`` or ``-c``.
+    """Run ``python ARGUMENTS...``, where the first argument is a script, ``-m`` or ``-c``.
 
     Args:
-        env: All of its environment, if not that of this process.
+        env: The complete environment; default: that of this process.
     Raises:
-        TimeoutExpired: It was killed, with all that it started.
+        TimeoutExpired: The process was killed, with all processes that it started.
     """
     return Forked(*arguments, cwd=cwd, env=env).completed(timeout)
 
@@ -134,13 +136,13 @@ def torchrun(
     timeout: float = TIMEOUT,
     import_first: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run`, in processes that are forked from a torchrun that is forked itself.
+    """As `run`, in processes forked from a torchrun launcher that is forked itself.
 
-    Their environment, the store and the watch over them are torchrun's own.
+    Environment, store and process monitoring are torchrun's own.
 
     Args:
-        import_first: The script is imported in the launcher, before the processes are forked: what it imports is imported
-            once for all.
+        import_first: Import the script in the launcher before the processes are forked, so that its imports are
+            executed only once.
     """
     forked = Forked(*arguments, cwd=cwd, env=env, processes=processes, import_first=import_first)
     return forked.completed(timeout)
@@ -148,7 +150,7 @@ def torchrun(
 
 @functools.cache
 def _fresh_path(python_path: str) -> list[str]:
-    """`sys.path` of a fresh interpreter, but for its first entry, which says where the script is."""
+    """`sys.path` of a fresh interpreter, without its first entry, which depends on the script's location."""
     fresh = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     code = "import sys; print(*sys.path[1:], sep='\\n')"
     command = [sys.executable, "-c", code]
@@ -170,13 +172,13 @@ def _forked(start: _Start, processes: int, import_first: bool) -> None:
     os.environ.update(start.env)
     tempfile.tempdir = None
     sys.dont_write_bytecode = bool(start.env.get("PYTHONDONTWRITEBYTECODE"))
-    # Processes that this one starts, as its pool's, look up from where it was started, and for a folder of its own.
+    # Processes started by this one, such as its pool, use ORIGINAL_DIR and a temporary folder; both must be its own.
     process.ORIGINAL_DIR = start.cwd  # type: ignore[attr-defined]
     config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     config.pop("tempdir", None)
     sys.path[:] = start.path
     _forget_modules()
-    gc.freeze()  # what was loaded before the fork lives as long as the process; to look through it would copy its pages
+    gc.freeze()  # objects from before the fork live as long as the process; scanning them would copy their memory pages
     if processes:
         _launch(processes, start.arguments, import_first)
     else:
@@ -184,7 +186,7 @@ def _forked(start: _Start, processes: int, import_first: bool) -> None:
 
 
 def _forget_modules() -> None:
-    """Those that a fresh interpreter would not have, or would have from elsewhere."""
+    """Remove modules that a fresh interpreter would not have, or would import from another place."""
     importlib.invalidate_caches()
     for name in [*sys.modules]:
         if name.startswith(FORGOTTEN):
@@ -206,7 +208,8 @@ def _launch(processes: int, arguments: tuple[str, ...], import_first: bool) -> N
 
 
 def _rank(*arguments: str) -> None:
-    """As torchrun starts it: without a buffer, and it ends by the signals that the launcher handles."""
+    """Run like a process started by torchrun: unbuffered output, and it ends on the signals that the launcher
+    handles."""
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
     for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(signal.Signals[name], signal.SIG_DFL)
@@ -215,10 +218,10 @@ def _rank(*arguments: str) -> None:
 
 
 def _python(arguments: tuple[str, ...]) -> None:
-    """Until its end, after which this process does nothing but to end, with the exit code."""
-    if "numpy" in sys.modules:  # whose generator each process seeds for itself
+    """Run the program to its end; afterwards this process only exits with the exit code."""
+    if "numpy" in sys.modules:  # each process seeds numpy's random generator
         sys.modules["numpy"].random.seed()
-    atexit._clear()  # as multiprocessing itself has it since Python 3.14
+    atexit._clear()  # multiprocessing itself does this since Python 3.14
     code: Any = 0
     try:
         _main(*arguments)

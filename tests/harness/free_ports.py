@@ -1,4 +1,4 @@
-"""Ports for processes of tests."""
+"""Find ports for processes that tests start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def free_port(family: socket.AddressFamily = socket.AF_INET) -> str:
-    """One that stays free until it is used: none of those that a system gives to whoever asks for any, as all ranks do."""
+    """Return a port outside the system's ephemeral range, so that it stays free until it is used: ranks bind
+    ephemeral ports."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with suppress(OSError), socket.socket(family) as one:

@@ -1,4 +1,4 @@
-"""A model under FSDP2's fully_shard with uneven pieces, and its full parameters."""
+"""A model under FSDP2's fully_shard with uneven shards, and its full parameters."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Net(nn.Module):
 
 
 def data(step: int, rows: int = 8) -> Tensor:
-    """The batch of a step: [rows, 5], float64."""
+    """The batch of a step: [rows, 5] in float64."""
     return torch.randn(rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
 def sharded_net(registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float64, **options: Any) -> Net:
-    """Sharded over the data axes, but for its scale, which is a copy."""
+    """The model sharded over the data axes, except for ``scale``, which is replicated."""
     net = Net().to(dtype)
     mesh = registry.device_mesh(*registry.topology.data_axes)
     fully_shard(net.layers[0], mesh=mesh, **options)
@@ -46,7 +46,7 @@ def sharded_net(registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float
 
 
 def whole(module: nn.Module, registry: ProcessGroupRegistry) -> Full:
-    """The full parameters; of a DTensor first what the mesh splits, then what its declaration says beyond."""
+    """The full parameters. DTensors are gathered over their mesh first, then over the axes of their declaration."""
     full = {}
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
@@ -60,12 +60,12 @@ def whole(module: nn.Module, registry: ProcessGroupRegistry) -> Full:
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Fused."""
+    """torch's fused AdamW."""
     return torch.optim.AdamW(params, lr=0.02, fused=True)
 
 
 def assert_equal(found: tuple[list[float], Full], expected: tuple[list[float], Full], rel: float) -> None:
-    """(norms, parameters) of two runs, up to ``rel``."""
+    """Compare (norms, parameters) of two runs, with relative tolerance ``rel``."""
     assert found[0] == pytest.approx(expected[0], rel=rel)
     for name, param in expected[1].items():
         torch.testing.assert_close(found[1][name].double(), param.double(), rtol=rel, atol=rel)

@@ -1,4 +1,4 @@
-"""A replacement of `process_group_collectives.all_gather_objects`, where tensors have no elements."""
+"""Replace `process_group_collectives.all_gather_objects` where tensors have no elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshstep.parallel.mesh import registry as registry_module
 
 @contextmanager
 def objects_gathered_by(gather: Callable[[Any, Any, torch.device], list[Any]]) -> Iterator[None]:
-    """Wherever the library gathers objects."""
+    """Replace the gathering of objects everywhere in the library."""
     with ExitStack() as stack:
         for module in (agreement, registry_module):
             stack.enter_context(mock.patch.object(module, "all_gather_objects", gather))
@@ -23,5 +23,5 @@ def objects_gathered_by(gather: Callable[[Any, Any, torch.device], list[Any]]) -
 
 
 def said_by_all(value: Any, group: dist.ProcessGroup, _: torch.device) -> list[Any]:
-    """All ranks say what this one says."""
+    """Pretend that all ranks contribute the same value as this one."""
     return [value] * group.size()

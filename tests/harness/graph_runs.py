@@ -1,6 +1,6 @@
-"""The same training by steps and by replays of a graph, on any device: what both leave must be the same bits.
+"""Train by eager steps and by replays of a graph, on any device; both must end with bitwise equal results.
 
-A graph is `CpuGraph`, or `CudaGraph` on a GPU.
+The graph is a `CpuGraph`, or a `CudaGraph` on a GPU.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from small_models import Mlp
 from torch import Tensor, nn
 
 STEPS = 24
-OVERFLOWS = (2, 9, 10, 11, 17)  # steps in which a gradient is not finite
+OVERFLOWS = (2, 9, 10, 11, 17)  # steps with a gradient that is not finite
 
 
 class Graph(Protocol):
-    """What is captured once and replayed often."""
+    """A graph that is captured once and replayed repeatedly."""
 
     def captured(self) -> AbstractContextManager[None]: ...
     def replay(self) -> None: ...
 
 
 class CudaGraph:
-    """A real one."""
+    """A real CUDA graph."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """What is done within is captured."""
+        """Operations within the block are captured."""
         with torch.cuda.graph(self._graph):
             yield
 
     def replay(self) -> None:
-        """Run it again."""
+        """Replay the captured operations."""
         self._graph.replay()
 
 
 @contextmanager
 def warm_up(device: torch.device) -> Iterator[None]:
-    """Steps before a capture are made on another stream than the default one, which can't be captured."""
+    """Run the steps before a capture on a side stream, because the default stream cannot be captured."""
     if device.type != "cuda":
         yield
         return
@@ -88,7 +88,7 @@ def _adamw(params: Any, lr: Tensor) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run trains."""
+    """The configuration of a training run."""
 
     precision: Precision = field(default_factory=Fp32)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Run:
         self.after_step: Callable[[], object] = lambda: None
 
     def batch(self, step: int, micro: int = 0) -> Tensor:
-        """[6 samples, 6 features], of which the first 3 are also what is to be learnt."""
+        """The batch of a step: [6 samples, 6 features]; the first 3 features are also the targets."""
         seed = 1000 * step + 10 * micro + self.coordinate
         drawn = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
         if step in OVERFLOWS and micro == 0:
@@ -148,13 +148,13 @@ class Run:
         return drawn.to(self.device)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """The mean of a batch."""
+        """The mean loss of a batch."""
         found: Tensor = self.criterion(self.model(batch), batch[:, :3].nan_to_num(posinf=1.0))
         return found
 
     def note(self, stats: GradStats | None) -> None:
-        """Keep what a step measured, which the next replay overwrites."""
-        assert stats is not None  # windows are as long as the caller makes them
+        """Copy the step's results, which the next replay overwrites."""
+        assert stats is not None  # the caller ends each window with a step
         numbers = [stats.total_norm, stats.clip_coef, stats.found_inf, *stats.group_norms]
         numbers += [] if stats.loss_scale is None else [stats.loss_scale]
         numbers += stats.parameter_norms.values()
@@ -162,7 +162,7 @@ class Run:
         self.after_step()
 
     def left(self) -> dict[str, Tensor]:
-        """All that the run has left, on the CPU."""
+        """All results of the run, on the CPU."""
         found = snapshot(self.model, self.optimizer) | {"trace": torch.stack(self.trace)}
         found["skipped"] = torch.tensor(self.optimizer.skipped_steps)
         if self.optimizer.loss_scale is not None:
@@ -172,14 +172,14 @@ class Run:
     # A step a batch ---------------------------------------------------------------------------------------------------
 
     def steps(self, numbers: range) -> None:
-        """By Python."""
+        """Run eager steps."""
         for number in numbers:
             self.optimizer.zero_grad()
             self.optimizer.backward(self.loss(self.batch(number)))
             self.note(self.optimizer.step())
 
     def replays(self, numbers: range, graph: Graph) -> None:
-        """By replays of one graph, made now."""
+        """Run steps as replays of one graph, which is captured now."""
         static = torch.zeros_like(self.batch(0))
         self.optimizer.zero_grad()
         with graph.captured():
@@ -199,21 +199,22 @@ class Run:
         if not last:
             return None
         stats = self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)  # a graph adds to the gradients where they lie
+        self.optimizer.zero_grad(set_to_none=False)  # a graph accumulates into the existing gradient tensors
         return stats
 
     def _weight(self, micro: int) -> Tensor:
         return torch.tensor(micro + 1.0, device=self.device)
 
     def windows(self, numbers: range, count: int) -> None:
-        """By Python."""
+        """Run accumulation windows eagerly."""
         for number in numbers:
             for micro in range(count):
                 stats = self._micro_batch(self.batch(number, micro), self._weight(micro), micro == count - 1)
             self.note(stats)
 
     def window_replays(self, numbers: range, count: int, make: Callable[[], Graph]) -> None:
-        """By replays of two graphs: of a micro-batch, and of the last one with the step."""
+        """Run accumulation windows as replays of two graphs: one for a micro-batch, one for the last micro-batch
+        and the step."""
         static, weight = torch.zeros_like(self.batch(0)), torch.zeros((), device=self.device)
         graphs, stats = {False: make(), True: make()}, None
         for last, graph in graphs.items():
@@ -229,7 +230,7 @@ class Run:
 
 
 def by_steps(run: Run, micro: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
-    """What so many steps, of so many micro-batches, leave."""
+    """The results of ``steps`` eager steps of ``micro`` micro-batches each."""
     if micro == 1:
         run.steps(range(steps))
     else:
@@ -240,7 +241,7 @@ def by_steps(run: Run, micro: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
 def by_replays(
     run: Run, before: int, make: Callable[[], Graph], micro: int = 1, steps: int = STEPS
 ) -> dict[str, Tensor]:
-    """What as many leave, of which all but the first ``before`` are replays."""
+    """The results of ``steps`` steps, of which all but the first ``before`` are graph replays."""
     with warm_up(run.device):
         if micro == 1:
             run.steps(range(before))

@@ -1,4 +1,5 @@
-"""A small language model over the families of layers on grids and cubes, and dense: the same weights for the same seed."""
+"""A small language model with the layers of each grid and cube family, and its dense version; equal weights for
+equal seeds."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ VOCABULARY, BATCH, SEED = 9, 8, 7
 
 
 class Kind(NamedTuple):
-    """The layers, and the model axes that split the batch."""
+    """The layer classes of a family, and the model axes that split the batch."""
 
     embedding: Any
     norm: Any
@@ -54,11 +55,11 @@ KINDS = {
 
 
 class Lm(nn.Module):
-    """ids [batch, seq] -> loss. In float64.
+    """Maps ids [batch, seq] to a loss, in float64.
 
     Args:
-        kind: None: torch's own layers.
-        tied: The classifier has the embedding's table.
+        kind: The layer family; None: torch's own layers.
+        tied: Whether the classifier shares the embedding's table.
     """
 
     def __init__(self, kind: str | None, registry: ProcessGroupRegistry | None, width: int, tied: bool) -> None:
@@ -79,7 +80,8 @@ class Lm(nn.Module):
             self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The mean over the batch of this data coordinate: each id predicts the next one of its row, around."""
+        """The mean loss over the batch of this data coordinate: each id predicts the next one of its row,
+        cyclically."""
         targets = ids.roll(-1, 1)
         if self.kind is None or self.registry is None:
             return F.cross_entropy(self._logits(ids).movedim(-1, 1), targets)
@@ -96,12 +98,12 @@ class Lm(nn.Module):
 
 
 def ids_of(step: int) -> Tensor:
-    """The whole batch."""
+    """The full batch of a step."""
     return torch.randint(VOCABULARY, (BATCH, 3), generator=torch.Generator().manual_seed(step))
 
 
 def full_parameters(model: Lm) -> dict[str, Tensor]:
-    """As the dense model has them, on every rank, whoever holds them; all copies must be alike."""
+    """The full parameters in the dense model's layout, on every rank; asserts that all replicas are equal."""
     assert model.registry is not None
     topology = model.registry.topology
     held = {name: (spec_of(param), param.detach()) for name, param in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Optimizers whose states live at homes, as tests step them, and what they leave behind."""
+"""Optimizers that keep states on owner ranks, as tests construct them, and inspection of these states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAKES: dict[str, Callable[..., HomeOptimizer]] = {"soap": soap, "shampoo": shamp
 
 
 def unbound(kind: str) -> Callable[..., HomeOptimizer]:
-    """What is wrong: every piece is a matrix."""
+    """The optimizer without its binding to the mesh: it wrongly treats every shard as a full matrix."""
     return {"soap": bare_soap, "shampoo": bare_shampoo, "adafactor": bare_adafactor}[kind]
 
 
@@ -52,6 +52,6 @@ def bare_adafactor(params: Iterable[Any]) -> HomeOptimizer:
 
 
 def at_homes(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The keys of what this rank has of states at home."""
+    """The keys of the states that this rank owns."""
     part: Any = getattr(optimizer, "optimizer", optimizer)
     return [key for state in part.state.values() for key in state if part.is_whole_state(key)]

@@ -1,7 +1,7 @@
-"""Processes in which Triton's kernels run in its interpreter, on tensors of the CPU.
+"""Processes that run Triton kernels in Triton's interpreter, on CPU tensors.
 
-Triton asks for the interpreter where it is imported, and torch's compiler imports it in most processes: so these are
-started for themselves, neither forked from this one nor from the pool's server.
+Triton reads this option when it is imported, and torch's compiler imports Triton in most processes; so these processes
+are started fresh, and not forked from this one or from the pool's server.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 
 
 def why_no_triton() -> str:
-    """Why nothing can be interpreted here; empty where it can."""
+    """The reason why nothing can be interpreted here; empty if it can."""
     return "" if find_spec("triton") else "needs the package triton, which this torch came without"
 
 
 class Interpreted:
-    """A pool of such processes; they have chosen Triton's kernels."""
+    """A pool of such processes, which use Triton kernels."""
 
     def __init__(self) -> None:
         self.ranks = RankPool(initializer=_choose)
         self.ranks._context = multiprocessing.get_context("spawn")
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
-        """`Ranks.run`."""
+        """As `Ranks.run`."""
         with mock.patch.dict(os.environ, INTERPRETER):
             return self.ranks.run(function, world_size, *args)
 
     def __call__(self, function: Callable[..., T], *args: Any) -> T:
-        """What the function returns in one of them."""
+        """Run the function in one of the processes and return its result."""
         return self.run(1, function, *args)[0]
 
 
 @contextmanager
 def interpreted_pool() -> Iterator[Interpreted]:
-    """One, for as long as it is needed."""
+    """A pool for the duration of the block."""
     pool = Interpreted()
     try:
         yield pool
@@ -65,7 +65,7 @@ def _choose() -> None:
 
 @cache
 def kernels() -> Triton:
-    """Those of this process."""
+    """The Triton kernels of this process."""
     from meshstep.optim.kernels.triton import Triton
 
     found = Triton()

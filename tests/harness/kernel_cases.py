@@ -1,4 +1,4 @@
-"""What kernels are given in the tests, and what must come of it: tensors of all dtypes and values, updates in float64."""
+"""Inputs for kernels (tensors of all dtypes and value ranges), and the expected results in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INF = torch.full((2**16,), torch.inf)
 
 
 def some_values(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int) -> Tensor:
-    """Random, with zeros, denormals and values near the largest among them."""
+    """Random values, including zeros, denormals and values near the dtype's maximum."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale)
     special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(8, shape, generator=generator)]
@@ -36,7 +36,7 @@ def states_of(rule: Rule) -> int:
 
 
 class Case:
-    """Float32 tensors with states as after some steps, and what is done to them."""
+    """Float32 tensors with optimizer states as after some steps, and the update that is applied to them."""
 
     def __init__(
         self, rule: Rule, numels: list[int], grad_dtype: torch.dtype, half: torch.dtype | None, seed: int
@@ -54,7 +54,7 @@ class Case:
         self.halves = None if half is None else [param.to(half) for param in self.params]
 
     def columns(self) -> PointerColumns:
-        """What is stepped."""
+        """The tensors that the kernel updates."""
         counts = not isinstance(self.rule, SGD)
         columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
         fixed = [tensor.data_ptr() for column in columns for tensor in column]
@@ -69,15 +69,15 @@ class Case:
 
     @property
     def hyper(self) -> list[float]:
-        """The rule's, in the order of the loops."""
+        """The update rule's hyperparameters, in the argument order of the native loops."""
         return [float(value) for value in astuple(self.rule)]
 
     def step(self, factor: float, found_inf: float = 0.0) -> None:
-        """By the kernels under test."""
+        """Step by the kernels under test."""
         raise NotImplementedError
 
     def expected(self, factor: float) -> list[list[Tensor]]:
-        """Of each tensor the parameter and its states after the step, in float64."""
+        """For each tensor, the parameter and its states after the step, in float64."""
         found = []
         for param, grad, states, step in zip(self.params, self.grads, self.states, self.steps, strict=True):
             p, kept = param.double(), [state.double() for state in states]
@@ -86,7 +86,7 @@ class Case:
         return found
 
     def everything(self) -> list[Tensor]:
-        """All that a step may change."""
+        """All tensors that a step may change."""
         return [*self.params, *(s for states in self.states for s in states), *self.steps, *(self.halves or ())]
 
 
@@ -113,8 +113,9 @@ RULES = st.one_of(
 
 
 def steps_as_the_reference(case: Case, factor: float) -> None:
-    """To two units in the last place of the largest number that takes part: what an update nearly cancels has lost its
-    digits before. Copies in half precision are the parameters as torch rounds them, and gradients stay as they are."""
+    """Assert that a step matches the reference to two units in the last place of the largest operand, since an
+    update that nearly cancels loses digits. Half-precision copies must equal torch's rounding of the parameters,
+    and gradients must not change."""
     rule, expected, before, grads = case.rule, case.expected(factor), deepcopy(case.params), deepcopy(case.grads)
     states_before = deepcopy(case.states)
     steps = [float(step) for step in case.steps]
@@ -127,7 +128,9 @@ def steps_as_the_reference(case: Case, factor: float) -> None:
         way = moved(rule, gradient, true, states_before[index], wanted[1:], steps[index])
         near(now, wanted[0], old + wanted[0].abs() + way)
         for state, kept, value in zip(states_now, states_before[index], wanted[1:], strict=True):
-            near(state, value, value.abs() + kept.double().abs() + gradient * (1 + true.abs()))  # or its square
+            near(
+                state, value, value.abs() + kept.double().abs() + gradient * (1 + true.abs())
+            )  # second moments contain its square
     assert all(torch.equal(now, then) for now, then in zip(case.grads, grads, strict=True))
     assert [float(step) for step in case.steps] == [s + (not isinstance(rule, SGD)) for s in steps]
     for copy, param in zip(case.halves or (), case.params, strict=False):
@@ -137,11 +140,11 @@ def steps_as_the_reference(case: Case, factor: float) -> None:
 def moved(
     rule: Rule, gradient: Tensor, true: Tensor, states: list[Tensor], wanted: list[Tensor], step: float
 ) -> Tensor:
-    """How long an update's parts are together, before they cancel; and what a rounded gradient adds by what divides it.
+    """Bound the rounding of an update: the size of its terms before they cancel, and the effect of a rounded gradient.
 
     Args:
-        gradient: The absolute values of its parts, added; ``true``: itself.
-        wanted: The states after the step.
+        gradient: The sum of the absolute values of the gradient's terms; ``true`` is the gradient itself.
+        wanted: The expected states after the step.
     """
     if isinstance(rule, SGD):
         kept = rule.momentum * states[0].double().abs() + gradient if states else 0.0 * gradient

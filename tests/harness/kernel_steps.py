@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers by other kernels, in the tests: models, optimizers, and what changes between steps."""
+"""Step torch's optimizers with different kernels: models, optimizers, and changes between steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def one_more(model: nn.ParameterList) -> nn.Parameter:
 
 
 def changed(change: str, kernels: Sequence[Kernels]) -> list[list[Tensor]]:
-    """By each of the kernels: weights and first moments after four steps, with something changed before the third."""
+    """For each kernel set: weights and first moments after four steps, with one change before the third step."""
     found = []
     for chosen in kernels:
         with using(chosen):

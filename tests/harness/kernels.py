@@ -1,7 +1,8 @@
-"""How many kernels an operator launches on a GPU: an estimate from the arguments, after torch's CUDA sources.
+"""Estimate how many kernels an operator launches on a GPU, from its arguments, following torch's CUDA sources.
 
-A multi-tensor operator takes as many tensors a launch as fit into 4 KB of kernel arguments, where all of its lists have
-equal dtypes, sizes and strides; else it is one kernel a tensor. All else is one, and so is a copy between host and device.
+A multi-tensor operator processes as many tensors per launch as fit into 4 KB of kernel arguments if all of its lists
+have equal dtypes, sizes and strides; otherwise it launches one kernel per tensor. Every other operator counts as one
+kernel, and so does a copy between host and device.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-AT_ONCE = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # tensors of so many lists a launch
-BLOCKS, CHUNK = 320, 65536  # chunks a launch, elements a chunk
-RESULTS, JOINED = 512, 128  # norms that one kernel finishes, tensors that one kernel concatenates
+AT_ONCE = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # tensors per launch, by number of lists
+BLOCKS, CHUNK = 320, 65536  # chunks per launch, elements per chunk
+RESULTS, JOINED = 512, 128  # norms per finishing kernel, tensors per concatenation kernel
 
 
 def kernels_of(name: str, args: Sequence[Any]) -> int:
-    """Of one call of the operator ``name``, as in ``aten._foreach_add_.List``."""
+    """The number of kernels for one call of the operator ``name``, such as ``aten._foreach_add_.List``."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
     if name.startswith(("aten.stack.", "aten.cat.")):
         return _up(len(lists[0]), JOINED) if lists else 1
     if name.startswith("aten._fused_"):
-        return _launches(lists[0], len(lists) - ("sgd" not in name))  # the counts of steps lie apart
+        return _launches(lists[0], len(lists) - ("sgd" not in name))  # the step counters are a separate list
     if name.startswith("aten._foreach_"):
         return _of_foreach(name, lists, [arg for arg in args if isinstance(arg, Tensor)], *args[1:2])
     return 1

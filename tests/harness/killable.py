@@ -1,4 +1,4 @@
-"""A training run of 50 steps in processes of its own, which stops where it is told to, to be killed there, and resumes.
+"""A training run of 50 steps in separate processes that pauses at a given place, is killed there, and resumes.
 
 RANK=0 WORLD_SIZE=2 python tests/harness/killable.py '{"directory": "/tmp/run", "attempt": 0, "axes": {"data": 2}, ...}'
 """
@@ -60,14 +60,14 @@ class Plan:
     """One attempt at a run.
 
     Args:
-        directory: Of the run: checkpoints, marks and results.
-        attempt: Its number, for names.
-        stop: Where to stop and wait for the kill: ``"training"`` (after step 30), or in the second save ``"writing"``,
-            ``"renaming"`` or ``"removing"`` the one before. ``"dying"``: after step 30 the last rank kills itself, in
-            the first ``deaths`` attempts of torchrun. ``""``: nowhere.
-        deaths: Number of attempts that end so. Default: 2.
-        second_save: Whether there is one.
-        kind: Which optimizer of `KINDS`.
+        directory: The run's directory: checkpoints, marker files and results.
+        attempt: Its number, used in file names.
+        stop: Where to pause until the kill: ``"training"`` (after step 30), or during the second save while
+            ``"writing"``, ``"renaming"`` or ``"removing"`` the previous checkpoint. ``"dying"``: after step 30 the
+            last rank kills itself, in the first ``deaths`` attempts of torchrun. ``""``: nowhere.
+        deaths: The number of attempts in which the last rank kills itself. Default: 2.
+        second_save: Whether the run saves a second checkpoint.
+        kind: The key of the optimizer in `KINDS`.
     """
 
     directory: str
@@ -93,7 +93,7 @@ class Plan:
 
 
 class Model(nn.Module):
-    """With everything that has a state: batch norm, dropout, layers that are split."""
+    """A model with every kind of state: batch norm, dropout, sharded layers."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Model(nn.Module):
 
 
 def train(plan: Plan) -> None:
-    """What the plan says, on this rank of a world of processes that may be killed."""
+    """Run the plan on this rank, in a process that may be killed."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
@@ -125,7 +125,7 @@ def train(plan: Plan) -> None:
     declare(model, {"first.*": P(), "norm.*": P(), "*": P()})
     torch.manual_seed(
         100 + registry.coordinate.get("data", 0)
-    )  # dropout: equal on replicas, another one for other samples
+    )  # equal dropout on replicas, different dropout for different samples
     mode = precision_of(plan.precision)
     mode.prepare(model, registry)
     inner = KINDS[plan.kind](model.parameters())
@@ -152,7 +152,7 @@ def train(plan: Plan) -> None:
 
 
 def one_step(step: int, model: nn.Module, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry) -> float:
-    """The loss of a batch, of which every data rank has a part."""
+    """Train on one batch, which is split over the data ranks, and return the loss."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(16, 6, generator=generator)
     y = torch.sin(3 * x[:, :4])
@@ -165,7 +165,7 @@ def one_step(step: int, model: nn.Module, optimizer: ParallelOptimizer, registry
 
 
 def arm(plan: Plan, rank: int) -> None:
-    """Make one rank stop in the save that comes."""
+    """Patch the next save so that one rank pauses in it."""
     places: dict[str, tuple[int, Any, str]] = {
         "writing": (1, tensors, "write_summed"),
         "renaming": (0, os, "rename"),
@@ -178,13 +178,13 @@ def arm(plan: Plan, rank: int) -> None:
 
 
 def stop(plan: Plan) -> None:
-    """Say that this rank has come here, and wait to be killed."""
+    """Write a marker file for this rank and wait to be killed."""
     plan.mark.touch()
     time.sleep(600)
 
 
 def die_unless_restarted_often_enough(plan: Plan) -> None:
-    """Write a file and kill this process, in the first ``plan.deaths`` attempts."""
+    """Kill this process in the first ``plan.deaths`` attempts, after writing a file that counts them."""
     count = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if int(count) < plan.deaths:
         (Path(plan.directory) / f"died-{count}").touch()
@@ -192,13 +192,13 @@ def die_unless_restarted_often_enough(plan: Plan) -> None:
 
 
 def start_in_fork(plan: Plan, rank: int, size: int) -> None:
-    """`train` in a process that has no environment of its own."""
+    """Run `train` in a forked process without torchrun's environment variables."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     train(plan)
 
 
 def encoded(plan: Plan) -> str:
-    """As the argument of a process."""
+    """The plan as a command-line argument."""
     return json.dumps(asdict(plan))
 
 

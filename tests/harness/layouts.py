@@ -1,4 +1,4 @@
-"""One small model, the same logical parameters, in several layouts."""
+"""One small model with the same logical parameters in several layouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS: dict[Axes, dict[str, P]] = {
 
 
 class Split(nn.Module):
-    """Keeps pieces; computes densely on the gathered weights, on every rank of the model axes."""
+    """Holds shards, and computes densely with the gathered weights on every rank of the model axes."""
 
     def __init__(self, axes: Axes, registry: ProcessGroupRegistry, seed: int = 5) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class Split(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Of a step: x [8, in] and y [8, out], the same on all ranks."""
+    """The batch of a step: x [8, in] and y [8, out], the same on all ranks."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(8, IN, generator=generator)
     return x, torch.sin(x[:, :OUT] * 2)
 
 
 class Run:
-    """The model, AdamW, and a schedule; losses of the whole batch."""
+    """The model with AdamW and a learning rate schedule."""
 
     def __init__(self, axes: Axes, precision: str, seed: int = 5, **options: Any) -> None:
         self.registry = ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
@@ -76,7 +76,7 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
 
     def step(self, number: int) -> float:
-        """One step; this rank's loss."""
+        """Run one step and return this rank's loss."""
         self.optimizer.zero_grad()
         x, y = (shard(part, P(self.registry.topology.data_axes), self.registry) for part in batch(number))
         loss = F.mse_loss(self.model(x).float(), y)

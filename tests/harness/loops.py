@@ -1,4 +1,4 @@
-"""The compiled loops under test, by each instruction set that runs here."""
+"""Run the native CPU loops with each instruction set that this machine supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshstep.optim.kernels.native import Native, built, torchs_threads
 
 @contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
-    """With these kernels in this process."""
+    """Use these kernels in this process."""
     before = kernels_chosen()
     use_kernels(kernels)
     try:
@@ -25,14 +25,14 @@ def using(kernels: Kernels) -> Iterator[None]:
 
 @cache
 def loops() -> Native:
-    """Those of the installation: where the tests run there is a C compiler, or there would be nothing to test."""
+    """The installed native loops; test machines have a C compiler, so they must exist."""
     found = built()
     assert found is not None, "the package was installed without its compiled kernels: is there a C compiler?"
     return found
 
 
 def instructions_here() -> list[str]:
-    """Of the instruction sets those that this machine has."""
+    """The instruction sets that this machine supports."""
     names = list[str]()
     for name in ("plain", "avx2", "avx512"):
         try:
@@ -45,7 +45,7 @@ def instructions_here() -> list[str]:
 
 @contextmanager
 def with_instructions(name: str) -> Iterator[None]:
-    """The instruction set is the library's, not a `Native`'s: all of them step by it meanwhile."""
+    """Use an instruction set. It is a global setting of the library: all `Native` objects use it within the block."""
     loops().take(name)
     try:
         yield
@@ -55,7 +55,7 @@ def with_instructions(name: str) -> Iterator[None]:
 
 @contextmanager
 def with_threads(count: int, torchs: bool) -> Iterator[None]:
-    """The loops work on so many threads of torch's, or of their own."""
+    """Run the loops on ``count`` threads of torch's thread pool, or of their own."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     loops().borrow(torchs_threads() if torchs else None)

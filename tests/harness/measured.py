@@ -1,4 +1,4 @@
-"""Optimizers that measure logical tensors, as tests step them: their class, their plain reference, their options."""
+"""Optimizers that use norms of logical tensors: their class, plain reference, and options in the tests."""
 
 from __future__ import annotations
 

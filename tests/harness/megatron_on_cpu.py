@@ -1,10 +1,11 @@
-"""Megatron-core as it is, on CPU ranks over gloo: what it asks of CUDA and apex is answered by torch on the CPU.
+"""Run the unmodified Megatron-core on CPU ranks over gloo; its calls to CUDA and apex are answered by torch on the
+CPU.
 
-Replaced, within `megatron`, for this process: the device "cuda" of tensors that are made (norms, overflow flags), the
-answers of ``torch.cuda.current_device``, ``synchronize`` and ``Tensor.type`` (it asserts "torch.cuda.FloatTensor"), the
-states of CUDA's random generators, and the kernel of apex that its own `FusedLayerNorm` calls, without which it has no
-layer norm for sequence parallelism; a name is added that its router looks for where TransformerEngine is missing. Nothing
-of layers, flags, gradients, norms or optimizers is.
+Within `megatron`, this process replaces the device "cuda" of new tensors (norms, overflow flags), the results of
+``torch.cuda.current_device``, ``synchronize`` and ``Tensor.type`` (Megatron asserts "torch.cuda.FloatTensor"), the
+states of CUDA's random generators, and the apex kernel that Megatron's `FusedLayerNorm` calls, without which it has no
+layer norm for sequence parallelism. It also adds a name that Megatron's router imports from TransformerEngine. Layers,
+flags, gradients, norms and optimizers are not changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _LayerNormKernel:
-    """apex's FusedLayerNormAffineFunction."""
+    """Replacement of apex's FusedLayerNormAffineFunction."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
@@ -46,7 +47,7 @@ class _LayerNormKernel:
 
 @contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
-    """Within it, parallel_state is initialised with these sizes (``tensor_model_parallel_size=2``)."""
+    """Initialize Megatron's parallel_state with these sizes (``tensor_model_parallel_size=2``) for the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
@@ -91,7 +92,7 @@ def _leave() -> None:
 
 
 def config_of(**options: Any) -> Any:
-    """A TransformerConfig of two small layers, gated, with two query groups."""
+    """A TransformerConfig with two small layers, gated MLPs and two query groups."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
@@ -112,8 +113,8 @@ def config_of(**options: Any) -> Any:
 
 
 def gpt(seed: int = 0, tied: bool = False, **options: Any) -> Any:
-    """Megatron's GPTModel by its local spec, of this pipeline stage; the weights of one seed are the same on every mesh
-    without stages."""
+    """Megatron's GPTModel with the local spec, for this pipeline stage; one seed gives the same weights on every
+    mesh without pipeline stages."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -136,14 +137,14 @@ def gpt(seed: int = 0, tied: bool = False, **options: Any) -> Any:
 
 
 def tokens_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One batch: tokens and the last target [batch, length + 1], positions, and a causal mask."""
+    """One batch: tokens with the last target [batch, length + 1], positions, and a causal mask."""
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), mask
 
 
 def loss_of(model: Any, seed: int) -> Tensor:
-    """The mean over the tokens of one batch."""
+    """The mean loss over the tokens of one batch."""
     tokens, positions, mask = tokens_of(seed)
     loss: Tensor = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
     return loss

@@ -1,7 +1,7 @@
-"""Every error that the library raises, as a text: `python tests/harness/messages.py`, to be read from top to bottom.
+"""Print every error message of the library for review: `python tests/harness/messages.py`.
 
-Taken from the source: what an exception is made of where it is raised, or what a function that makes one returns. A part
-that is only known when it happens stands in braces, as in an f-string.
+The messages are taken from the source: the argument of each raised exception, and the return values of functions that
+build one. Parts that are only known at run time stand in braces, as in an f-string.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDERS = ("parallel", "amp", "optim", "src/meshstep/testing")
 
 
 class Message(NamedTuple):
-    """One error: where it is made, of which type, and its text."""
+    """One error: its location, its type and its text."""
 
     file: str
     line: int
@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
 
 def text_of(node: ast.expr) -> str:
-    """A string as it is written, its parameters in braces."""
+    """The source text of a string expression, with parameters in braces."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -47,7 +47,7 @@ def is_error(name: str) -> bool:
 
 
 def found_in(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """(line, type, text) of each call that makes an exception of a message."""
+    """Yield (line, type, text) for each call that constructs an exception with a message."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute) and node.args:
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
@@ -57,7 +57,7 @@ def found_in(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 @cache
 def messages(root: Path = ROOT) -> list[Message]:
-    """All of the library, in the order of its files."""
+    """The messages of the whole library, in the order of its files."""
     return [
         Message(str(path.relative_to(root)), *found)
         for folder in FOLDERS

@@ -6,11 +6,11 @@
         optimizer = run.optimizer()
         ...
 
-Four outcomes are allowed, and every one of them is checked on real ranks:
+Four outcomes are allowed, and each is checked on real ranks:
 
 * `Right`: no error, no warning, and the weights are those of a dense model in float64.
-* `Error`: an exception on every rank whose text says what to write; no wrong update before it.
-* `Warned`: a warning says what to write; the weights are right, or what ``then`` says.
+* `Error`: an exception on every rank whose text states the correction; no wrong update before it.
+* `Warned`: a warning states the correction; the weights are correct, or as ``then`` says.
 * `AsTorch`: torch alone gives the same result for the same mistake; docs/reference/LIMITS.md lists it.
 
 Replicas must be bitwise identical after each of them, if they were at the start.
@@ -51,7 +51,7 @@ from world import World
 LR, MOMENTUM, MAX_NORM, STEPS, BATCH = 0.1, 0.9, 3.1, 3, 8
 SPECS = {"up.weight": P("tensor", None), "up.bias": P("tensor"), "down.weight": P(None, "tensor"), "down.bias": P()}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-WAIT = 2.0  # seconds that a rank waits for its peers in a mistake that lets it wait
+WAIT = 2.0  # seconds that a rank waits for missing peers in scripts that call `Run.wait_briefly`
 
 
 # The model, dense and on ranks ----------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Mlp(nn.Module):
 
 
 class SplitMlp(Mlp):
-    """The same, its hidden features sharded over ``tensor``. Nothing is declared yet."""
+    """The same model with its hidden features sharded over ``tensor``; its parameters are not declared yet."""
 
     def __init__(self, full: Mapping[str, Tensor], registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def full_model(seed: int = 0) -> Mlp:
 
 
 def full_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step, of all data ranks."""
+    """Inputs and targets of one step, for all data ranks together."""
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
     return x, 3 * x[:, :4].flip(1)
@@ -106,7 +106,8 @@ def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Dense:
-    """A plain training script in float64 on one process: the reference, and torch alone with the same mistake."""
+    """A plain training script in float64 on one process: the reference, and the behaviour of torch alone for a
+    mistake."""
 
     def __init__(self) -> None:
         self.model = full_model()
@@ -137,7 +138,7 @@ def train_dense(dense: Dense) -> None:
 
 
 class Run:
-    """What a user's script has before its training loop, on one rank.
+    """The variables that a user's script has before its training loop, on one rank.
 
     Attributes:
         rank: The global rank.
@@ -180,7 +181,7 @@ class Run:
         return ParallelOptimizer(sgd or self.sgd(), self.registry, **options)
 
     def batch(self, step: int, of: int = 1, part: int = 0) -> tuple[Tensor, Tensor]:
-        """This rank's rows of a batch; with ``of``, one of so many micro-batches of these rows."""
+        """This rank's rows of a batch; with ``of``, micro-batch ``part`` of ``of`` of these rows."""
         data = P("data") if "data" in self.registry.topology.axes else P()
         x, y = (shard(full, data, self.registry).to(self.dtype) for full in full_batch(step))
         return x.chunk(of)[part], y.chunk(of)[part]
@@ -201,16 +202,16 @@ class Run:
             optimizer.step()
 
     def begin(self) -> None:
-        """Take the weights as they are now for those that training begins with."""
+        """Use the current weights as the initial weights of the training."""
         self.start = weights_of(self.model)
 
     def close_later(self, registry: ProcessGroupRegistry) -> ProcessGroupRegistry:
-        """Close another registry when the script is over."""
+        """Close another registry at the end of the script."""
         self.stack.enter_context(registry)
         return registry
 
     def wait_briefly(self) -> None:
-        """From now on peers that don't come are an error after `WAIT` seconds."""
+        """Make collectives raise an error if peers do not arrive within `WAIT` seconds."""
         for group in {self.registry.group(*self.registry.topology.axes), *self.registry._groups.values()}:
             set_timeout(group, WAIT)
 
@@ -220,7 +221,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Right:
-    """The weights of every rank are the dense model's.
+    """The weights of every rank equal those of the dense model.
 
     Args:
         dense: The correct script in one process.
@@ -236,7 +237,7 @@ class Right:
 
 @dataclass(frozen=True)
 class AsTorch(Right):
-    """The weights are those of torch alone with the same mistake.
+    """The weights equal those of torch alone with the same mistake.
 
     Args:
         dense: The script with the mistake in one process, with torch alone.
@@ -252,12 +253,13 @@ class Error:
 
     Args:
         kind: Its type; subclasses count.
-        shown: The end of its text, with the remedy; ``...`` stands for any text.
-        ranks: The ranks that raise; None: all. Other ranks come to the end of the script.
-        stepped_before: False: each rank's weights are those of some number of correct steps; True: no such promise (the
-            mistake is in steps that torch would make as well).
-        dense: The script in one process up to the error, where it writes weights itself: each rank has these weights.
-        left_out: Steps that were skipped on every rank, which the correct steps leave out.
+        shown: The end of its text, with the correction; ``...`` matches any text.
+        ranks: The ranks that raise; None: all. Other ranks reach the end of the script.
+        stepped_before: False: each rank's weights equal those after some number of correct steps; True: not checked
+            (torch alone would make the same wrong steps).
+        dense: The script in one process up to the error, for scripts that write weights themselves: each rank has
+            these weights.
+        left_out: Steps that every rank skips, and that the correct run leaves out.
     """
 
     kind: type[BaseException]
@@ -269,7 +271,7 @@ class Error:
 
     @property
     def is_specific(self) -> bool:
-        """Whether the text shown can't be that of any error."""
+        """Whether the text shown is specific to this error."""
         return len(re.findall(r"[a-z]", self.shown)) > 1
 
     def seen(self) -> str:
@@ -278,10 +280,10 @@ class Error:
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning or a line in the log on some rank, and ``then``.
+    """A warning or a log line on some rank; the weights are as ``then`` says.
 
     Args:
-        shown: Its text, with the remedy; ``...`` stands for any text.
+        shown: Its text, with the correction; ``...`` matches any text.
     """
 
     shown: str
@@ -302,11 +304,11 @@ class Mistake(NamedTuple):
     """One wrong script.
 
     Args:
-        script: What runs on each rank; its docstring says the mistake.
-        topology: As `Topology.parse` reads it.
+        script: The function that runs on each rank; its docstring describes the mistake.
+        topology: In the format of `Topology.parse`.
         write: The correction.
         mode: The precision mode; in float64 (``"fp32"``) results are compared to 1e-9.
-        waits: A rank waits in vain for its peers; the processes are replaced after it.
+        waits: Whether a rank waits for peers that never arrive; the worker processes are replaced afterwards.
     """
 
     script: Script
@@ -322,7 +324,7 @@ class Mistake(NamedTuple):
 
     @property
     def says(self) -> str:
-        """The mistake in words."""
+        """The description of the mistake."""
         return " ".join((self.script.__doc__ or "").split())
 
 
@@ -344,8 +346,8 @@ def mistake(
 
 
 PENDING: dict[str, str] = {}
-"""By the name of the script, why its outcome is not yet what is written there. Each must fail; take it out when it does
-not."""
+"""Scripts, by name, with the reason why their expected outcome does not hold yet. Each must fail; remove the entry
+when it passes."""
 
 
 def cases_of(module: str) -> list[Any]:
@@ -362,9 +364,9 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 class Result(NamedTuple):
-    """What one rank has at the end of a script."""
+    """The final state of one rank after a script."""
 
-    error: tuple[list[str], str] | None  # the names of its types, and its text
+    error: tuple[list[str], str] | None  # the names of its class and base classes, and its text
     said: list[str]
     start: dict[str, Tensor]
     weights: dict[str, Tensor]
@@ -394,7 +396,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """The texts of warnings and of warnings in the log."""
+    """Collect the texts of Python warnings and of log records at warning level."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -421,7 +423,7 @@ def check(one: Mistake, world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = world.run(topology.world_size, attempt, one.script, one.topology, one.mode, folder)
     if one.waits:
-        world.close()  # a group in which a rank got no reply is broken
+        world.close()  # a process group in which a rank got no reply is unusable
     outcome, said = one.outcome, [text for result in results for text in result.said]
     if isinstance(outcome, Warned):
         assert any(matches(outcome.shown, text) for text in said), f"no rank said {outcome.shown!r}, but {said}"
@@ -491,7 +493,7 @@ def assert_weights(weights: Mapping[str, Tensor], dense: Dense, mode: str | Prec
     start = dict(full_model().named_parameters())
     for name, expected in dense.model.named_parameters():
         of_mode = TOLERANCE[torch.float64 if mode == "fp32" else torch.bfloat16]
-        tolerance = max(of_mode, TOLERANCE[weights[name].dtype])  # the script may have cast the model
+        tolerance = max(of_mode, TOLERANCE[weights[name].dtype])  # the script may have cast the model to another dtype
         scale = max((expected - start[name]).abs().max().item(), 1e-2)
         error = ((weights[name].double() - expected).abs().max() / scale).item()
         assert error <= tolerance, f"{name} is off by {error:.2e} of the update"
@@ -503,7 +505,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def matches(shown: str, text: str) -> bool:
-    """Whether ``text`` has what is shown, in which ``...`` stands for any text."""
+    """Whether ``text`` contains ``shown``, in which ``...`` matches any text."""
     parts = map(re.escape, re.split(r"\s*\.\.\.\s*", shown))
     return re.search(".*".join(parts), text, re.DOTALL) is not None
 
@@ -526,7 +528,7 @@ def section(mistakes: Iterable[Mistake]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return the text of an outcome between ellipses."""
+    """Return the text of an outcome with an ellipsis on both sides."""
     return re.sub(r"\.{3}( \.{3})+", "...", f"... {text} ...")
 
 

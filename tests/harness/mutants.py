@@ -1,8 +1,8 @@
-"""Models with one mistake each, drawn at random, and what is then wrong: the truth that `prove` has to find.
+"""Randomly drawn models with one mistake each, together with the result that `prove` must report.
 
-What is wrong is known without `prove`: a mistake in a backward leaves the loss as it is, so the right model's gradients are
-the truth, and the parameters whose gradients differ are wrong; a spec is wrong for its parameter; a bias that is added once
-on every rank, for itself.
+The result is known without `prove`. A mistake in a backward does not change the loss, so the gradients of the correct
+model are the reference, and the parameters whose gradients differ are wrong. A wrong spec makes its parameter wrong,
+and so does a bias that is added on every rank.
 """
 
 from __future__ import annotations
@@ -40,19 +40,24 @@ Kind = Literal[
 
 @dataclass
 class Truth:
-    """Args: wrong: Names of parameters; of the losses, where ranks compute others. causes: Any of them is right. axes: The
-    same; any where empty."""
+    """The result that `prove` must report for a mutant.
+
+    Args:
+        wrong: Names of the wrong parameters; or of the losses, where they differ between ranks.
+        causes: The acceptable diagnoses.
+        axes: The acceptable axes; empty: any.
+    """
 
     wrong: set[str]
     causes: tuple[str, ...]
     axes: tuple[str, ...]
     what: str
-    module: str = ""  # where a mistake in a forward is
+    module: str = ""  # the module with the mistake, for mistakes in a forward
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one mutant; None where the draw made no mistake that changes anything."""
+    """The outcome of one mutant; None where the mistake changes nothing."""
 
     kind: str
     family: str
@@ -64,11 +69,11 @@ class Outcome:
 
 
 class NoMistake(Exception):
-    """The draw can't make one."""
+    """The drawn mistake is impossible in this model."""
 
 
 def mutated(number: int) -> Outcome | None:
-    """On every rank of ``drawn_model(number).topology``: the outcome, the same on all."""
+    """Run on every rank of ``drawn_model(number).topology``; returns the same outcome on all ranks."""
     drawn = drawn_model(number)
     rng = random.Random(f"mutant {number}")
     with registry_for(drawn) as registry:
@@ -124,12 +129,12 @@ def _differ(right: dict[str, Tensor], wrong: dict[str, Tensor], registry: Proces
 
 
 class _Calls:
-    """Stands in for `collectives.apply`: counts calls over more than one rank, and makes one of them differently."""
+    """Replaces `collectives.apply`: counts calls over more than one rank, and changes one of them."""
 
     def __init__(self, which: int = -1, change: Callable[[Map, Map, Over], tuple[Map, Map]] | None = None) -> None:
         self.which, self.change, self.seen = which, change, list[tuple[Map, Map, Over]]()
         self.shapes: list[tuple[int, ...]] = []
-        self.modules: list[str] = []  # whose forward made each call
+        self.modules: list[str] = []  # the module whose forward made each call
         self.within: list[str] = []
         self._apply: Callable[[Tensor, Map, Map, Over], Tensor] = vars(collectives)["apply"]
 
@@ -139,7 +144,7 @@ class _Calls:
     def __call__(self, tensor: Tensor, forward: Map, backward: Map, over: Over) -> Tensor:
         if over.size == 1:
             return tensor
-        if torch._C._current_graph_task_id() != -1:  # a backward, which belongs to the call in forward
+        if torch._C._current_graph_task_id() != -1:  # a call within backward belongs to the call in forward
             return self._apply(tensor, forward, backward, over)
         index = len(self.seen)
         self.seen.append((forward, backward, over))
@@ -152,7 +157,7 @@ class _Calls:
 
 @contextmanager
 def _with_call(built: Built, which: int, change: Callable[[Map, Map, Over], tuple[Map, Map]]) -> Iterator[None]:
-    """In every forward of ``built``, call number ``which`` is another one."""
+    """Replace call number ``which`` in every forward of ``built``."""
 
     def restarted(module: Any, inputs: Any) -> None:
         calls.seen.clear()
@@ -180,7 +185,7 @@ def _calls_of(built: Built, registry: ProcessGroupRegistry, seed: int) -> _Calls
             handle.remove()
     said = [(_name(forward), _name(backward), over.axes) for forward, backward, over in calls.seen]
     if any(other != said for other in gather_objects(said, registry)):
-        raise NoMistake  # ranks make other calls: which of them are one, nothing tells
+        raise NoMistake  # ranks make different calls, and matching ones cannot be identified
     return calls
 
 
@@ -189,7 +194,7 @@ def _name(function: Any) -> str:
 
 
 def _padded(tensor: Tensor, over: Over) -> Tensor:
-    """The adjoint of taking a slice on one rank alone."""
+    """The adjoint of taking a slice on a single rank."""
     sizes = list(tensor.shape)
     sizes[over.dim] *= over.size
     whole = tensor.new_zeros(sizes)
@@ -223,7 +228,7 @@ def _backward_mistake(
     which = rng.choice(possible)
     _, _, over = calls.seen[which]
     if len(set(gather_objects(calls.shapes[which], registry))) > 1:
-        raise NoMistake  # over another axis that would be no sum at all
+        raise NoMistake  # shapes differ between ranks, which cannot be summed over another axis
     other = [axis for axis in others if axis not in over.axes]
 
     def change(forward: Map, backward: Map, over: Over) -> tuple[Map, Map]:
@@ -298,7 +303,7 @@ def _spec_mistake(
     kind = rng.choice(["copy", "piece", "term"])
     param = dict(built.model.named_parameters()).get(name)
     if any(gather_objects(param is not None and has_dtensors((param,)), registry)):
-        raise NoMistake  # its placements say it
+        raise NoMistake  # its DTensor placements determine the spec
     said: list[tuple[P, bool] | None] = gather_objects(
         None if param is None else (spec_of(param, topology), bool((param == param.flatten()[0]).all())), registry
     )
@@ -308,7 +313,7 @@ def _spec_mistake(
     if kind == was or named_otherwise or (axis in topology.data_axes and kind == "term"):
         raise NoMistake
     if constant and ({was, kind} == {"piece", "term"} or axis in topology.data_axes):
-        raise NoMistake  # nothing tells these apart; or experts that start alike are averaged, and so tied
+        raise NoMistake  # these specs are indistinguishable, or equal experts are averaged and thus tied
     entries = [tuple(a for a in spec.dim_axes(dim) if a != axis) for dim in range(max(1, len(spec.entries)))]
     partial = tuple(a for a in spec.partial if a != axis)
     if kind == "piece":
@@ -337,7 +342,7 @@ def _divisor(
     built: Built, drawn: Drawn, registry: ProcessGroupRegistry, rng: random.Random, _: Kind
 ) -> Iterator[Truth]:
     topology = registry.topology
-    if drawn.family == "FSDP2":  # which takes no notice of a parameter's hooks
+    if drawn.family == "FSDP2":  # FSDP2 ignores hooks of a parameter
         index, which = rng.randrange(drawn.depth), rng.choice(["ups", "downs"])
         layer: Any = built.model.get_submodule(f"{which}.{index}")
         layer.set_gradient_divide_factor(1.0)
@@ -351,7 +356,8 @@ def _divisor(
     param = dict(built.model.named_parameters()).get(name)
     handle = None if param is None else param.register_hook(lambda gradient: gradient * factor)
     try:
-        # Half a gradient is what a bias has that each of two ranks adds; and axes of one size are not told apart.
+        # A halved gradient also results from a bias that each of two ranks adds; axes of equal size cannot be
+        # distinguished.
         causes = ("counted several times",) if factor > 1 else ("divided too often", "added on every rank")
         yield Truth({name}, causes, (), f"{name}: gradient times {factor}")
     finally:
@@ -377,7 +383,8 @@ def _bias_everywhere(
 def _copied_too_early(
     built: Built, drawn: Drawn, registry: ProcessGroupRegistry, rng: random.Random, _: Kind
 ) -> Iterator[Truth]:
-    """The gradient is summed before the norm's backward would need it to be, not after: the norm's own stay terms."""
+    """Sum the gradient after the norm's backward instead of before it, so that gradients of the norm's own
+    parameters stay partial."""
     index = rng.randrange(drawn.depth)
     block: Any = built.model.get_submodule(f"blocks.{index}")
     norm, up = block.norm, block.up
@@ -398,7 +405,7 @@ def _copied_too_early(
 def _stage_gradient(
     built: Built, drawn: Drawn, registry: ProcessGroupRegistry, rng: random.Random, _: Kind
 ) -> Iterator[Truth]:
-    """What comes back from the next stage is lost, halved, or turned."""
+    """Double or reverse the gradient that comes back from the next stage."""
     kind = rng.choice(["doubled", "turned"])
     model = built.model
     assert isinstance(model, Stage)

@@ -1,9 +1,9 @@
-"""torch's stores ask a name server who connects; tests let none be asked (see conftest.py), and torch says so."""
+"""Tests forbid DNS lookups by torch's stores (see conftest.py); torch prints a warning about it."""
 
 from __future__ import annotations
 
 
 def without_names(text: str) -> str:
-    """What a process wrote, but for torch's warning that the name of an address is not known."""
+    """The output of a process without torch's warning about unresolved host names."""
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if "hostname of the client socket cannot be retrieved" not in line)

@@ -1,4 +1,4 @@
-"""The script of the ResNet with fewer and narrower blocks: of both kinds, and still in several buckets."""
+"""The ResNet example with fewer and narrower blocks: it still has both kinds of blocks and several buckets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 NARROWER = 4
-BUCKET_BYTES = 2**19  # of about 2.6 MB in float64; DistributedDataParallel's first one has 1 MB
+BUCKET_BYTES = 2**19  # the model has about 2.6 MB in float64; DistributedDataParallel's first bucket has 1 MB
 
 
 class NarrowResNet(ResNet):  # type: ignore[misc]
-    """A plain block, and four whose shortcut is a convolution: 320,000 parameters.
+    """One plain block, and four blocks with a convolution in the shortcut: 320,000 parameters.
 
-    Most of ResNet-34's time goes with its 21 million, and blocks of a kind differ in nothing that a topology or a
-    precision could change.
+    The 21 million parameters of ResNet-34 would take most of the time, and further blocks of the same kinds add
+        nothing that depends on topology or precision.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,13 +35,13 @@ class NarrowResNet(ResNet):  # type: ignore[misc]
 
 
 def train_narrow(flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
-    """`train_example` of ``clip_resnet34`` with it."""
+    """`train_example` of ``clip_resnet34`` with the narrow model."""
     with _narrow():
         return train_example("clip_resnet34", flags, topology, stop_after)
 
 
 def printed_by_narrow(flags: Sequence[str], topology: str) -> str:
-    """`printed_by_example` of ``clip_resnet34`` with it."""
+    """`printed_by_example` of ``clip_resnet34`` with the narrow model."""
     with _narrow():
         return printed_by_example("clip_resnet34", flags, topology)
 

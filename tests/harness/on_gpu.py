@@ -1,4 +1,4 @@
-"""What tests on a GPU share: whether there is one, steps in which nobody may wait for it, ranks of their own."""
+"""Shared by tests on a GPU: GPU detection, detection of host synchronization, and ranks in separate processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = timedelta(minutes=2)
 
 
 def why_no_gpu() -> str:
-    """Why nothing can run on one here; empty where it can."""
+    """The reason why nothing can run on a GPU here; empty if it can."""
     if not torch.backends.cuda.is_built():
         return "needs a GPU: this torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -30,13 +30,13 @@ def why_no_gpu() -> str:
 
 @contextmanager
 def nobody_waits(device: torch.device) -> Iterator[None]:
-    """On a GPU it is an error within, if the host waits for it."""
+    """Raise an error if the host synchronizes with the GPU within the block."""
     if device.type != "cuda":
         yield
         return
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it does not see all
+        warnings.simplefilter("ignore")  # torch warns that it does not detect every synchronization
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -45,10 +45,10 @@ def nobody_waits(device: torch.device) -> Iterator[None]:
 
 
 def ranks(backend: str, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(*args)`` returns on each of some new processes, which are joined by ``backend``; by rank.
+    """Run ``function(*args)`` on new processes that are connected by ``backend``, and return the results by rank.
 
-    They are not workers of `World`, but where there is no GPU they are forked from the same process, which has torch
-    loaded; one that is forked may be unable to use a GPU. Tensors of the results must be on the CPU.
+    The processes are not workers of `World`, because a forked process may be unable to use a GPU. Without a GPU, they
+    are forked from the server process that has already imported torch. Tensors in the results must be on the CPU.
     """
     forks = why_no_gpu() and sys.platform == "linux"
     method = forkserver().get_start_method() if forks else "spawn"

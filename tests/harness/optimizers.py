@@ -1,4 +1,4 @@
-"""The optimizers that tests step, and what of them can be compared."""
+"""The optimizers that tests step, and functions that extract comparable values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshstep.parallel import ProcessGroupRegistry
 from scenarios import SCENARIOS, build
 from torch import Tensor, nn
 
-# By kind, of ``(params, fused)``.
+# Optimizer constructors by kind; called with ``(params, fused)``.
 OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
     "adamw": lambda params, fused: torch.optim.AdamW(params, lr=1e-2, fused=fused),
     "adam": lambda params, fused: torch.optim.Adam(params, lr=1e-2, fused=fused),
@@ -23,16 +23,16 @@ OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
-    """Not with 1e-8 for eps, which is 0 in float16: O3 would divide 0 by 0."""
+    """Fused AdamW, without eps=1e-8, which is 0 in float16: O3 would divide 0 by 0."""
     return torch.optim.AdamW(params, **{"lr": 1e-2, "eps": 1e-4, "fused": True, **options})
 
 
 def momentum_sgd(params: Any) -> torch.optim.Optimizer:
-    """Fused, with momentum."""
+    """Fused SGD with momentum."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
 
-# By kind: such as step parameters of any precision mode.
+# Optimizers that can step parameters of every precision mode, by kind.
 FOR_HALF_TYPES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": adamw,
     "adamw, not fused": lambda params: adamw(params, fused=False),
@@ -42,30 +42,30 @@ FOR_HALF_TYPES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
-    """What the wrapped optimizer steps: the parameters, or their masters."""
+    """The tensors that the wrapped optimizer updates: the parameters, or their master weights."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def optimizer_for(
     name: str, registry: ProcessGroupRegistry, kind: str = "adamw", fused: bool = True, **options: Any
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """The model of a scenario, and one of `OPTIMIZERS` around its parameters."""
+    """The model of a scenario, and one of `OPTIMIZERS` over its parameters."""
     model = build(SCENARIOS[name], registry, torch.float32)
     assert model is not None
     return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters(), fused), registry, **arguments(**options))
 
 
-# The rates of two param groups, which a schedule starts from.
+# The learning rates of two param groups, from which a schedule starts.
 BASES = [0.3, 0.02]
 
 
 def optimizer_of(bases: list[float]) -> torch.optim.Optimizer:
-    """A param group for each rate."""
+    """An optimizer with one param group for each learning rate."""
     return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": base} for base in bases])
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Of all param groups."""
+    """The learning rates of all param groups."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
@@ -76,7 +76,7 @@ def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> list[Tensor]:
 
 
 class Counting(torch.optim.Optimizer):
-    """Its param groups count the steps, and sum up what they weigh, as schedule-free optimizers' do."""
+    """An optimizer whose param groups count the steps and sum their weights, as schedule-free optimizers do."""
 
     elementwise = True
 

@@ -1,4 +1,4 @@
-"""A small training run over groups with a short timeout, whose ranks do different things then.
+"""A small training run over groups with a short timeout, in which each rank then meets a different fate.
 
 RANK=0 WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT=29500 python tests/harness/out_of_step.py step evaluate SIGKILL
 """
@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 
 class Run:
-    """Two steps of training on all ranks, over groups that have a short timeout from then on."""
+    """Two training steps on all ranks; afterwards the groups have a short timeout."""
 
     def __init__(self, world_size: int, seconds: float) -> None:
         self.registry = ProcessGroupRegistry(Topology(data=world_size), apart=True)
@@ -48,18 +48,18 @@ class Run:
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """From now on, and not while its ranks meet: on a busy machine some come late."""
+    """Set the timeout after the group exists: on a busy machine ranks may join late."""
     change: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     change(timedelta(seconds=seconds), group)
 
 
 def evaluate() -> None:
-    """For longer than anybody waits."""
+    """Keep this rank busy for longer than the timeout."""
     time.sleep(600)
 
 
 def meet(fate: str, run: Run) -> None:
-    """Step, evaluate, or get a signal."""
+    """Run a step, evaluate, or receive a signal, as ``fate`` says."""
     run.optimizer.zero_grad()
     if fate == "step":
         try:

@@ -1,4 +1,4 @@
-"""Training of replicas with and without overlap, in all the ways in which a window can go; run by every rank."""
+"""Train replicas with and without overlap, with every kind of accumulation window; run by every rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from precision_modes import MODES
 from torch import Tensor, nn
 from zero_models import Odd, inputs
 
-SMALL = 1024  # bytes: many buckets, though the models are small
+SMALL = 1024  # bytes: small enough for many buckets in small models
 STEPS = 4
 
 
 class Replica(Odd):
-    """Nothing of it is split over the data axis; the head is used twice."""
+    """A model whose parameters are all replicated over the data axis; the head is used twice."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(None, dtype)
@@ -36,7 +36,8 @@ class Replica(Odd):
 
 @dataclass
 class Watch:
-    """What buckets did: of whole states those started, by their first parameter; and those started by hooks of backward."""
+    """Logs buckets: those whose reduction started, by their first parameter, and the number started by backward
+    hooks."""
 
     order: list[int] = field(default_factory=list)
     early: list[Reducible] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Watch:
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Records every bucket that is started."""
+    """Record every bucket whose reduction is started within the block."""
     watch, arrived, start = Watch(), BackwardReducer._arrived, GradientBucket.start
 
     def on_start(bucket: GradientBucket) -> Any:
@@ -58,7 +59,9 @@ def watched() -> Iterator[Watch]:
     def on_gradient(reducer: BackwardReducer, param: Tensor) -> None:
         before = reducer._next if reducer._is_open else len(reducer._eager)
         arrived(reducer, param)
-        watch.early += reducer._eager[before : getattr(reducer, "_next", 0)]  # which it has from its first window on
+        watch.early += reducer._eager[
+            before : getattr(reducer, "_next", 0)
+        ]  # this attribute exists from the first window on
 
     with (
         mock.patch.object(GradientBucket, "start", on_start),
@@ -74,7 +77,8 @@ class Trained(dict[str, Tensor]):
 
 
 def train_replicas(ranks: int, mode: str, how: str, overlap: bool, compression: Any = None) -> Trained:
-    """A few steps of `Replica` on this rank of data=``ranks``, in one of the ways of `Windows`."""
+    """Train `Replica` for a few steps on this rank of data=``ranks``; ``how`` is one of the ways that `Windows`
+    describes."""
     dtype = torch.float32 if mode == "fp32" else torch.float16 if mode.startswith("fp16") else torch.bfloat16
     with ProcessGroupRegistry(Topology(data=ranks)) as registry, watched() as watch:
         model = Replica(dtype)
@@ -90,7 +94,8 @@ def train_replicas(ranks: int, mode: str, how: str, overlap: bool, compression: 
 def make_optimizer(
     model: nn.Module, registry: ProcessGroupRegistry, mode: str, how: str, **options: Any
 ) -> ParallelOptimizer:
-    """In the precision ``mode``, used as ``how`` says; ``added``: the head's parameters are left for later."""
+    """An optimizer in the precision ``mode``, with the options that ``how`` needs; ``added``: leave out the head's
+    parameters."""
     params = [param for name, param in model.named_parameters() if how != "added" or not name.startswith("head")]
     return ParallelOptimizer(
         adamw(params),
@@ -105,7 +110,7 @@ def make_optimizer(
 
 @dataclass
 class Windows:
-    """Windows of micro-batches; ``how`` they go, in words that the methods explain."""
+    """Accumulation windows of micro-batches; the methods explain the values of ``how``."""
 
     model: Replica
     optimizer: ParallelOptimizer
@@ -113,7 +118,7 @@ class Windows:
     how: str
 
     def run(self) -> list[Tensor]:
-        """Some steps; the norms."""
+        """Run some steps and return the norms."""
         norms = []
         for step in range(STEPS):
             if step == 2 and self.how == "added":
@@ -131,7 +136,7 @@ class Windows:
         return norms
 
     def window(self, step: int) -> None:
-        """One window: of three micro-batches where they add up, of two where it is a short one."""
+        """Run one window: three micro-batches with accumulation, two in a short window."""
         count = {"managed": 3, "explicit": 3, "short": 2, "announced": 2, "all under no_sync": 2}.get(self.how, 1)
         for index in range(count):
             if self.how == "announced" and index == count - 1:
@@ -141,13 +146,14 @@ class Windows:
                 self.micro_batch(10 * step + index)
 
     def micro_batch(self, index: int) -> None:
-        """One backward; with "idle" the last rank computes nothing, with "unused" only the first uses all parameters."""
+        """Run one backward; with "idle" the last rank computes nothing, with "unused" only the first rank uses all
+        parameters."""
         rank, size = self.registry.coordinate["data"], self.registry.size("data")
         if self.how == "idle" and rank == size - 1:
             self.optimizer.backward(None)
             return
         if self.how == "silent" and rank == size - 1:
-            return  # not even that
+            return  # without calling backward at all
         x = inputs(index, rank).to(self.model.gain.dtype)
         loss = self.model(x, use=self.how != "unused" or rank == 0)
         if self.how == "past the optimizer":
@@ -157,9 +163,9 @@ class Windows:
 
 
 def train_dense(ranks: int, steps: int = STEPS) -> dict[str, Tensor]:
-    """The plain windows in one process, in float64: the mean of all ranks' losses."""
+    """The same windows in one process, in float64: the mean of all ranks' losses."""
     model = Replica(torch.float64)
-    # From the same values: the float32 model's, which are rounded.
+    # Start from the initial values of the float32 model, which are rounded.
     for param, rounded in zip(model.parameters(), Replica().parameters(), strict=True):
         param.data.copy_(rounded.data)
     optimizer = adamw(model.parameters())

@@ -1,4 +1,5 @@
-"""A model of embedding, four blocks and classifier, as stages of any pipeline, and as one dense function in float64."""
+"""A model of embedding, four blocks and classifier, as stages of any pipeline, and as one dense function in
+float64."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ SCHEDULES: dict[Kind, Any] = {
     "interleaved zero bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-# torch 2.11's ScheduleZBVZeroBubble loses its connections over gloo, two linear stages and nothing else given.
+# torch 2.11's ScheduleZBVZeroBubble loses its gloo connections even with two plain linear stages.
 ZBV_RUNS = not torch.__version__.startswith("2.11.")
 if not ZBV_RUNS:
     del SCHEDULES["zbv"]
@@ -46,7 +47,7 @@ TWO: list[Kind] = ["1f1b", "zbv" if ZBV_RUNS else "interleaved zero bubble"]
 
 @dataclass(frozen=True)
 class Piped:
-    """A schedule over the mesh's axis ``pipe``, and whether the classifier is the embedding's table."""
+    """A schedule over the mesh's axis ``pipe``, and whether the classifier is tied to the embedding."""
 
     kind: Kind
     tied: bool
@@ -58,11 +59,11 @@ class Piped:
 
     @property
     def stages(self) -> int:
-        """In all."""
+        """The total number of stages."""
         return dict(self.axes)["pipe"] * (1 if self.kind in ("gpipe", "1f1b") else 2)
 
     def own(self, rank: int) -> list[int]:
-        """The stages of one rank of the pipe."""
+        """The stages of one rank of the pipe axis."""
         pipe = dict(self.axes)["pipe"]
         if self.stages == pipe:
             return [rank]
@@ -70,7 +71,7 @@ class Piped:
 
 
 def dense_weights(dtype: torch.dtype = torch.float64) -> Full:
-    """Of the whole model, untied: equal tables to begin with."""
+    """The full weights of the untied model; both tables start with equal values."""
     generator = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> Tensor:
@@ -88,7 +89,7 @@ def dense_weights(dtype: torch.dtype = torch.float64) -> Full:
 
 
 def dense_logits(p: Full, ids: Tensor) -> Tensor:
-    """Tied where there is no head."""
+    """The logits; the classifier is the embedding's table if there is no head."""
     x = p["table"][ids]
     for index in range(BLOCKS):
         name = f"blocks.{index}."
@@ -98,12 +99,12 @@ def dense_logits(p: Full, ids: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over a micro-batch."""
+    """The mean loss over a micro-batch."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def batch(step: int, data_ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [row, token], of all data ranks."""
+    """Inputs and targets [row, token], for all data ranks together."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCAB, (ROWS * data_ranks, TOKENS + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -123,7 +124,7 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """This rank's part, with the whole model's names; `Chunk` are its stages."""
+    """This rank's part of the model, with the full model's parameter names; its stages are `Chunk` objects."""
 
     def __init__(self, piped: Piped, registry: ProcessGroupRegistry) -> None:
         from meshstep.parallel import shard, spec_of
@@ -148,13 +149,13 @@ class Part(nn.Module):
 
 
 def blocks_of(stage: int, stages: int) -> range:
-    """The blocks that are in a stage."""
+    """The blocks of a stage."""
     each = BLOCKS // stages
     return range(stage * each, (stage + 1) * each)
 
 
 class Chunk(nn.Module):
-    """One stage: of a part its table, some blocks, its classifier."""
+    """One stage of a part: its embedding, some blocks, and its classifier, where it has them."""
 
     def __init__(self, part: Part, stage: int, stages: int) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class Chunk(nn.Module):
 
 
 def schedule_of(piped: Piped, part: Part, registry: ProcessGroupRegistry, **options: Any) -> Any:
-    """torch's, over the stages that this rank has."""
+    """torch's schedule over the stages of this rank."""
     stages = [
         PipelineStage(
             Chunk(part, stage, piped.stages),
@@ -190,7 +191,7 @@ def schedule_of(piped: Piped, part: Part, registry: ProcessGroupRegistry, **opti
 
 
 def full_of(chunks: list[nn.Module], part: Part, registry: ProcessGroupRegistry) -> Full:
-    """The full parameters of this rank's stages, by the whole model's names."""
+    """The full parameters of this rank's stages, by the full model's names."""
     full: Full = {}
     for stage, chunk in zip(part.own, chunks, strict=True):
         blocks = blocks_of(stage, 2 if len(part.own) == 1 else 4)

@@ -1,7 +1,8 @@
-"""Models whose gradients are given, in every layout: the loss is the sum of <parameter, G>, so its gradient is G.
+"""Models with given gradients in every layout: the loss is the sum of <parameter, G>, so the gradient is G.
 
-Every rank, stage and micro-batch gives a share of its own of each logical gradient; `Dense` is one process that has all of
-them, in float64. All values are short binary fractions, which half precision and a loss scale leave as they are.
+Every rank, stage and micro-batch adds its own term to each logical gradient; `Dense` is one process that has all
+    terms,
+in float64. All values are short binary fractions, which half precision and a loss scale represent exactly.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ GROUPS = (("up", "down"), ("bias", "table", "kernel", "gain"))
 WHOLE = P()
 
 Key = tuple[str, int]
-"""A logical parameter: its name, and the stage where stages have different ones of that name (else 0)."""
+"""A logical parameter: its name, and its stage if stages have different parameters of that name (else 0)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and how parameters lie on it (whole, if nothing is said)."""
+    """A mesh, and the specs of the parameters on it (default: replicated)."""
 
     axes: tuple[tuple[str, int], ...]
     specs: dict[str, P] = field(default_factory=dict)
@@ -66,21 +67,21 @@ class Layout:
         return list(dict.fromkeys(self.key(name, rank) for name in SHAPES for rank in ranks if self.holds(name, rank)))
 
     def where(self, name: str, rank: int) -> tuple[int, ...]:
-        """The coordinates along which ranks have shares of their own."""
+        """The coordinates along which ranks contribute different terms."""
         spec, topology = self.spec(name), self.topology
         summed = {*topology.data_axes, *topology.pipe_axes, *spec.partial} - {*spec.sharded_axes}
         return tuple(topology.coordinate_of(rank, axis) for axis in topology.axes if axis in summed)
 
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
-        """What ``rank`` adds to the logical gradient, whole: alike on ranks that hold copies of it. Not to be changed."""
+        """The full term that ``rank`` adds to the logical gradient; equal on replicas. Must not be modified."""
         return _share(name, self.where(name, rank), step, micro)
 
     def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
-        """Ranks are not sent what is kept below."""
+        """Pickle without the caches below."""
         return type(self), (self.axes, self.specs)
 
     def local_share(self, name: str, rank: int, step: int, micro: int) -> Tensor:
-        """What ``rank`` holds of its `share`. Not to be changed."""
+        """The shard of `share` that ``rank`` holds. Must not be modified."""
         at = name, rank, step, micro
         if at not in self._local_shares:
             self._local_shares[at] = self.local(self.share(name, rank, step, micro), name, rank)
@@ -88,16 +89,17 @@ class Layout:
 
     @cached_property
     def _local_shares(self) -> dict[tuple[str, int, int, int], Tensor]:
-        """What `local_share` has cut: tests train many models on one layout."""
+        """Cache of `local_share`: tests train many models on one layout."""
         return {}
 
     @cached_property
     def _gradients(self) -> dict[tuple[Key, int, int], Tensor]:
-        """What `gradient` has computed: tests compare many optimizers with the same one."""
+        """Cache of `gradient`: tests compare many optimizers with the same gradient."""
         return {}
 
     def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:
-        """Of the sum of all losses, over data ranks and micro-batches; in float64. Not to be changed."""
+        """The gradient of the sum of all losses, over data ranks and micro-batches, in float64. Must not be
+        modified."""
         if (key, step, micros) not in self._gradients:
             self._gradients[key, step, micros] = self._gradient(key, step, micros)
         return self._gradients[key, step, micros]
@@ -163,7 +165,7 @@ def _share(name: str, where: tuple[int, ...], step: int, micro: int) -> Tensor:
 
 
 def start(key: Key) -> Tensor:
-    """A logical parameter as it is at first."""
+    """The initial value of a logical parameter."""
     return fractions(("start", key), SHAPES[key[0]], 0.5)
 
 
@@ -193,7 +195,8 @@ class Planted(nn.Module):
 
 
 def run_step(model: Planted, optimizer: ParallelOptimizer, step: int, micros: int = 1, weighted: bool = False) -> None:
-    """Forward and backward of a window; `weight_of` says what micro-batches weigh, if they do."""
+    """Run forward and backward of a window, without the step; with ``weighted``, micro-batches have the weights of
+    `weight_of`."""
     optimizer.zero_grad()
     topology = optimizer.registry.topology
     data = [optimizer.registry.coordinate[axis] for axis in topology.data_axes]
@@ -202,7 +205,7 @@ def run_step(model: Planted, optimizer: ParallelOptimizer, step: int, micros: in
 
 
 def run_skipped_step(model: Planted, optimizer: ParallelOptimizer, step: int) -> None:
-    """A whole step that all ranks skip, because the last one's gradients are NaN."""
+    """A full step that all ranks skip, because the last rank's gradients are NaN."""
     run_step(model, optimizer, step)
     if optimizer.registry.global_rank == optimizer.registry.topology.world_size - 1:
         for tensor in (*model.parameters(), *(piece.tensor for piece in optimizer.stepped_tensors())):
@@ -214,13 +217,13 @@ def run_skipped_step(model: Planted, optimizer: ParallelOptimizer, step: int) ->
 
 
 def weight_of(data: int, micro: int) -> float:
-    """What a micro-batch weighs."""
+    """The weight of a micro-batch."""
     return (1 + 2 * data + micro) / 4
 
 
 @dataclass
 class Part:
-    """What a rank has of a logical parameter: state and value of one piece."""
+    """A rank's shard of a logical parameter: its value and optimizer state."""
 
     key: Key
     region: Region | None
@@ -228,13 +231,13 @@ class Part:
     state: dict[str, Tensor]
 
     def of(self, full: Tensor) -> Tensor:
-        """The part of a full tensor, flat."""
+        """The corresponding part of a full tensor, flat."""
         assert self.region is not None
         return self.region.of(full).flatten()[self.region.start : self.region.stop]
 
 
 def parts(layout: Layout, optimizer: ParallelOptimizer) -> list[Part]:
-    """Everything that the optimizer steps on this rank."""
+    """All shards that the optimizer updates on this rank."""
     rank = optimizer.registry.global_rank
     found = []
     for piece in optimizer.stepped_tensors():
@@ -246,11 +249,11 @@ def parts(layout: Layout, optimizer: ParallelOptimizer) -> list[Part]:
 
 Full = dict[Key, Tensor]
 DenseRule = Callable[[Full, Full], Full]
-"""Clipped gradients, of (gradients, weights) as they are."""
+"""A function from (gradients, weights) to clipped gradients."""
 
 
 class Dense:
-    """One process with the whole model, in float64: SGD with momentum on what the rule leaves of the gradients."""
+    """One process with the full model, in float64: SGD with momentum on the gradients that the clip rule returns."""
 
     def __init__(self, layout: Layout, lr: float = 0.25, momentum: float = 0.5) -> None:
         self.layout = layout
@@ -259,7 +262,7 @@ class Dense:
         self.buffers: Full = {}
 
     def gradients(self, step: int, micros: int = 1, weighted: bool = False) -> Full:
-        """Means over the window, or sums divided by what it weighs."""
+        """Mean gradients over the window, or sums divided by the window's total weight."""
         replicas = self.layout.topology.size(*self.layout.topology.data_axes)
         number: float = replicas * micros
         if weighted:

@@ -1,4 +1,5 @@
-"""Every precision mode with a model of `scenarios` and a ParallelOptimizer around it, and all that a step may change."""
+"""Every precision mode with a model of `scenarios` and its ParallelOptimizer, and all tensors that a step may
+change."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def make(
 
 
 def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> float:
-    """One whole step; the loss."""
+    """Run one full step and return the loss."""
     optimizer.zero_grad()
     loss = model(ids)
     optimizer.backward(loss)
@@ -49,7 +50,7 @@ def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> f
 
 
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:
-    """Copies of parameters, buffers, masters, remainders and optimizer states."""
+    """Copies of parameters, buffers, master weights, remainders and optimizer states."""
     found = {f"model {name}": value for name, value in model.state_dict().items()}
     for index, (param, state) in enumerate(zip(stepped(optimizer), optimizer._states.states(), strict=True)):
         found[f"stepped {index}"] = param
@@ -58,7 +59,7 @@ def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor
 
 
 def differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    """Names of what differs in any bit (NaN equals nothing) or dtype; missing or added entries differ."""
+    """Names of the entries that differ in any bit (NaN equals nothing) or dtype; missing or added entries differ."""
     names = sorted(first.keys() | second.keys())
     both = first.keys() & second.keys()
     return [n for n in names if n not in both or first[n].dtype != second[n].dtype or not first[n].equal(second[n])]

@@ -1,4 +1,4 @@
-"""The table of precision modes: the dtype of everything that a user can see of a model, and the model to look at."""
+"""The table of precision modes: the dtype of every tensor of a model that a user can see, and the model to inspect."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Row(NamedTuple):
-    """A row of the table; None: as autocast decides."""
+    """A row of the table; None: autocast decides."""
 
     params: torch.dtype
     batch_norm: torch.dtype
@@ -77,10 +77,10 @@ def batch(dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
 
 
 def floating(tensors: dict[str, Any]) -> dict[str, torch.dtype]:
-    """The dtypes of those that are floating."""
+    """The dtypes of the floating-point tensors."""
     return {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
 def expected_dtypes(row: Row, model: nn.Module) -> dict[str, torch.dtype]:
-    """Of a prepared `Net`'s parameters and buffers."""
+    """The expected dtypes of a prepared `Net`'s parameters and buffers."""
     return {name: row.batch_norm if name.startswith("bn.") else row.params for name in floating(model.state_dict())}

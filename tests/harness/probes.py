@@ -1,4 +1,4 @@
-"""What a test can watch a step do: collectives, host reads, passes over tensors."""
+"""Dispatch modes with which a test observes a step: host reads and allocated memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class HostReadError(AssertionError):
 
 
 class MadeMemory(TorchDispatchMode):
-    """Counts the operators, and the bytes of the memory that they made: storages of results that no argument had."""
+    """Counts operators and the bytes of memory that they allocate: storages of results that no argument has."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators = self.bytes = 0
-        self._seen: dict[int, torch.UntypedStorage] = {}  # kept, or another would get its address
+        self._seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other storage gets its address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._seen |= _storages((args, kwargs))
@@ -42,7 +42,8 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises on any operation that waits for a tensor's value: ``.item()``, ``bool(t)``, ``torch.equal``, ``nonzero``."""
+    """Raises on any operation that waits for a tensor's value: ``.item()``, ``bool(t)``, ``torch.equal``,
+    ``nonzero``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.split("::")[-1] in _READS:
@@ -52,7 +53,7 @@ class NoHostReads(TorchDispatchMode):
 
 @contextmanager
 def no_host_reads() -> Iterator[None]:
-    """As `NoHostReads`; proves first that it notices one."""
+    """Use `NoHostReads`, after checking that it detects a host read."""
     with NoHostReads():  # type: ignore[no-untyped-call]
         try:
             bool(torch.ones(()))

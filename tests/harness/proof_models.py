@@ -1,4 +1,4 @@
-"""Right models of every family of layouts, drawn at random, with their losses: what `prove` must find nothing in."""
+"""Randomly drawn correct models of every family of layouts, with their losses: `prove` must find no error in them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Loss = Callable[[Any], Tensor | None]
 
 
 class Built(NamedTuple):
-    """A model and its loss, on this rank."""
+    """A model and its loss on this rank."""
 
     model: nn.Module
     loss: Loss
@@ -44,10 +44,11 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model to build.
+    """The description of a model to build.
 
     Args:
-        trained: Norms and biases have values as after some training, not the constants they start from.
+        trained: Whether norms and biases have random values, as after training, instead of their constant initial
+            values.
     """
 
     family: str
@@ -77,11 +78,11 @@ _MESHES: dict[str, list[tuple[tuple[str, int], ...]]] = {
     "FSDP2": [(("data", 2),), (("data", 2), ("tensor", 2)), (("data", 3),)],
 }
 _OFTEN = ["1-D", "1-D", "sequence", "2-D", "experts", "pipe", "DTensor", "2-D", "sequence"]
-OF_TORCH = ("DTensor", "FSDP2")  # whose meshes torch remembers
+OF_TORCH = ("DTensor", "FSDP2")  # torch caches the meshes of these
 
 
 def drawn_model(number: int) -> Drawn:
-    """Model ``number``, the same everywhere."""
+    """Model number ``number``; deterministic on all ranks."""
     rng = random.Random(number)
     family = rng.choice([*_MESHES, *_OFTEN])
     return Drawn(
@@ -97,7 +98,7 @@ def drawn_model(number: int) -> Drawn:
 
 
 def build(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
-    """In float64, everything declared."""
+    """Build the model in float64, with all parameters declared."""
     torch.manual_seed(drawn.seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -112,12 +113,12 @@ def build(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
 
 
 def registry_for(drawn: Drawn) -> ProcessGroupRegistry:
-    """Of its mesh; one that torch doesn't take for another one, where it remembers them."""
+    """A registry on the model's mesh; for DTensors, one that torch's cache does not confuse with an earlier mesh."""
     return registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology)
 
 
 def proved(number: int) -> Proof:
-    """What `prove` says of model ``number``, which is right: on every rank of its topology."""
+    """The result of `prove` for model ``number``, which is correct; run on every rank of its topology."""
     drawn = drawn_model(number)
     with registry_for(drawn) as registry:
         built = build(drawn, registry)
@@ -125,7 +126,7 @@ def proved(number: int) -> Proof:
 
 
 def _train(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Constants become other numbers, the same on copies."""
+    """Replace constant initial values by random numbers that are equal on replicas."""
     from meshstep.parallel.interop.local_parameters import local_parameter
 
     with torch.no_grad():
@@ -139,7 +140,7 @@ def _train(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
 
 def _ids(registry: ProcessGroupRegistry, seed: int, length: int = 7) -> Tensor:
-    """Of this data rank."""
+    """The token ids of this data rank."""
     where = [registry.coordinate[axis] for axis in registry.topology.data_axes]
     generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, where)).encode()))
     return torch.randint(VOCABULARY, (4, length), generator=generator)
@@ -205,7 +206,7 @@ def _grid(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
 
 
 class Experts(nn.Module):
-    """Each token to the expert of its highest score, which is on one of the ranks of ``expert``."""
+    """Routes each token to the expert with its highest score, which is on one of the ranks of ``expert``."""
 
     def __init__(self, width: int, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = (x @ self.router.t()).softmax(-1)
         chosen = scores.argmax(-1)
-        # Every token to both ranks, zeros where it is not chosen: equal numbers of rows come and go.
+        # Every token is sent to both ranks, as zeros where it is not chosen: all ranks exchange equal numbers of rows.
         sent = torch.cat([x * (chosen == expert).unsqueeze(1) for expert in range(2)])
         rows = all_to_all(sent, self.registry, "expert", split_dim=0)
         back = all_to_all(torch.tanh(rows @ self.up[0] + self.bias[0]), self.registry, "expert", split_dim=0)
@@ -258,7 +259,7 @@ def _experts(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
 
 
 class Stage(nn.Module):
-    """The first or the last half of a model, whose embedding and classifier are one table."""
+    """The first or the last half of a model whose embedding and classifier are tied."""
 
     def __init__(self, drawn: Drawn, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -271,7 +272,7 @@ class Stage(nn.Module):
                 layer.weight.copy_(weights[0 if self.first else 1])  # type: ignore[operator]
 
     def run(self, ids: Tensor) -> Tensor | None:
-        """Forward and backward of this stage; the loss on the last."""
+        """Run forward and backward of this stage; returns the loss on the last stage."""
         me, other = self.registry.rank("pipe"), self.registry.ranks("pipe")[1 - self.registry.rank("pipe")]
         hidden = torch.zeros(*ids[:, :-1].shape, self.table.size(1), dtype=torch.float64)
         if me == 0:
@@ -290,13 +291,13 @@ class Stage(nn.Module):
         return loss.detach()
 
     def through(self, x: Tensor) -> Tensor:
-        """The layers."""
+        """Apply the layers of this stage."""
         for layer in self.inner:
             x = torch.tanh(layer(x))
         return x
 
     def received(self, gradient: Tensor) -> Tensor:
-        """What the next stage sends back."""
+        """The gradient received from the next stage."""
         return gradient
 
 

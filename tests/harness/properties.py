@@ -1,4 +1,4 @@
-"""Properties of random cases that several ranks must show: the cases are drawn first, then run many to a call.
+"""Properties of random cases on several ranks: all cases are drawn first, and many are run in one call to the pool.
 
     @random_cases(cases(), 200)
     def test_norms_are_exact(world: World, drawn: list[Case]) -> None:
@@ -6,11 +6,11 @@
         for case, by_rank in zip(drawn, results, strict=True):
             assert by_rank == ...
 
-A hypothesis test that calls `World.run` for each example pays for each a round trip to all workers, and a new default
-group whenever the world size changes. What hypothesis draws doesn't depend on how a test that passes
-goes on, so all examples can be drawn before the first one is run. If the property then fails, the same cases are drawn
-again, from the same seed, and run one by one: so hypothesis finds the one that fails, shrinks it, prints it and keeps it
-for the next run, as ever.
+A hypothesis test that calls `World.run` per example pays a round trip to all workers for each one, and a new default
+group whenever the world size changes. Hypothesis draws the same examples whether or not a passing test ran, so all of
+them can be drawn before the first one is run. If the property fails, the same cases are drawn again from the same seed
+and run one by one, so that hypothesis finds the failing case, shrinks it, prints it and stores it for the next run, as
+usual.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
-CASES_OF_A_TEST = 2  # in the default run, of a test with ranks; a test of the files below has one
-CASES_OF_A_FILE = 1  # in a sample, of the files below: they start processes or train: seconds of Python's
+CASES_OF_A_TEST = 2  # in the default run, per test with ranks; tests of the files below have one
+CASES_OF_A_FILE = 1  # in a sample, per file below: these start processes or train, for seconds
 STARTS_PROCESSES = (
     "docs/test_gpu_suite.py",
     "docs/test_speed_tables.py",
@@ -54,21 +54,22 @@ FAILURES = Path(__file__).parents[2] / ".hypothesis" / "cases"
 def random_cases(
     strategy: SearchStrategy[C], count: int, *, phases: Sequence[Phase] = tuple(Phase)
 ) -> Callable[[Callable[[World, list[C]], None]], Callable[[World], None]]:
-    """The test gets ``count`` drawn cases at once; it must hold for any list of cases just if it holds for each alone.
+    """Pass ``count`` drawn cases to the test at once; it must pass for a list of cases exactly if it passes for each
+        case.
 
     Args:
-        strategy: Of one case.
-        count: How many are drawn; the settings' profile may say fewer (see `number_of_cases`).
-        phases: Hypothesis's, for the cases one by one; `WITHOUT_SHRINKING` where one takes long.
+        strategy: The hypothesis strategy of one case.
+        count: The number of cases; the profile may reduce it (see `number_of_cases`).
+        phases: Hypothesis's phases for rerunning single cases; `WITHOUT_SHRINKING` where a case takes long.
     """
 
     def decorate(test: Callable[[World, list[C]], None]) -> Callable[[World], None]:
-        # A database of its own: to hypothesis the function below is the same in all tests.
+        # Each test gets its own database: for hypothesis the function below is the same in all tests.
         failures = DirectoryBasedExampleDatabase(FAILURES / f"{test.__module__}.{test.__qualname__}")
 
         def draw(check: Callable[[C], None], from_seed: int, database: ExampleDatabase) -> None:
             @settings(max_examples=number_of_cases(count), phases=phases, database=database)
-            @seed(from_seed)  # before the settings: it would take their database away
+            @seed(from_seed)  # must precede the settings: it would remove their database
             @given(case=strategy)
             def each(case: C) -> None:
                 check(case)
@@ -84,16 +85,17 @@ def random_cases(
                 test(world, drawn)
             except Exception:
                 draw(lambda case: test(world, [case]), from_seed, failures)
-                raise  # one by one they pass
+                raise  # each case passes alone
 
-        del together.__wrapped__  # pytest would ask for its second argument
+        del together.__wrapped__  # pytest would look for a fixture for the second argument
         return together
 
     return decorate
 
 
 def number_of_cases(count: int) -> int:
-    """``count``, or the profile's share of it: a profile says by its ``max_examples`` how many of 100 it draws."""
+    """``count``, or the profile's share of it: a profile sets by its ``max_examples`` how many of 100 cases are
+    drawn."""
     return max(1, count * settings().max_examples // 100)
 
 
@@ -103,12 +105,13 @@ def profile() -> str:
 
 
 def is_full() -> bool:
-    """Whether this run leaves out no case."""
+    """Whether this run includes all cases."""
     return profile() in ("full", "many")
 
 
 def is_sample() -> bool:
-    """Whether this run of the suite is the second one, on the oldest torch, which takes a sample of the cases."""
+    """Whether this is the second run of the suite, on the oldest supported torch, which takes a sample of the
+    cases."""
     return profile() == "oldest"
 
 
@@ -127,7 +130,7 @@ def repetitions(values: Sequence[C], *key: object, default: int | None = None) -
 
 
 def starts_processes(file: str) -> bool:
-    """Whether it is one of those, from the root of the project."""
+    """Whether ``file`` (a path from the root of the project) is in `STARTS_PROCESSES`."""
     return file.removeprefix("tests/").startswith(STARTS_PROCESSES)
 
 

@@ -1,7 +1,8 @@
-"""Models and steps drawn at random, on a mesh drawn at random, for the order in which ranks talk: every layer, gradients
-that some ranks lack, whole and sharded states, reduction in the step and while backward runs, norms, checks, checkpoints.
+"""Randomly drawn models and steps on a random mesh, to check the order of collectives: every layer, gradients missing
+    on some ranks, replicated and sharded states, reduction in the step and during backward, norms, checks,
+    checkpoints.
 
-Each pipeline stage has layers of its own and works by itself: what stages send each other is not this library's.
+Each pipeline stage has its own layers and works independently; communication between stages is not the library's task.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ _SIZES = {"pipe": (2, 3), "data": (2, 3, 4), "replica": (2,), "expert": (2, 3), 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A mesh, and all else by a seed.
+    """A mesh; everything else follows from a seed.
 
     Args:
         axes: Names and sizes, in order.
-        asks: Whether ranks ask for groups on their own, each for some in an order of its own; or all meet first.
-        meets: Whether groups meet when the optimizer has been made, as over NCCL.
+        asks: Whether each rank requests groups on its own, in its own order; otherwise all ranks create groups
+            together.
+        meets: Whether groups are initialized once the optimizer has been constructed, as over NCCL.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -70,21 +72,21 @@ class Drawn:
 
     @property
     def saves(self) -> bool:
-        """Whether there is a checkpoint, which can't have pieces of unequal sizes."""
+        """Whether the program saves a checkpoint, which does not support shards of unequal sizes."""
         return self.rng("saved").random() < 0.1
 
     @property
     def is_uneven(self) -> bool:
-        """Whether there may be pieces of unequal sizes."""
+        """Whether there may be shards of unequal sizes."""
         return "tensor" in dict(self.axes) and not self.saves
 
     def rng(self, *key: object) -> random.Random:
-        """Numbers that are the same on all ranks that give the same key."""
+        """A random generator that is the same on all ranks that pass the same key."""
         return random.Random(zlib.crc32(repr((self.seed, *key)).encode()))
 
 
 def drawn_of(number: int, most_ranks: int = MOST_RANKS) -> Drawn:
-    """Program ``number``, the same everywhere, on a mesh of at most ``most_ranks``."""
+    """Program number ``number``, on a mesh of at most ``most_ranks``; deterministic on all ranks."""
     rng = random.Random(number)
     while True:
         kinds = rng.sample([*_SIZES, "grid"], rng.randint(1, 4))
@@ -102,7 +104,7 @@ DRAWN = st.integers(0, 2**32 - 1).map(lambda number: drawn_of(number, MOST_RANKS
 
 
 class Split1D(nn.Module):
-    """[.., WIDTH] -> [.., WIDTH], through a column and a row layer, and a norm whose gradient is a term of a sum."""
+    """[.., WIDTH] -> [.., WIDTH]: a column and a row layer, and a norm with a partial gradient."""
 
     def __init__(self, registry: ProcessGroupRegistry, sequence: bool) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class Split1D(nn.Module):
 
 
 class Words1D(nn.Module):
-    """Some words' vectors, from a table that is split by words."""
+    """The vectors of some words, from a table sharded by words."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Words1D(nn.Module):
 
 
 class Split2D(nn.Module):
-    """A block of [BATCH, WIDTH], through two layers of a grid and a norm."""
+    """A block of [BATCH, WIDTH]: two grid layers and a norm."""
 
     def __init__(self, registry: ProcessGroupRegistry, biases: list[Any]) -> None:
         super().__init__()
@@ -141,7 +143,7 @@ class Split2D(nn.Module):
 
 
 class Words2D(nn.Module):
-    """The sum of a 2-D table's first rows, scaled."""
+    """The sum of the first rows of a 2-D table, scaled."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ class Words2D(nn.Module):
 
 
 class Vector(nn.Module):
-    """A parameter as its spec says, in no layer."""
+    """A parameter with a given spec, outside of any layer."""
 
     def __init__(self, registry: ProcessGroupRegistry, spec: P, numel: int) -> None:
         super().__init__()
@@ -167,7 +169,8 @@ class Vector(nn.Module):
 
 
 class Experts(nn.Module):
-    """One on each rank of an axis, which all meet before and after; it has nothing to do where ``tokens`` says so."""
+    """One expert on each rank of an axis, with collectives before and after it; ``tokens`` decides whether it gets
+    input."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -181,7 +184,7 @@ class Experts(nn.Module):
 
 
 def layers_of(drawn: Drawn, registry: ProcessGroupRegistry) -> dict[str, nn.Module]:
-    """Of this rank's stage; by names, one order of which all ranks of the stage have."""
+    """The layers of this rank's stage by name, in one order for all ranks of the stage."""
     topology, stage = registry.topology, registry.coordinate.get("pipe")
     rng, made = drawn.rng("layers", stage), dict[str, nn.Module]()
     kinds = ["plain", "plain", "vector", *("owned" for axis in topology.model_axes)]
@@ -210,7 +213,7 @@ def _layer(kind: str, registry: ProcessGroupRegistry, rng: random.Random) -> nn.
         return Words2D(registry)
     if kind == "experts":
         return Experts(registry)
-    if kind == "uneven":  # without a last piece, where there are more pieces than elements
+    if kind == "uneven":  # the last shard may be empty, if there are more shards than elements
         numel, of = rng.choice([3, 50]), topology.size("tensor")
         return Vector(registry, P("tensor"), numel // of + (registry.rank("tensor") < numel % of))
     if kind == "terms":
@@ -241,7 +244,7 @@ class _Plain(nn.Module):
 
 
 def options_of(drawn: Drawn) -> dict[str, Any]:
-    """Arguments of `ParallelOptimizer` that go together, the same on all ranks."""
+    """A valid combination of arguments of `ParallelOptimizer`, the same on all ranks."""
     rng, topology = drawn.rng("options"), drawn.topology
     norm_type = rng.choice([1.0, 2.0, 2.0, inf])
     options: dict[str, Any] = {
@@ -263,7 +266,7 @@ def options_of(drawn: Drawn) -> dict[str, Any]:
 
 
 def run(drawn: Drawn, directory: str) -> None:
-    """On one rank: a few steps, and the end."""
+    """Run a few steps and the shutdown on one rank."""
     registry = ProcessGroupRegistry(drawn.topology)
     topology, rank = registry.topology, registry.global_rank
     wanted = [
@@ -271,7 +274,7 @@ def run(drawn: Drawn, directory: str) -> None:
     ]
     if not drawn.asks:
         registry.meet(*wanted)
-    for axes in drawn.rng("asked", rank).sample(wanted, len(wanted)):  # in an order of its own
+    for axes in drawn.rng("asked", rank).sample(wanted, len(wanted)):  # in a different order on each rank
         registry.group(*axes)
     model = nn.ModuleDict(layers_of(drawn, registry))
     adamw = torch.optim.AdamW([{"params": [*model.named_parameters()]}], fused=True)
@@ -291,7 +294,7 @@ def run(drawn: Drawn, directory: str) -> None:
 
 
 def _loss(drawn: Drawn, model: nn.ModuleDict, registry: ProcessGroupRegistry, step: int, micro: int) -> Tensor:
-    """Through some of the layers; the same ones on all ranks that meet in them."""
+    """The loss of some of the layers; ranks that share collectives use the same layers."""
     loss = torch.ones((), requires_grad=True)
 
     def is_used(name: str, *axes: str) -> bool:
@@ -308,11 +311,11 @@ def _loss(drawn: Drawn, model: nn.ModuleDict, registry: ProcessGroupRegistry, st
 
 
 def recorded(drawn: Drawn) -> list[Program]:
-    """What each rank does."""
+    """The recorded program of each rank."""
     with (
         tempfile.TemporaryDirectory() as directory,
         small_buckets(100),
         mock.patch.object(gradient_sync, "BUCKET_BYTES", 100),
-        mock.patch.object(ReplicaCheck, "mismatches", return_value=[]),  # sums that nobody made
+        mock.patch.object(ReplicaCheck, "mismatches", return_value=[]),  # checksums were not computed
     ):
         return programs_of(drawn.topology.world_size, lambda: run(drawn, directory))

@@ -1,4 +1,4 @@
-"""Recipes of docs/integrations for other trainers, which the tests run in processes that torchrun starts."""
+"""Run the recipes of docs/integrations for other trainers, in processes started by torchrun."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def _blocks(page: str, heading: str | None) -> list[str]:
 
 
 def torchrun(script: Path, processes: int, *arguments: str) -> str:
-    """What ``script`` prints. AssertionError, with all that it said, where it fails."""
+    """Run ``script`` and return its output. If it fails, raise AssertionError with all of its output."""
     done = forked_python.torchrun(processes, str(script), *arguments, cwd=ROOT, import_first=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def in_turn(*parts: Callable[[], None]) -> None:
-    """On each rank of a script that `torchrun` starts: one part after the other, each in a process of its own, and so in a
-    process group of its own, as if it were started alone; but what is imported already is imported once for all of them."""
+    """On each rank of a script started by `torchrun`: run the parts one after another, each in a forked process and
+    so in a new process group, as if it were started alone. Modules that are already imported are shared."""
     agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # there each part would find the addresses of the one before
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = (
+        "False"  # in the agent's store, each part would find the addresses of the previous part
+    )
     for number, part in enumerate(parts):
         if os.environ["RANK"] == "0":
             agents.set(f"port of part {number}", free_port())

@@ -1,8 +1,9 @@
-"""All ranks of a world as threads of one process, over a backend that sends nothing and keeps a record.
+"""Run all ranks of a world as threads of one process, over a backend that records collectives and sends nothing.
 
-What a rank does to its process groups is recorded where torch asks the backend for it, whoever asked torch: groups made,
-collectives, groups destroyed. Objects that ranks gather do travel, or ranks could not agree on anything. Tensors don't: a
-rank sees its own in the others' place, which is enough where no collective depends on what is in one.
+All calls to the backend are recorded, by the library or by torch itself: groups created, collectives, groups
+    destroyed.
+Gathered objects are really exchanged, because ranks must agree on them. Tensors are not: a rank sees its own tensors
+instead of the others', which suffices where no collective depends on the values of tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 from torch.utils._pytree import tree_leaves
 
 BACKEND = "recording"
-PATIENCE = 20.0  # of a rank that waits for others' objects, in seconds
+PATIENCE = 20.0  # timeout in seconds of a rank that waits for the objects of others
 _GATHERS = ("allgather", "all_gather_single", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base")
 _COLLECTIVES = (
@@ -38,12 +39,12 @@ Kind = Literal["make", "collective", "destroy"]
 
 
 class Event(NamedTuple):
-    """What a rank asks a backend for.
+    """A rank's call to a backend.
 
     Args:
-        group: Its name, the same on all members.
-        members: Their global ranks.
-        what: The collective and its numbers of elements, which must be the same on all members.
+        group: The group's name, the same on all members.
+        members: The members' global ranks.
+        what: The collective and its numbers of elements, which must be equal on all members.
     """
 
     kind: Kind
@@ -57,14 +58,14 @@ Program = list[Event]
 
 @dataclass
 class _Exchange:
-    """Objects on their way between threads."""
+    """Exchanges objects between the threads."""
 
     arrived: threading.Condition = field(default_factory=threading.Condition)
     said: dict[tuple[str, int], dict[int, Any]] = field(default_factory=dict)
     failed: bool = False
 
     def gather(self, key: tuple[str, int], rank: int, value: Any, size: int) -> list[Any]:
-        """What all of ``size`` ranks say, by rank."""
+        """The values of all ``size`` ranks, by rank."""
         with self.arrived:
             said = self.said.setdefault(key, {})
             said[rank] = value
@@ -80,7 +81,7 @@ class _OfThread(threading.local):
 
 
 _thread = _OfThread()
-_one_at_a_time = threading.Lock()  # to make a group changes torch, and the environment of the process, for a moment
+_one_at_a_time = threading.Lock()  # creating a group temporarily changes torch and the process environment
 
 
 class _Group(dist.ProcessGroup):
@@ -112,7 +113,7 @@ class _Group(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """Of a collective; it has been done."""
+    """The handle of a collective that is already complete."""
 
     def wait(self, *_: object) -> bool:
         return True
@@ -146,7 +147,7 @@ def _make(options: Any, _: object) -> _Group:
 
 
 def _gather_objects(value: Any, group: Any, _: torch.device) -> list[Any]:
-    """`parallel.mesh.process_group_collectives.all_gather_objects`."""
+    """Replacement of `parallel.mesh.process_group_collectives.all_gather_objects`."""
     group.gathers += 1
     group.note("collective", "objects")
     found: list[Any] = _thread.exchange.gather((group.of, group.gathers), group.own_rank, value, group.own_size)
@@ -154,7 +155,7 @@ def _gather_objects(value: Any, group: Any, _: torch.device) -> list[Any]:
 
 
 def _gather_objects_as_torch(values: list[Any], value: Any, group: Any = None) -> None:
-    """`torch.distributed.all_gather_object`."""
+    """Replacement of `torch.distributed.all_gather_object`."""
     found: Any = dist.group.WORLD if group is None else group
     found.note("collective", "sizes")
     values[:] = _gather_objects(value, found, torch.device("cpu"))
@@ -172,7 +173,7 @@ def _threads_are_ranks() -> Iterator[None]:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
     world: Any = ThreadLocalWorld()
     if not hasattr(world, "comms"):
-        world.comms = []  # torch 2.11 looks through it, and has forgotten it there
+        world.comms = []  # torch 2.11 iterates over this attribute, but does not set it
     hook, interval = sys.excepthook, sys.getswitchinterval()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(distributed_c10d, "_world", world))
@@ -182,20 +183,20 @@ def _threads_are_ranks() -> Iterator[None]:
         stack.enter_context(mock.patch.object(registry_module, "answer_questions"))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         _distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-        sys.setswitchinterval(0.05)  # a thread goes on until it waits: nothing is gained by turns
+        sys.setswitchinterval(0.05)  # let a thread run until it waits: switching gains nothing
         try:
             yield
         finally:
             sys.setswitchinterval(interval)
             _distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-            sys.excepthook = hook  # of which each rank put one on top
+            sys.excepthook = hook  # each rank has wrapped it
 
 
 def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:
-    """By rank, what ``run()`` makes it do from its own default process group on.
+    """Run ``run()`` on each rank, with a new default process group, and return the recorded programs by rank.
 
     Raises:
-        AssertionError: It raised on some rank; the message has the first one's error, which is the cause.
+        AssertionError: ``run`` raised on some rank; the message contains the first error, which is the cause.
     """
     store, exchange = _distributed_c10d.HashStore(), _Exchange()
     programs: list[Program] = [[] for _ in range(world_size)]
@@ -226,5 +227,5 @@ def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:
 
 
 def of_kind(programs: Sequence[Program], *kinds: Kind) -> list[Program]:
-    """What is of these kinds."""
+    """The events of these kinds in each program."""
     return [[event for event in program if event.kind in kinds] for program in programs]

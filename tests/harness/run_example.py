@@ -1,4 +1,4 @@
-"""Run a script of examples/: from the command line, as a user does, or on the ranks of a `World`."""
+"""Run a script of examples/, from the command line as a user would, or on the ranks of a `World`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 def example(name: str) -> Any:
-    """A script of examples/ as a module."""
+    """Import a script of examples/ as a module."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module(name)
 
 
 def run_example(name: str, *flags: str) -> str:
-    """What it prints to stdout, in one process."""
+    """Run the script in one process and return its stdout."""
     done = start_example(name, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def start_example(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """How it ended, in one process."""
+    """Run the script in one process and return the completed process."""
     return forked_python.run(str(EXAMPLES / f"{name}.py"), *flags)
 
 
 def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """How it ended, under torchrun itself, in fresh interpreters."""
+    """Run the script under torchrun in fresh interpreters and return the completed process."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -48,7 +48,7 @@ def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.Compl
 
 @contextlib.contextmanager
 def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> Iterator[Any]:
-    """A script's trainer on the ranks of a `World`."""
+    """The script's trainer on the ranks of a `World`."""
     script = example(name)
     options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
     with ProcessGroupRegistry(options.topology) as registry:
@@ -56,12 +56,13 @@ def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> I
 
 
 def train_example(name: str, flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
-    """Train with a script on the ranks of a `World`, without its tests before and after; no torch has to be imported.
+    """Train with a script on the ranks of a `World`, without its tests before and after; torch is already imported
+        there.
 
     Args:
-        stop_after: Steps after which the run is lost.
+        stop_after: Number of steps after which the run is interrupted.
     Returns:
-        The step it began with.
+        The step at which training began.
     """
     with made_trainer(name, flags, topology) as trainer:
         began: int = trainer.run.done
@@ -73,7 +74,7 @@ def train_example(name: str, flags: Sequence[str], topology: str = "data=1", sto
 
 
 def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
-    """What a script prints to stdout on this rank of a `World`."""
+    """The stdout of a script on this rank of a `World`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), made_trainer(name, flags, topology) as trainer:
         example(name).run(trainer)
@@ -81,18 +82,18 @@ def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
 
 
 def losses_of_tests(printed: str) -> torch.Tensor:
-    """[before and after] float64, as a script prints them."""
+    """The printed test losses: [before and after] in float64."""
     return torch.tensor([float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed)], dtype=torch.float64)
 
 
 def assert_same_test_losses(printed: str, expected: str) -> None:
-    """But for the fourth decimal, the last one, which is rounded."""
+    """Assert equal test losses, except for rounding in the fourth and last decimal."""
     assert len(losses_of_tests(expected)) == 2
     torch.testing.assert_close(losses_of_tests(printed), losses_of_tests(expected), rtol=2e-5, atol=1e-4)
 
 
 def read_curve(path: Path, columns: tuple[str, ...] = ("step", "loss", "norm")) -> torch.Tensor:
-    """[report, column] float64, from what ``--curve`` wrote."""
+    """Read a file written by ``--curve``: [report, column] in float64."""
     with path.open() as file:
         header, *rows = csv.reader(file)
     assert header == list(columns)

@@ -1,4 +1,4 @@
-"""Small models in every layout, each beside the dense function it computes; trained by ParallelOptimizer and by torch."""
+"""Small models in every layout, each with its dense function; trained by ParallelOptimizer and by torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Full = dict[str, Tensor]
 
 
 def batch(step: int) -> Tensor:
-    """[4, 5] token ids; the last column is the first four's targets, in effect: ids in, shifted ids out."""
+    """Token ids [4, 5]; each id is the target of the one before it."""
     return torch.randint(VOCAB, (4, 5), generator=torch.Generator().manual_seed(step))
 
 
@@ -46,7 +46,7 @@ def batch(step: int) -> Tensor:
 
 
 class Tensor1D(nn.Module):
-    """ids [batch, token] -> loss, split over ``tensor``, its sequence too where asked."""
+    """ids [batch, token] -> loss, sharded over ``tensor``; on request also along the sequence."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype, sequence: bool) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def dense_2d(p: Full, ids: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
-    """The first or the last half of a model whose embedding and classifier are one table."""
+    """The first or the last half of a model whose embedding and classifier are tied."""
 
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Stage(nn.Module):
         declare(self, {"tied": P(tied={"pipe": (0, -1)}), "layer": P()})
 
     def run(self, ids: Tensor) -> None:
-        """Forward and backward of this stage's part, activations and their gradients sent between the stages."""
+        """Run forward and backward of this stage, exchanging activations and their gradients between the stages."""
         index = self.registry.rank("pipe")
         other = self.registry.ranks("pipe")[1 - index]
         dtype = self.layer.dtype
@@ -148,7 +148,7 @@ def dense_pipe(p: Full, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A mesh, the kind of model on it, and the dense loss it computes.
+    """A mesh, the kind of model on it, and the dense loss of the model.
 
     Kind "idle": data rank 1 computes nothing. Kind "bare": pipeline stage 1 has no parameters.
     """
@@ -180,7 +180,7 @@ SCENARIOS = {
 
 
 def build(scenario: Scenario, registry: ProcessGroupRegistry, dtype: torch.dtype) -> nn.Module | None:
-    """This rank's model; None where it has none."""
+    """This rank's model; None if it has none."""
     torch.manual_seed(11)
     kind = scenario.kind
     if kind in ("column", "all", "row0"):
@@ -196,7 +196,7 @@ def build(scenario: Scenario, registry: ProcessGroupRegistry, dtype: torch.dtype
 
 
 def backward(scenario: Scenario, model: nn.Module | None, optimizer: ParallelOptimizer, ids: Tensor) -> None:
-    """This rank's part of one micro-batch, as the scenario has it."""
+    """Run this rank's part of one micro-batch of the scenario."""
     registry = optimizer.registry
     if "data" in dict(scenario.axes) and scenario.kind != "idle":
         ids = shard(ids, P("data"), registry)
@@ -209,16 +209,16 @@ def backward(scenario: Scenario, model: nn.Module | None, optimizer: ParallelOpt
 
 
 def dense_loss(scenario: Scenario, params: Full, ids: Tensor) -> Tensor:
-    """Of the whole batch; half of it where one of two data ranks idles."""
+    """The loss of the whole batch, or of half of it if one of two data ranks is idle."""
     loss = scenario.dense(params, ids)
     return loss / 2 if scenario.kind == "idle" else loss
 
 
 def full_tensors(scenario: Scenario, model: nn.Module | None, registry: ProcessGroupRegistry, gradients: bool) -> Full:
-    """Parameters (or gradients) whole, by the dense model's names; those of this rank's stage."""
+    """The full parameters (or gradients) of this rank's stage, by the dense model's names."""
     found: Full = {}
     specs = {name: spec_of(param) for name, param in model.named_parameters()} if model is not None else {}
-    if scenario.kind == "row0":  # other rows have no bias, but unshard needs everybody
+    if scenario.kind == "row0":  # other rows have no bias, but unshard is a collective of all ranks
         specs = {**specs, "up.bias": P("col", owned={"row": 0}), "head.bias": P("col", owned={"row": 0})}
     params = dict(model.named_parameters()) if model is not None else {}
     for name, spec in sorted(specs.items()):
@@ -233,7 +233,7 @@ def full_tensors(scenario: Scenario, model: nn.Module | None, registry: ProcessG
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank reports: full initial and final parameters, norms, and the last step's gradients as stepped with."""
+    """The report of a rank: full initial and final parameters, norms, and the last step's gradients after clipping."""
 
     start: Full
     end: Full
@@ -265,7 +265,9 @@ def train(
             stats.append(taken)
         norms = torch.stack([entry.total_norm for entry in stats])
         gradients = {} if options.get("shard_states") else full_tensors(scenario, model, registry, gradients=True)
-        if dtype == torch.float32 and loops_for(optimizer.optimizer) is not None:  # they leave gradients as they are
+        if (
+            dtype == torch.float32 and loops_for(optimizer.optimizer) is not None
+        ):  # native loops do not write the clipped gradients
             gradients = {key: value * stats[-1].clip_coef for key, value in gradients.items()}
         return Run(
             start,
@@ -284,7 +286,7 @@ def train_dense(
     max_norm: float | None,
     norm_type: float,
 ) -> tuple[Full, Full, list[float]]:
-    """The same in one process, dense, in float64: final parameters, last gradients, norms."""
+    """Train the dense model in one process, in float64: final parameters, last gradients, norms."""
     params = {key: value.double().requires_grad_() for key, value in start.items()}
     optimizer = make(list(params.values()))
     norms = []

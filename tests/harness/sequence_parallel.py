@@ -1,4 +1,4 @@
-"""A block under torch's tensor and sequence parallelism, trained beside the whole one."""
+"""A block under torch's tensor and sequence parallelism, compared with the dense block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def parallel_block(registry: ProcessGroupRegistry) -> Block:
-    """Split over ``tensor`` by torch's own styles, the norm along the sequence."""
+    """A block sharded over ``tensor`` by torch's parallel styles, with the norm sharded along the sequence."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -53,7 +53,7 @@ def parallel_block(registry: ProcessGroupRegistry) -> Block:
 def train_block(
     axes: Axes, functional: bool, options: dict[str, Any], rules: dict[str, P] = RULES
 ) -> tuple[list[float], list[Tensor]]:
-    """(norms, full parameters) of five steps on ``axes``."""
+    """Train for five steps on ``axes`` and return (norms, full parameters)."""
     with registry_of(axes) as registry:
         block = parallel_block(registry)
         declare(block, rules)
@@ -67,7 +67,7 @@ def train_block(
                 x = x.chunk(data)[registry.coordinate["data"]]
             optimizer.zero_grad()
             optimizer.backward(block(x.chunk(2, 1)[registry.coordinate["tensor"]]).square().sum() * data)
-            if functional:  # complete, measure and clip without the optimizer
+            if functional:  # complete gradients, compute norms and clip without the optimizer
                 sync_gradients(block.parameters(), registry)
                 norms.append(float(clip_grad_norm_(block.parameters(), 0.4, registry).total_norm))
                 with torch.no_grad():
@@ -81,7 +81,7 @@ def train_block(
 
 
 def dense_block() -> tuple[list[float], list[Tensor]]:
-    """What `train_block` is to give, of one process."""
+    """The expected result of `train_block`, computed in one process."""
     torch.manual_seed(2)
     block = Block().double()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
@@ -95,7 +95,7 @@ def dense_block() -> tuple[list[float], list[Tensor]]:
 
 
 def assert_trained(found: tuple[list[float], list[Tensor]]) -> None:
-    """What `train_block` gave is what one process does."""
+    """Assert that the result of `train_block` equals that of one process."""
     norms, params = dense_block()
     assert found[0] == pytest.approx(norms, rel=1e-9)
     for one, other in zip(found[1], params, strict=True):

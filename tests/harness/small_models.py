@@ -1,4 +1,5 @@
-"""Small models of one process that several files train, and batches for them; those with layouts are in `scenarios`."""
+"""Small single-process models that several test files train, and their batches; models with layouts are in
+`scenarios`."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from meshstep.parallel import P, annotate
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-Base = Literal["bf16", "fp32"]  # what `small_model` is prepared from
+Base = Literal["bf16", "fp32"]  # the dtype of `small_model` before it is prepared
 
 
 class Mlp(nn.Module):
-    """6 features to 3, with a norm between."""
+    """6 features to 3, with a norm in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +26,7 @@ class Mlp(nn.Module):
 
 
 def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
-    """The same at every call with a seed."""
+    """The model, with the same weights at every call with one seed."""
     torch.manual_seed(seed)
     return Mlp().to(dtype)
 
@@ -33,14 +34,14 @@ def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
 def parameter(
     name: str, numel: int = 4, spec: P | None = None, trained: bool = True, value: float = 0.0
 ) -> nn.Parameter:
-    """A declared vector, all of one value."""
+    """A declared vector whose elements all have one value."""
     param = nn.Parameter(torch.full((numel,), value), requires_grad=trained)
     annotate(param, spec or P(), name)
     return param
 
 
 def dataset(count: int = 48) -> TensorDataset:
-    """For `classifier`: 6 features, of which one of the first three is the largest."""
+    """Samples for `classifier`: 6 features; the target is the largest of the first three."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(count, 6, generator=generator)
     return TensorDataset(inputs, inputs[:, :3].argmax(1))
@@ -53,6 +54,7 @@ def classifier() -> nn.Module:
 
 
 def small_model() -> nn.Sequential:
-    """For 8 bits: linear layers of 16 and 32 features, and one of 10, which falls back."""
+    """A model for 8-bit layers: linear layers of 16 and 32 features, and one of 10, which falls back to higher
+    precision."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10), nn.Linear(10, 16))

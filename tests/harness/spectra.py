@@ -1,4 +1,4 @@
-"""Matrices [short, long] whose singular values fall in different ways, in float64."""
+"""Matrices [short, long] in float64 with different distributions of singular values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _random(short: int, long: int) -> Tensor:
 
 
 def _falling(to: float, short: int, long: int) -> Tensor:
-    """From 1 to ``10**to``, each by the same factor."""
+    """Singular values that fall geometrically from 1 to ``10**to``."""
     generator = _seeded()
     left, right = (
         torch.linalg.qr(torch.randn(size, short, generator=generator, dtype=torch.float64))[0] for size in (short, long)

@@ -1,4 +1,4 @@
-"""Parameters of the sizes that models have, for benchmarks."""
+"""Parameters with the shapes of real models, for benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 def transformer_parameters(
     device: torch.device, width: int = 512, depth: int = 9, vocab: int = 3072
 ) -> list[nn.Parameter]:
-    """The shapes of a 30M-parameter transformer."""
+    """The parameters of a 30M-parameter transformer."""
     shapes: list[tuple[int, ...]] = [(vocab, width), (512, width)]
     for _ in range(depth):
         shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]

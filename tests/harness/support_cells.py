@@ -1,7 +1,7 @@
-"""What the table "What works with what" is made of: every layout, form of data parallelism and precision mode.
+"""Compute the cells of the support matrix: every layout, form of data parallelism and precision mode.
 
-The model is two blocks of a layer norm and two linear layers. Whatever the layout, the full weights and the batches are
-the same, so a cell is right if it ends where one process ends that runs the whole model in the same mode.
+The model is two blocks of a layer norm and two linear layers. All layouts use the same full weights and batches,
+so a cell is correct if it ends with the weights of a single process that trains the full model in the same mode.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from meshstep.parallel.layout.annotation import annotation_of
 from precision_modes import MODES as PLAIN_MODES
 from torch import Tensor, nn
 
-WIDTH, HIDDEN, BATCH, STEPS = 32, 64, 16, 3  # pieces of 16 features: the least that 8-bit layers take
+WIDTH, HIDDEN, BATCH, STEPS = 32, 64, 16, 3  # shards have 16 features, the minimum for 8-bit layers
 MAX_NORM = 1.0
 
-# All with their defaults.
+# All modes have default options.
 MODES = {**PLAIN_MODES, "O3": ApexFp16("O3"), "fp8": Fp8()}
 LAYOUTS = (
     "one process",
@@ -48,15 +48,16 @@ LAYOUTS = (
     "data=2,pipe=2",
     "data=2,row=2,col=2",
 )
-SOME = {"data=2,row=2,col=2": ("fp32", "fp16", "bf16")}  # eight processes take their time
+SOME = {"data=2,row=2,col=2": ("fp32", "fp16", "bf16")}  # runs with eight processes are slow
 FORMS: dict[str, dict[str, Any]] = {
     f"{name}{suffix}": {"data_parallel": None if name == "None" else name.strip('"'), **options}
     for suffix, options in (("", {}), (", offload", {"offload": 0.5}))
     for name in ("None", '"ddp"', '"zero1"', '"zero2"', '"fsdp"')
 }
 
-# Relative: what the rounding of a mode makes of the norms, and of the weights; a few clipped steps move the matrices by a
-# quarter. Stochastic rounding draws other numbers on other ranks; an 8-bit number has 4 significant bits.
+# Relative tolerances of the norms and of the weights for the rounding of each mode; a few clipped steps change the
+# matrices by a quarter. Stochastic rounding draws different numbers on different ranks; an 8-bit number has 4
+# significant bits.
 TOLERANCE = {
     "fp32": (1e-6, 2e-6),
     "fp16": (1e-4, 3e-3),
@@ -72,7 +73,7 @@ TOLERANCE = {
 
 
 def topology_of(layout: str) -> Topology:
-    """Of a row of the table."""
+    """The topology of a row of the table."""
     return Topology() if layout == "one process" else Topology.parse(layout)
 
 
@@ -80,7 +81,7 @@ def topology_of(layout: str) -> Topology:
 
 
 class Block(nn.Module):
-    """x + down(tanh(up(norm(x)))), split as the mesh's axes say."""
+    """x + down(tanh(up(norm(x)))), sharded over the mesh's axes."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two blocks; on a pipeline this stage's one."""
+    """Two blocks; on a pipeline, the one block of this stage."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -119,17 +120,17 @@ class Blocks(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Of a step: x [batch, width] and classes [batch], the same on all ranks."""
+    """The batch of a step: x [batch, width] and classes [batch], the same on all ranks."""
     generator = torch.Generator().manual_seed(40 + step)
     x = torch.randn(BATCH, WIDTH, generator=generator)
     return x, x.flip(1).argmax(1)
 
 
 def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
-    """The full parameters by name, as `nn.Linear` has them, in float32; of a pipeline this stage's."""
+    """The full parameters by name, in the layout of `nn.Linear`, in float32; on a pipeline, those of this stage."""
     full = {}
     for name, param in model.named_parameters():
-        annotation = annotation_of(param)  # of a DTensor, what was declared of it besides its placements
+        annotation = annotation_of(param)  # for a DTensor, the declaration besides its placements
         assert annotation is not None
         local = param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
         whole = unshard(local, annotation.spec, registry).float()
@@ -142,7 +143,7 @@ def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, 
 
 
 class Run(NamedTuple):
-    """How a cell went on one rank: the norms, and the full weights at the end; or the text of the refusal."""
+    """The result of a cell on one rank: the norms and the full weights at the end; or the text of the error."""
 
     norms: list[float]
     weights: dict[str, Tensor]
@@ -150,10 +151,10 @@ class Run(NamedTuple):
 
 
 def run_cells(layout: str, forms: Sequence[str]) -> dict[str, dict[str, Run]]:
-    """A few steps in each form and mode, on this rank; in the same process groups, and on the same batches."""
+    """Run a few steps in each form and mode on this rank, with the same process groups and batches."""
     topology = topology_of(layout)
     if any("fsdp" in form for form in forms):
-        from dtensors import registry_of  # makes meshes that torch doesn't take for those of a closed registry
+        from dtensors import registry_of  # creates meshes that torch does not confuse with those of a closed registry
 
         registry = registry_of(tuple(zip(topology.axes, topology.sizes, strict=True)))
     else:
@@ -166,7 +167,8 @@ def run_cells(layout: str, forms: Sequence[str]) -> dict[str, dict[str, Run]]:
 
 
 def differences(run: Run, reference: Run, mode: str) -> list[str]:
-    """What is further off than the rounding of the mode; a pipeline's rank knows the weights of its stage."""
+    """The values that differ by more than the mode's rounding; a rank of a pipeline has the weights of its stage
+    only."""
     of_norm, of_weight = TOLERANCE[mode]
     found = []
     for step, (norm, expected) in enumerate(zip(run.norms, reference.norms, strict=True)):
@@ -181,7 +183,7 @@ def differences(run: Run, reference: Run, mode: str) -> list[str]:
 
 
 def run_cell(registry: ProcessGroupRegistry, form: str, mode: str, batches: Sequence[tuple[Tensor, Tensor]]) -> Run:
-    """Some steps with `Booster`; of what is refused, the words."""
+    """Run some steps with `Booster`; for a rejected combination, return the error's text."""
     model: nn.Module = Blocks(registry)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, fused=True)
     try:
@@ -211,7 +213,7 @@ def local_batch(step: int, registry: ProcessGroupRegistry) -> tuple[Tensor, Tens
 
 
 def backward(model: nn.Module, optimizer: ParallelOptimizer, criterion: Any, x: Tensor, y: Tensor) -> None:
-    """Of a pipeline both stages in turn: activations and their gradients travel in float32."""
+    """Run backward; on a pipeline stage by stage, with activations and their gradients sent in float32."""
     registry = optimizer.registry
     if "pipe" not in registry.topology.axes:
         optimizer.backward(criterion(model(x), y))

@@ -1,4 +1,4 @@
-"""A forked ``python`` is as a fresh one: what it is given, what it finds, what it prints and how it ends."""
+"""A forked ``python`` process behaves like a fresh one: its environment, output, exit code and child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(json.dumps([__name__, sys.argv, sys.path, os.getcwd(), dict(os.environ), m
 
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"], ["-c", SEEN]], ids=lambda how: how[0])
-def test_it_sees_what_a_fresh_one_sees(tmp_path: Path, how: list[str]) -> None:
+def test_forked_process_sees_same_environment_as_fresh_process(tmp_path: Path, how: list[str]) -> None:
     (tmp_path / "script.py").write_text(SEEN)
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "more"), "OF_THIS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     fresh = subprocess.run([sys.executable, *how, "a", "-b"], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -40,18 +40,18 @@ def test_it_sees_what_a_fresh_one_sees(tmp_path: Path, how: list[str]) -> None:
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", (-9, "", "")),
     ],
 )
-def test_it_ends_as_a_fresh_one(code: str, ended: tuple[int, str, str]) -> None:
+def test_forked_process_exits_like_fresh_process(code: str, ended: tuple[int, str, str]) -> None:
     done = forked_python.run("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == ended
 
 
-def test_an_error_has_its_traceback() -> None:
+def test_forked_process_prints_traceback_of_error() -> None:
     done = forked_python.run("-c", "raise ValueError('planted')")
     assert done.returncode == 1
     assert done.stderr.endswith('File "<string>", line 1, in <module>\nValueError: planted\n')
 
 
-def test_one_that_is_late_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_timeout_kills_forked_process_and_its_children(tmp_path: Path) -> None:
     code = "import os, time; pid = os.fork(); open(str(os.getpid()), 'w').close(); time.sleep(600)"
     forked = Forked("-c", code, cwd=tmp_path)
     while len([*tmp_path.iterdir()]) < 2:

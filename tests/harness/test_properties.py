@@ -1,4 +1,4 @@
-"""The harness itself: what a property of random cases draws, and what it says of one that fails."""
+"""Tests of the test harness: how random cases are drawn and reported, and which cases the shorter runs select."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def total(numbers: list[int]) -> int:
     return sum(numbers)
 
 
-def test_as_many_cases_as_hypothesis_would_draw(world: World) -> None:
+def test_random_cases_draws_as_many_cases_as_hypothesis(world: World) -> None:
     ours: list[list[int]] = []
     calls: list[int] = []
     theirs: list[list[int]] = []
@@ -52,7 +52,7 @@ def test_as_many_cases_as_hypothesis_would_draw(world: World) -> None:
     assert len(ours) == len(theirs)
 
 
-def test_the_case_that_fails_is_found_shrunk_and_kept(
+def test_failing_random_case_is_shrunk_and_stored(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(properties, "FAILURES", tmp_path)
@@ -74,7 +74,7 @@ def test_the_case_that_fails_is_found_shrunk_and_kept(
     assert [900] in seen[-1], "in the next run"
 
 
-def test_what_fails_only_together_fails(world: World) -> None:
+def test_random_cases_reports_failure_that_needs_several_cases_together(world: World) -> None:
     @random_cases(NUMBERS, 200)
     def fails(world: World, drawn: list[list[int]]) -> None:
         assert len(drawn) == 1, "together"
@@ -83,13 +83,13 @@ def test_what_fails_only_together_fails(world: World) -> None:
         fails(world)
 
 
-def test_each_is_run_on_its_world_size_and_results_are_in_order(world: World) -> None:
+def test_run_each_uses_world_size_of_each_call_and_keeps_order(world: World) -> None:
     drawn = [[1], [2, 3], [], [4, 5], [6]]
     results = world.run_each(total, [(len(numbers) + 1, (numbers,)) for numbers in drawn])
     assert results == [[sum(numbers)] * (len(numbers) + 1) for numbers in drawn]
 
 
-def test_the_case_in_which_a_rank_raises_is_named() -> None:
+def test_run_each_names_the_case_in_which_a_rank_raises() -> None:
     world = World()
     with pytest.raises(WorldError, match=r"(?s)planted.*in the case \[901\]"):
         world.run_each(total, [(2, ([1],)), (2, ([901],)), (2, ([2],))])
@@ -97,13 +97,13 @@ def test_the_case_in_which_a_rank_raises_is_named() -> None:
 
 
 def item(test: str, **arguments: object) -> Any:
-    """What a sample is taken of, as pytest collects it."""
+    """A fake collected test item, as pytest passes it to `sample`."""
     if not arguments:
         return SimpleNamespace(nodeid=test)
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_a_sample_has_every_test_and_of_each_a_late_case_the_same_in_every_process() -> None:
+def test_sample_selects_one_late_case_per_test_deterministically() -> None:
     tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
     pair, alone = [item("pair", mode=mode) for mode in range(2)], item("alone")
     every = [*(case for cases in tests for case in cases), *pair, alone]
@@ -111,14 +111,14 @@ def test_a_sample_has_every_test_and_of_each_a_late_case_the_same_in_every_proce
     assert [sum(case in chosen for case in cases) for cases in [*tests, pair, [alone]]] == [1] * 102
     assert pair[1] in chosen
     modes = {case.callspec.params["mode"] for cases in tests for case in cases if case in chosen}
-    assert modes == set(range(10, 20)), "of another test another one"
+    assert modes == set(range(10, 20)), "different tests must contribute different cases"
     assert sample(every) == chosen
 
 
 def drawn_from(
     *lists: int, file: str = "optim/test_a.py", fixtures: tuple[str, ...] = ("world",), marker: object = None
 ) -> list[Any]:
-    """All combinations of indices of lists of these lengths: the cases of one test."""
+    """The cases of one test: all combinations of indices into parameter lists of these lengths."""
     return [
         SimpleNamespace(
             nodeid=f"tests/{file}::test_it[{index}]",
@@ -130,7 +130,7 @@ def drawn_from(
     ]
 
 
-def test_default_run_takes_all_cases_of_a_test_without_ranks_and_a_few_of_others() -> None:
+def test_default_run_keeps_all_cases_of_tests_without_ranks_and_few_of_others() -> None:
     alone = drawn_from(20, fixtures=("tmp_path",))
     assert default_cases(alone) == alone
     assert len(default_cases(drawn_from(20))) == CASES_OF_A_TEST
@@ -139,12 +139,12 @@ def test_default_run_takes_all_cases_of_a_test_without_ranks_and_a_few_of_others
     assert len(default_cases(drawn_from(20, file="examples/test_a.py"))) == 1
 
 
-def test_spread_takes_one_case_of_each_part_of_a_list() -> None:
+def test_spread_takes_one_case_per_section_of_parameter_list() -> None:
     taken = [case.callspec.indices[0] for case in spread(drawn_from(20), 4)]
     assert [index // 5 for index in taken] == [0, 1, 2, 3]
 
 
-def test_spread_takes_every_value_and_then_new_pairs() -> None:
+def test_spread_covers_every_value_and_then_new_pairs() -> None:
     taken = [tuple(case.callspec.indices.values()) for case in spread(drawn_from(4, 4, 2), 4)]
     assert [{index[which] for index in taken} for which in range(3)] == [{*range(4)}, {*range(4)}, {0, 1}]
     taken = [tuple(case.callspec.indices.values()) for case in spread(drawn_from(4, 4, 2), 20)]
@@ -152,14 +152,14 @@ def test_spread_takes_every_value_and_then_new_pairs() -> None:
     assert {index[1:] for index in taken} == {*product(range(4), range(2))}
 
 
-def test_spread_counts_arguments_that_change_together_as_one() -> None:
+def test_spread_treats_arguments_that_change_together_as_one() -> None:
     cases = drawn_from(12)
     for case in cases:
         case.callspec.indices["the same list"] = case.callspec.indices[0]
     assert [case.callspec.indices[0] // 4 for case in spread(cases, 3)] == [0, 1, 2]
 
 
-def test_of_a_file_that_starts_processes_a_sample_has_a_few_tests() -> None:
+def test_sample_contains_few_tests_of_files_that_start_processes() -> None:
     starts, others = "tests/examples/test_a.py::test_{}", "tests/parallel/test_spec.py::test_{}"
     every = [item(name.format(index)) for name in (starts, others) for index in range(10)]
     chosen = [case.nodeid for case in sample(every)]
@@ -167,7 +167,7 @@ def test_of_a_file_that_starts_processes_a_sample_has_a_few_tests() -> None:
     assert sum(name.startswith("tests/parallel/") for name in chosen) == 10
 
 
-def test_repetitions_are_left_out_of_shorter_runs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitions_are_reduced_only_in_shorter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ("a", "b", "c")
     monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "full")
     assert repetitions(values, "key", default=1) == values
@@ -177,5 +177,5 @@ def test_repetitions_are_left_out_of_shorter_runs_only(monkeypatch: pytest.Monke
     monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "oldest")
     taken = [repetitions(values, key) for key in range(20)]
     assert all(len(some) == 1 for some in taken)
-    assert {value for (value,) in taken} == set(values), "another key, another one"
-    assert taken == [repetitions(values, key) for key in range(20)], "in every process the same"
+    assert {value for (value,) in taken} == set(values), "different keys must select different values"
+    assert taken == [repetitions(values, key) for key in range(20)], "the selection must be deterministic"

@@ -1,4 +1,4 @@
-"""How the recipes' scripts are run."""
+"""Tests of the helper that runs the recipes' scripts under torchrun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_has_its_arguments_on_each_rank_and_what_one_raises_is_told(tmp_path: Path) -> None:
+def test_torchrun_passes_arguments_to_ranks_and_reports_their_errors(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2 with \['a', '-b'\].*AssertionError: planted"):

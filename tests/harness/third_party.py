@@ -1,4 +1,4 @@
-"""Small optimizers under the names of libraries' classes, which know an optimizer by its names alone."""
+"""Small optimizers under the class names of other libraries, by which the library recognizes optimizers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SignDescent(torch.optim.Optimizer):
-    """Elementwise: the sign of a momentum (Lion, Tiger)."""
+    """An elementwise optimizer: updates by the sign of the momentum (as Lion and Tiger)."""
 
     def __init__(self, params: Any, lr: float = 0.01, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -25,12 +25,12 @@ class SignDescent(torch.optim.Optimizer):
                     param.sub_(self.update(param, momentum), alpha=group["lr"])
 
     def update(self, param: Tensor, momentum: Tensor) -> Tensor:
-        """What is subtracted, before the rate."""
+        """The value to subtract, before multiplication by the learning rate."""
         return momentum.sign()
 
 
 class TrustRatio(SignDescent):
-    """Not elementwise: the norm of the whole tensor decides how far it goes (LAMB, LARS)."""
+    """A non-elementwise optimizer: the norm of the full tensor scales the update (as LAMB and LARS)."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -41,7 +41,8 @@ class TrustRatio(SignDescent):
 
 
 class QuantizedMomentum(SignDescent):
-    """Its momentum is rounded to 8 bits in blocks of 256 elements, in tensors of 4,096 or more (torchao, bitsandbytes)."""
+    """Rounds the momentum to 8 bits in blocks of 256 elements, for tensors of 4,096 elements or more (as torchao
+    and bitsandbytes)."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -56,7 +57,7 @@ class QuantizedMomentum(SignDescent):
 
 
 def under_the_name(package: str, name: str, base: type[SignDescent] = SignDescent) -> type[SignDescent]:
-    """A class of that name, as if it came from there, with a `step` of its own."""
+    """A class with this name, with the module of this package, and with its own `step`."""
 
     def step(self: SignDescent, closure: Any = None) -> None:
         base.step(self)

@@ -1,4 +1,4 @@
-"""torch's optimizers with all their arguments, plain and wrapped: whatever torch promises of one, the other keeps."""
+"""torch's optimizers with all their arguments, plain and wrapped: the wrapped one must behave like the plain one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 Options = dict[str, Any]
 
-# Each set of arguments beside the defaults. Muon is for matrices only.
+# The sets of arguments to test in addition to the defaults. Muon supports matrices only.
 ARGUMENTS: dict[str, list[Options]] = {
     "ASGD": [{"lambd": 0.1}, {"lr": 0.02, "t0": 100, "weight_decay": 0.1}],
     "Adadelta": [{"lr": 0.1, "weight_decay": 0.1}, {"rho": 0.95}],
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(name: str) -> Iterator[Kind]:
-    """With every set of arguments and every flag that there is on a CPU; and a rate in a tensor."""
+    """All sets of arguments with every flag that exists on a CPU, and one with the learning rate in a tensor."""
     known = inspect.signature(getattr(torch.optim, name)).parameters
     for flags in FLAGS:
         if flags.keys() <= known.keys():
@@ -74,7 +74,7 @@ def kinds_of(name: str) -> Iterator[Kind]:
 
 
 class Net(nn.Module):
-    """Two layers with a 0-dim parameter beside; for Muon matrices alone."""
+    """Two layers and a 0-dim parameter; for Muon, matrices only."""
 
     def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -95,17 +95,17 @@ class Net(nn.Module):
         return y.sum()
 
     def groups(self) -> list[dict[str, Any]]:
-        """A weight decay of its own for what is no matrix, where there is any."""
+        """Param groups: other parameters than matrices, if any, have their own weight decay."""
         return [{"params": list(self.layers[0].parameters())}, {"params": list(self.layers[2:].parameters())}]
 
 
 def wrapper(registry: ProcessGroupRegistry) -> Wrap:
-    """Puts a torch optimizer into a `ParallelOptimizer` on this mesh."""
+    """A function that wraps a torch optimizer in a `ParallelOptimizer` on this mesh."""
     return lambda plain: ParallelOptimizer(plain, registry)
 
 
 def train(model: Net, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Steps ``first`` to ``last`` - 1."""
+    """Run steps ``first`` to ``last`` - 1."""
     for step in range(first, last):
         optimizer.zero_grad()
         model.loss(step).backward()
@@ -113,7 +113,7 @@ def train(model: Net, optimizer: torch.optim.Optimizer, first: int, last: int) -
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Parameters and all of the optimizer's state; tensors as they are."""
+    """The parameters and the optimizer's full state; tensors are not converted."""
     params = [param.detach().clone() for param in model.parameters()]
     states = [dict(optimizer.state[param]) for param in model.parameters() if param in optimizer.state]
     return [params, [[(key, _copy(value)) for key, value in sorted(state.items())] for state in states]]
@@ -124,7 +124,7 @@ def _copy(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nested containers hold the same numbers, in the same types, to the bit."""
+    """Whether nested containers hold the same values with the same types, bit for bit."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Steps of Transformers' Trainer, by itself or with the recipe of docs/integrations/TRANSFORMERS.md."""
+"""Train with Transformers' Trainer, plain or with the recipe of docs/integrations/TRANSFORMERS.md."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_NORM = 0.5
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Fused, with weight decay."""
+    """Fused AdamW with weight decay."""
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
 
 
 def rows(number: int) -> list[dict[str, Tensor]]:
-    """So many samples of eight tokens, the same at every call."""
+    """``number`` samples of eight tokens, the same at every call."""
     tokens = torch.randint(0, 64, (number, 8), generator=torch.Generator().manual_seed(5))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -32,15 +32,15 @@ def rows(number: int) -> list[dict[str, Tensor]]:
 def run(
     path: str, folder: Path, ours: bool, mesh: tuple[int, int] | None = None, resume: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The norms that it logs, and the weights after four steps, of which the first two were made by an earlier run with
-    ``resume``.
+    """Return the norms that the Trainer logs and the weights after four steps; with ``resume``, an earlier run made
+        the first two steps.
 
     Args:
-        mesh: fsdp x tp. None: the model is whole, and the Trainer wraps it in DistributedDataParallel.
+        mesh: The sizes fsdp x tp. None: the model is replicated, and the Trainer wraps it in DistributedDataParallel.
     """
     transformers.utils.logging.disable_progress_bar()
     AcceleratorState._reset_state()
-    ParallelismConfig._validate_accelerator = lambda *_: None  # it has tensor parallelism on GPUs only
+    ParallelismConfig._validate_accelerator = lambda *_: None  # this check allows tensor parallelism on GPUs only
     arguments = TrainingArguments(
         str(folder),
         use_cpu=True,

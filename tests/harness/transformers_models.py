@@ -1,4 +1,4 @@
-"""Small models of Transformers, made in code."""
+"""Small models of the Transformers library, created without downloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL = {
 
 
 def made(kind: str) -> Any:
-    """A model with random weights of torch's default dtype."""
+    """A model with random weights in torch's default dtype."""
     import transformers
 
     torch.manual_seed(7)

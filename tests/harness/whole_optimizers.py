@@ -1,4 +1,4 @@
-"""Published optimizers, and how far they end from one process where weights are split."""
+"""Published optimizers, and the difference between their results on sharded weights and in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ How = Literal["wrapped", "on pieces"]
 
 
 def of(package: str, name: str, **options: Any) -> Make:
-    """By name: made where it is installed."""
+    """A constructor of the optimizer ``name`` of ``package``, which is imported when called."""
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         module = __import__(package, fromlist=[name])
@@ -28,7 +28,7 @@ def of(package: str, name: str, **options: Any) -> Make:
 
 
 def matrices(package: str, name: str, **options: Any) -> Make:
-    """Of an optimizer of matrices, as a group; vectors by its own AdamW."""
+    """A constructor of a matrix optimizer with one group of matrices; vectors use its own AdamW."""
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups: Any = [
@@ -78,7 +78,11 @@ MAKE: dict[str, Make] = {
     "Tiger": of("pytorch_optimizer", "Tiger"),
 }
 RIGHT_ON_PIECES = ("timm LaProp", "timm Adopt", "Lion", "Tiger")
-NOT_REACHED = ("timm Mars", "AdaNorm", "ScalableShampoo")  # here: norms are small, and so are the matrices
+NOT_REACHED = (
+    "timm Mars",
+    "AdaNorm",
+    "ScalableShampoo",
+)  # their norm-dependent code is not reached here: norms and matrices are too small
 
 
 def trained(axes: Axes, kind: str, how: How | None) -> dict[str, Tensor]:
@@ -100,6 +104,6 @@ def trained(axes: Axes, kind: str, how: How | None) -> dict[str, Tensor]:
 
 
 def apart(world: World, kind: str, how: How) -> float:
-    """How far a split run ends from one process with the optimizer as it is, relative."""
+    """The relative difference between a run on shards and a run of the unmodified optimizer in one process."""
     (dense,), split = world.run(1, trained, (), kind, None), world.run(2, trained, (("tensor", 2),), kind, how)[0]
     return max(float((split[name] - dense[name]).abs().max() / dense[name].abs().max()) for name in dense)

@@ -1,4 +1,4 @@
-"""Runs of optimizers that need whole tensors: on every layout and alone, in float64."""
+"""Run optimizers that need full tensors, on every layout and in a single process, in float64."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from zero_models import small_buckets
 
 Make = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
-"""An optimizer of named parameters; a function of a module, which ranks can import."""
+"""A constructor of an optimizer of named parameters; a module-level function, so that ranks can import it."""
 
 
 class ExactMeans(Layout):
-    """Shares are multiples of 3, so that means over 3 data ranks are not rounded, in whatever order they are summed."""
+    """A layout whose gradient terms are multiples of 3, so that means over 3 data ranks are exact in any order of
+    summation."""
 
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
         return super().share(name, rank, step, micro) * 3
@@ -40,7 +41,7 @@ WHOLE_LAYOUTS = {
             "gain": P(partial="tensor"),
         },
     ),
-    # As the layers in 2.5 and in 3 dimensions declare them.
+    # The specs that the 2.5-D and 3-D layers declare.
     "2.5-D": Layout(
         (("depth", 2), ("row", 1), ("col", 2)),
         {
@@ -79,7 +80,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 def trained(layout: Layout, make: Make, options: dict[str, Any] | None = None, steps: int = 10) -> list[Part]:
-    """What this rank has after some steps in float64."""
+    """The shards of this rank after some steps in float64."""
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **(options or {}))
@@ -90,10 +91,10 @@ def trained(layout: Layout, make: Make, options: dict[str, Any] | None = None, s
 
 
 def alone(layout: Layout, make: Make, steps: int = 10, micros: int = 1) -> Full:
-    """The whole parameters after the same steps of the same optimizer in one process, without a registry."""
+    """The full parameters after the same steps of the same optimizer in one process, without a registry."""
     dense = Dense(layout)
     params = {key: nn.Parameter(start(key)) for key in layout.keys}
-    # One name for one kind of parameter, as on a rank: what an optimizer does by name it does on every stage.
+    # One name per kind of parameter, as on a rank: options by name must apply on every stage.
     by_stage: dict[int, dict[str, nn.Parameter]] = {}
     for (name, stage), param in params.items():
         by_stage.setdefault(stage, {})[name] = param
@@ -107,7 +108,7 @@ def alone(layout: Layout, make: Make, steps: int = 10, micros: int = 1) -> Full:
 
 
 def largest_error(by_rank: list[list[Part]], full: Full) -> float:
-    """Of any piece on any rank, relative to the largest element of its tensor."""
+    """The largest error of any shard on any rank, relative to the largest element of its tensor."""
     errors = [
         float((part.value - part.of(full[part.key])).abs().max() / full[part.key].abs().max())
         for own in by_rank
@@ -119,7 +120,7 @@ def largest_error(by_rank: list[list[Part]], full: Full) -> float:
 
 
 def copies_differ(by_rank: list[list[Part]]) -> list[str]:
-    """The pieces of which two ranks have other bits."""
+    """The shards whose replicas differ between two ranks in any bit."""
     seen: dict[tuple[Any, str], Tensor] = {}
     return [
         f"{part.key} {part.region}"
@@ -130,14 +131,14 @@ def copies_differ(by_rank: list[list[Part]]) -> list[str]:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Of the parameters."""
+    """The shapes of the parameters."""
     return dict(SHAPES)
 
 
 def step_both(
     one: torch.optim.Optimizer, ours: list[nn.Parameter], other: torch.optim.Optimizer, theirs: list[nn.Parameter]
 ) -> None:
-    """One step of two optimizers, with the same random gradients."""
+    """Run one step of two optimizers with the same random gradients."""
     for param, same in zip(ours, theirs, strict=True):
         param.grad = torch.randn_like(param)
         same.grad = param.grad.clone()

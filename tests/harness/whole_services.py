@@ -1,4 +1,4 @@
-"""What every optimizer that needs whole tensors must do in a `ParallelOptimizer`, whichever it is; run on ranks."""
+"""Checks that every optimizer with full-tensor updates must pass inside a `ParallelOptimizer`; run on ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Options = dict[str, Any]
 def each_trained(
     layout: Layout, makes: list[Make], options: Options, steps: int = 10, bucket: int | None = 64
 ) -> list[list[Part]]:
-    """`trained` with one optimizer after another, in the same process groups; None: buckets of the usual size."""
+    """Run `trained` with one optimizer after another in the same process groups; None: buckets of the default size."""
     found = []
     buckets = nullcontext() if bucket is None else small_buckets(bucket)
     with ProcessGroupRegistry(layout.topology) as registry, buckets:
@@ -41,7 +41,7 @@ def each_trained(
 
 
 def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Counter[str]]:
-    """For each optimizer the collectives of a step, less those of SGD with the same options."""
+    """For each optimizer, the collectives of a step minus those of SGD with the same options."""
     sgd: Make = partial(torch.optim.SGD, lr=0.1, fused=True)
     counts: list[Counter[str]] = []
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
@@ -57,7 +57,7 @@ def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Coun
 
 
 def without_host_reads(layout: Layout, makes: list[Make], options: Options) -> None:
-    """Raises where the third step waits for a number."""
+    """Raise an error if the third step reads a value on the host."""
     with ProcessGroupRegistry(layout.topology) as registry:
         for make in makes:
             model = Planted(layout, registry.global_rank)
@@ -71,7 +71,8 @@ def without_host_reads(layout: Layout, makes: list[Make], options: Options) -> N
 
 
 def changed_by_overflow(layout: Layout, makes: list[Make], dtype: torch.dtype, options: Options) -> list[list[str]]:
-    """For each optimizer what a step changed here in which rank 1 alone had an infinite loss."""
+    """For each optimizer, the tensors that changed on this rank in a step in which only rank 1 had an infinite
+    loss."""
     with ProcessGroupRegistry(layout.topology) as registry:
         return [_changed_by_overflow(layout, make, dtype, options, registry) for make in makes]
 
@@ -103,7 +104,8 @@ def _changed_by_overflow(
 
 
 def in_mode(layout: Layout, makes: list[Make], options: Options, micros: int = 1) -> list[list[Part]]:
-    """With masters, and maybe a loss scale and accumulation: what each optimizer has made of them."""
+    """Train each optimizer with master weights, and optionally a loss scale and accumulation; return the resulting
+    shards."""
     found = []
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         for make in makes:
@@ -118,7 +120,7 @@ def in_mode(layout: Layout, makes: list[Make], options: Options, micros: int = 1
 
 
 def run_to(layout: Layout, make: Make, folder: Path, steps: range, load: bool, options: Options) -> list[Part]:
-    """Some steps, before which a checkpoint is loaded, or after which one is saved."""
+    """Run some steps; load a checkpoint before them or save one after them."""
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
@@ -134,7 +136,7 @@ def run_to(layout: Layout, make: Make, folder: Path, steps: range, load: bool, o
 
 @st.composite
 def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
-    """A layout of the planted parameters, and which of `STATES` fits to it."""
+    """A random layout of the planted parameters, and one of `STATES` that is valid for it."""
     topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
     among: list[tuple[Kind, ...]] = [("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]
     kinds = draw(st.sampled_from(among))
@@ -145,8 +147,8 @@ def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
 
 
 def _is_cut_as_said(shape: tuple[int, ...], spec: P, topology: Topology) -> bool:
-    """Whether `slice_of` cuts it as a layer would: it cuts a dim over all axes at once, which differs where they don't
-    divide it. And no stage gives a share of its own to another one's piece."""
+    """Whether `slice_of` splits the parameter as a layer would. It splits a dim over all axes at once, which
+    differs if they do not divide the dim. Stages must not add different terms to a shared shard."""
     if any(axis in topology.pipe_axes and isinstance(at, str) for axis, at in spec.owned):
         return False
     try:

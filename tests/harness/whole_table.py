@@ -1,4 +1,4 @@
-"""What the table of optimizers that need whole tensors is made of: optimizers, layouts, placements of states."""
+"""The axes of the table of full-tensor optimizers: optimizers, layouts, placements of states."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ PLACEMENTS = {"whole": "whole", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "offload":
 
 
 def fitting(layout: str) -> list[str]:
-    """The placements that fit to a layout."""
+    """The placements that are valid for a layout."""
     has_data = "data" in WHOLE_LAYOUTS[LAYOUTS[layout]].topology.axes
     return [name for name, state in PLACEMENTS.items() if state in STATES and (has_data or "zero" not in name)]

@@ -1,4 +1,4 @@
-"""The pool of ranks of this suite: `meshstep.testing.RankPool`, with what its tests use preloaded."""
+"""The suite's pool of ranks: `meshstep.testing.RankPool` with the modules that tests use preloaded."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ from meshstep.parallel.ranks.pool import RankPool
 
 T = TypeVar("T")
 
-# All that each worker would else import for itself; some of it only on first use, by checkpoints: seconds.
+# Modules that each worker would otherwise import itself, some only on first use by checkpoints; this takes seconds.
 OF_TESTS = ("torch.distributed.checkpoint", "hypothesis.strategies", "pytest", "unittest.mock")
-OF_EXAMPLES = ("sklearn.datasets", "torchvision.datasets", "tqdm")  # whoever has them
+OF_EXAMPLES = ("sklearn.datasets", "torchvision.datasets", "tqdm")  # imported if installed
 PRELOAD = [*OF_EVERY_POOL, *OF_TESTS, *OF_EXAMPLES]
 WorldError = RanksError
 
 
 class World:
-    """A pool whose calls say the number of ranks first: ``world.run(4, f, *args)``."""
+    """A pool whose calls begin with the number of ranks: ``world.run(4, f, *args)``."""
 
     def __init__(self) -> None:
         self.ranks = RankPool(preload=(*OF_TESTS, *OF_EXAMPLES), initializer=destroy_in_a_thread)
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
-        """`Ranks.run`."""
+        """As `Ranks.run`."""
         return self.ranks.run(function, world_size, *args)
 
     def run_each(self, function: Callable[..., T], cases: Sequence[tuple[int, tuple[Any, ...]]]) -> list[list[T]]:
-        """`Ranks.run_each`."""
+        """As `Ranks.run_each`."""
         return self.ranks.run_each(function, cases)
 
     def close(self) -> None:
-        """`Ranks.close`."""
+        """As `Ranks.close`."""
         self.ranks.close()
 
 
 def forkserver() -> ForkServerContext:
-    """Whose processes are forked from the one that the ranks of a `World` are forked from; whoever is first starts it."""
+    """The context that forks processes from the same server process as the ranks of a `World`; started on first
+    use."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
 
 
 def printed_by(function: Callable[..., object], *args: Any) -> str:
-    """What it prints, on this rank."""
+    """The stdout of ``function`` on this rank."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         function(*args)
@@ -60,7 +61,8 @@ def printed_by(function: Callable[..., object], *args: Any) -> str:
 
 
 def destroy_in_a_thread() -> None:
-    """To end a group takes up to 10 ms, until gloo's threads know that they are done; meanwhile nobody does anything."""
+    """Destroy process groups in a thread: it takes up to 10 ms, until gloo's threads have ended; the caller need
+    not wait."""
     import torch.distributed as dist
 
     ended: SimpleQueue[object] = SimpleQueue()
@@ -68,7 +70,7 @@ def destroy_in_a_thread() -> None:
     def end() -> None:
         while True:
             groups = [ended.get()]
-            time.sleep(0.05)  # until whoever destroyed it has let go of it: it ends where the last reference does
+            time.sleep(0.05)  # wait until the caller has dropped its reference: the group ends with the last reference
             while not ended.empty():
                 groups.append(ended.get())
             while groups:

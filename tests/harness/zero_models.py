@@ -23,28 +23,28 @@ ZERO2: dict[str, Any] = {"shard_states": "data", "shard_gradients": True}
 
 
 def rows(step: int, count: int = 8) -> Tensor:
-    """Token ids, as `scenarios.batch` has them, of any number of rows."""
+    """Token ids, as in `scenarios.batch`, with any number of rows."""
     return torch.randint(VOCAB, (count, 5), generator=torch.Generator().manual_seed(100 + step))
 
 
 def size_of(axes: Axes) -> int:
-    """How many ranks these axes have."""
+    """The number of ranks of these axes."""
     return Topology(roles=None, **dict(axes)).world_size
 
 
 def small_buckets(nbytes: int = 1024) -> Any:
-    """Many buckets, though the models are small; some parameters are then a bucket of their own."""
+    """Use small buckets, so that small models have many; some parameters are then a bucket of their own."""
     return mock.patch.object(zero, "BUCKET_BYTES", nbytes)
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest, relative to the largest number of each tensor."""
+    """The largest difference, relative to the largest element of each tensor."""
     assert found.keys() == expected.keys()
     return max((float((found[k] - v).abs().max() / v.abs().max()) for k, v in expected.items()), default=0.0)
 
 
 class Odd(nn.Module):
-    """Parameters of all kinds: 0-dim, not contiguous, frozen, unused on some ranks, sharded over the axis already."""
+    """Parameters of all kinds: 0-dim, not contiguous, frozen, unused on some ranks, already sharded over the axis."""
 
     def __init__(self, registry: ProcessGroupRegistry | None = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class Odd(nn.Module):
 
 
 def inputs(step: int, rank: int) -> Tensor:
-    """A batch for `Odd`, another one on each data rank."""
+    """A batch for `Odd`, different on each data rank."""
     return torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 def odd_steps(
     model: Odd, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry, steps: range, first_rank_uses: bool = True
 ) -> None:
-    """Some training. ``sometimes`` is used on data rank 0 alone, or everywhere if not ``first_rank_uses``."""
+    """Run some steps. ``sometimes`` is used on data rank 0 only, or on all ranks unless ``first_rank_uses``."""
     dtype = model.gain.dtype
     for step in steps:
         optimizer.zero_grad()
@@ -82,12 +82,12 @@ def odd_steps(
 
 
 def pieces(optimizer: ParallelOptimizer) -> list[SteppedTensor]:
-    """What this rank steps, and of which parameters it is."""
+    """The tensors that this rank updates, with their parameters."""
     return optimizer.stepped_tensors()
 
 
 def wide_model() -> nn.Module:
-    """Large enough that the states of its pieces can be weighed."""
+    """A model large enough to measure the memory of its states."""
     torch.manual_seed(1)
     layers = [nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 64), nn.LayerNorm(64)]
     model = nn.Sequential(*layers)

@@ -99,17 +99,20 @@ def test_logging_page_writes_to_every_output(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_testing_page_example_passes_and_fails_with_a_wrong_spec(tmp_path: Path) -> None:
-    ((code, _),) = blocks("python", (HOWTO / "TESTING.md").read_text())
-    right = '"up": P("tensor")'
+    page = (HOWTO / "TESTING.md").read_text()
+    ((code, _),), ((message, _),) = blocks("python", page), blocks("text", page)
+    right, wrong = "declare(self, self.specs)", 'declare(self, {**self.specs, "up": P()})'
     assert right in code
+    assert f"Replace `{right}` by `{wrong}`" in page
     (tmp_path / "test_right.py").write_text(code)
-    (tmp_path / "test_wrong.py").write_text(code.replace(right, '"up": P()'))
+    (tmp_path / "test_wrong.py").write_text(code.replace(right, wrong))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "test_right.py", "test_wrong.py"]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "FAILED test_right.py" not in done.stdout
+    assert all(line in done.stdout for line in message.splitlines()), done.stdout
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

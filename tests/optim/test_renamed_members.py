@@ -107,7 +107,7 @@ def parallel_sgd(**options: Any) -> Iterator[ParallelOptimizer]:
 
 
 @pytest.mark.parametrize(("package", "old"), [(package, old) for package, names in OBJECTS.items() for old in names])
-def test_former_object_name_returns_the_object(package: str, old: str) -> None:
+def test_former_object_name_returns_same_object_and_warns(package: str, old: str) -> None:
     module, new = getattr(meshstep, package), OBJECTS[package][old]
     text = f"meshstep.{package}.{old} is deprecated: write {new} instead"
     with warns_here(text, text):
@@ -117,7 +117,7 @@ def test_former_object_name_returns_the_object(package: str, old: str) -> None:
     assert old not in module.__all__
 
 
-def test_unknown_name_is_an_error() -> None:
+def test_unknown_module_attribute_raises() -> None:
     for module in (meshstep, meshstep.optim):
         with pytest.raises(AttributeError, match=rf"module '{module.__name__}' has no attribute 'Pieces'"):
             module.Pieces  # type: ignore[attr-defined] # noqa: B018
@@ -130,7 +130,7 @@ def instance_of(owner: type) -> Any:
 
 
 @pytest.mark.parametrize(("owner", "old"), [(owner, old) for owner, names in MEMBERS.items() for old in names])
-def test_former_member_name_reads_and_sets_the_new_one(owner: type, old: str) -> None:
+def test_former_member_name_reads_and_sets_new_member_and_warns(owner: type, old: str) -> None:
     new = MEMBERS[owner][old]
     text = f"{owner.__name__}.{old} is deprecated: write {new} instead"
     if hasattr(owner, new):
@@ -147,7 +147,7 @@ def test_former_member_name_reads_and_sets_the_new_one(owner: type, old: str) ->
 
 
 @pytest.mark.parametrize(("name", "old"), [(name, old) for name, (_, olds) in ARGUMENTS.items() for old in olds])
-def test_former_argument_name_sets_the_new_one(name: str, old: str) -> None:
+def test_former_argument_name_sets_new_argument_and_warns(name: str, old: str) -> None:
     make, arguments = ARGUMENTS[name]
     new, value = arguments[old]
     with warns_here(f"{name}({old}={value!r}) is deprecated: write {new}={value!r} instead"):
@@ -157,7 +157,7 @@ def test_former_argument_name_sets_the_new_one(name: str, old: str) -> None:
         make(**{old: value, new: value})
 
 
-def test_step_with_last_ends_the_window() -> None:
+def test_step_with_former_argument_last_ends_window_and_warns() -> None:
     with parallel_sgd(accumulation_steps=3) as optimizer:
         step: Any = optimizer.step
         optimizer.backward(sum(param.sum() for group in optimizer.param_groups for param in group["params"]))
@@ -166,7 +166,7 @@ def test_step_with_last_ends_the_window() -> None:
             assert step(last=True) is not None
 
 
-def test_former_members_of_records_return_the_same() -> None:
+def test_former_member_names_of_instances_return_new_members_and_warn() -> None:
     with parallel_sgd() as optimizer:
         records = {SteppedTensor: optimizer.stepped_tensors()[0], ReductionPlan: optimizer.plan}
     for owner, record in records.items():
@@ -175,7 +175,7 @@ def test_former_members_of_records_return_the_same() -> None:
                 assert getattr(record, old) is getattr(record, new)
 
 
-def test_override_with_a_former_name_is_called_and_warns_at_its_class() -> None:
+def test_override_with_former_name_is_called_and_warns_at_class_definition() -> None:
     class Middle(ParamTransform):
         def pull_grads(self, window: Any, averaged: bool) -> Any:
             return "middle"
@@ -209,7 +209,7 @@ def test_override_with_a_former_name_is_called_and_warns_at_its_class() -> None:
     assert Own().replica_dependent
 
 
-def test_placement_with_former_names_takes_part_in_a_step() -> None:
+def test_state_placement_with_former_method_names_works_in_step() -> None:
     calls = []
     with warns_here("Former.bring is deprecated: write pull_grads instead"):
 
@@ -255,7 +255,7 @@ class OwnPlacement(StatePlacement):
         return self.made
 
 
-def test_transform_with_a_list_of_tensors_still_works_with_a_warning() -> None:
+def test_transform_with_former_tensor_list_signature_works_and_warns() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model, placement = nn.Linear(3, 2), OwnPlacement()
         declare(model, {"*": P()})

@@ -191,7 +191,7 @@ def norms(name: str, norm_type: float) -> tuple[float, float, float, str]:
 @pytest.mark.default_cases(7)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_norm_of_dtensors_equals_the_dense_norm(world: World, name: str, norm_type: float) -> None:
+def test_norm_of_dtensors_equals_dense_norm(world: World, name: str, norm_type: float) -> None:
     wanted = dense_norm(norm_type)
     assert wanted > 0.5
     for norm, halved, after, _ in world.run(4, norms, name, norm_type):
@@ -201,8 +201,8 @@ def test_norm_of_dtensors_equals_the_dense_norm(world: World, name: str, norm_ty
 
 
 @pytest.mark.parametrize("name", ["fsdp_and_tensor_parallel", "experts_on_another_mesh"])
-def test_torchs_own_norm_raises_on_these_meshes(world: World, name: str) -> None:
-    """Shows that the layouts are those that need this function."""
+def test_torch_norm_raises_for_dtensors_on_several_meshes(world: World, name: str) -> None:
+    """The layouts are those for which torch's own function fails, so that the library's function is needed."""
     assert all("Error" in torchs for *_, torchs in world.run(4, norms, name, 2.0))
 
 
@@ -224,13 +224,13 @@ def stages() -> tuple[float, float]:
     return float(global_norm(params)), float(torch.cat([one.flatten() for one in full]).norm())
 
 
-def test_meshes_of_pipeline_stages_are_joined(world: World) -> None:
+def test_norm_covers_pipeline_stages_with_separate_meshes(world: World) -> None:
     for norm, wanted in world.run(4, stages):
         assert norm == pytest.approx(wanted, rel=1e-12)
 
 
 def plain_differs(of: str) -> str:
-    """Change a plain parameter, or its gradient, on the last rank. The first call on a mesh compares."""
+    """Change a plain parameter, or its gradient, on the last rank. The first call on a mesh compares replicas."""
     model = net()
     shard_layers(model, mesh_of((4,), (f"tensor_{of}",)))
     model(batch()).square().mean().backward()
@@ -245,7 +245,7 @@ def plain_differs(of: str) -> str:
 
 
 @pytest.mark.parametrize("of", ["parameter", "gradient"])
-def test_replicas_that_differ_are_named_with_their_axis(world: World, of: str) -> None:
+def test_error_names_diverged_plain_replica_and_its_axis(world: World, of: str) -> None:
     for text in world.run(4, plain_differs, of):
         assert f"gain: the {of} differs" in text
         assert f"tensor_{of}" in text
@@ -260,7 +260,7 @@ def plain_only() -> tuple[float, tuple[str, ...]]:
     return float(clip_grad_norm_(model.parameters(), 1.0)), infer_registry([*model.parameters()]).topology.axes
 
 
-def test_plain_parameters_alone_are_replicas(world: World) -> None:
+def test_model_without_dtensors_is_treated_as_replicated(world: World) -> None:
     for norm, axes in world.run(3, plain_only):
         assert norm == pytest.approx(2 * 6**0.5)
         assert axes == ("replica_3x1",)
@@ -284,7 +284,7 @@ def same_registry() -> list[bool]:
     ]
 
 
-def test_a_registry_is_inferred_once_per_set_of_meshes(world: World) -> None:
+def test_registry_is_inferred_once_per_set_of_meshes(world: World) -> None:
     assert world.run(4, same_registry) == [[True] * 4] * 4
 
 
@@ -295,17 +295,17 @@ def rule_per_parameter() -> list[float]:
     return [float(global_norm([param])) for param in model.parameters() if param.grad is not None]
 
 
-def test_rules_per_parameter_work_without_a_registry(world: World) -> None:
+def test_per_parameter_rule_works_without_registry(world: World) -> None:
     for found in world.run(4, rule_per_parameter):
         assert max(found) < 0.01 + 1e-9
 
 
-def test_a_number_in_the_place_of_the_registry_is_an_error_that_says_what_to_write() -> None:
+def test_number_as_registry_argument_raises_with_advice() -> None:
     with pytest.raises(TypeError, match=r"write norm_type=1.0"):
         clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0, 1.0)  # type: ignore[arg-type]
 
 
-def test_report_stands_for_the_tensor_that_torch_returns() -> None:
+def test_returned_stats_can_be_used_like_norm_tensor_of_torch() -> None:
     weight = nn.Parameter(torch.ones(4))
     weight.grad = torch.full((4,), 2.0)
     stats = clip_grad_norm_([weight], 1.0)

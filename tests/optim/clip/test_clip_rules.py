@@ -282,7 +282,7 @@ def test_every_rule_matches_dense_model_on_every_layout(world: World, name: str)
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all together"])
 def test_named_and_stateful_rules_match_dense_model(world: World, name: str) -> None:
-    """Uses other precisions and state placements than test_rules_on_traces.py."""
+    """Uses other precisions and state placements than test_clip_rules_on_norm_sequences.py."""
     config, rules = CONFIGS[name], {**NAMED, **REMEMBERING}
     by_rank = world.run(config.ranks, trained, config, list(rules.values()))
     for index, (label, rule) in enumerate(rules.items()):

@@ -67,7 +67,7 @@ def test_copy_each_adds_one_kernel_for_a_tensor_of_other_strides_or_dtype() -> N
 
 @needs_cuda_build
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_collect_casts_all_gradients_to_float32_in_one_kernel() -> None:
+def test_master_weights_collect_casts_all_gradients_in_one_kernel() -> None:
     """`DistributedDataParallel` leaves gradients in the dtype of the parameters, here bfloat16."""
 
     def collected(count: int) -> list[str]:

@@ -79,7 +79,7 @@ def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @given(data=st.data())
-def test_quantize_rounds_to_the_nearest_value_of_the_format(format: torch.dtype, data: st.DataObject) -> None:
+def test_fp8_quantize_rounds_to_the_nearest_value_of_the_format(format: torch.dtype, data: st.DataObject) -> None:
     largest = FORMATS[format][2]
     numbers = st.floats(-largest, largest, width=32) | st.floats(-(2.0**-6), 2.0**-6, width=32)
     x = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=30)))
@@ -89,7 +89,7 @@ def test_quantize_rounds_to_the_nearest_value_of_the_format(format: torch.dtype,
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_quantize_keeps_exact_values_and_rounds_ties_to_even(format: torch.dtype) -> None:
+def test_fp8_quantize_keeps_exact_values_and_rounds_ties_to_even(format: torch.dtype) -> None:
     values = magnitudes(format)
     between = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, between, -between, between * (1 + 1e-6), between * (1 - 1e-6)]).float()
@@ -99,7 +99,7 @@ def test_quantize_keeps_exact_values_and_rounds_ties_to_even(format: torch.dtype
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("size", [1e-25, 3e-3, 1.0, 7e4, 1e30])
-def test_quantize_scales_to_the_full_range_of_the_format(format: torch.dtype, size: float) -> None:
+def test_fp8_quantize_scales_to_the_full_range_of_the_format(format: torch.dtype, size: float) -> None:
     x = torch.randn(200, generator=torch.Generator().manual_seed(1)) * size
     (amax,) = global_amax((x,))
     values, inverse = quantize(x, format, amax)
@@ -197,7 +197,7 @@ def test_fp8_linear_causes_no_host_synchronization() -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scaled_mm_matches_emulated_product(rows: int, dtype: torch.dtype) -> None:
+def test_fp8_scaled_mm_matches_emulated_product(rows: int, dtype: torch.dtype) -> None:
     """torch._scaled_mm runs on the CPU too."""
     torch.manual_seed(4)
     x, weight, grad = torch.randn(rows, 48), torch.randn(32, 48), torch.randn(rows, 32)
@@ -295,7 +295,7 @@ def test_fp8_layers_lists_layers_that_are_not_in_8_bits(caplog: pytest.LogCaptur
     assert "8 bits" not in repr(fitting[0])
 
 
-def test_layers_in_leave_out_are_computed_in_base_mode() -> None:
+def test_fp8_layers_in_leave_out_are_computed_in_base_mode() -> None:
     model, plain = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     Fp8("fp32", leave_out=("1",)).prepare(model)
@@ -305,7 +305,7 @@ def test_layers_in_leave_out_are_computed_in_base_mode() -> None:
     assert torch.equal(model[1](plain[0](x)), plain(x))
 
 
-def test_invalid_leave_out_or_scales_raise_and_change_nothing() -> None:
+def test_invalid_fp8_options_raise_and_change_nothing() -> None:
     model = small_model()
     with pytest.raises(ValueError, match=r"leave_out='head' matches no linear layer; choose from 0, 3, 4"):
         Fp8(leave_out=("3", "head")).prepare(model)
@@ -333,7 +333,7 @@ def reference_row_linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_scaled_linear_matches_float64_reference(dtype: torch.dtype) -> None:
+def test_row_scaled_fp8_linear_matches_float64_reference(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     layer = nn.Linear(48, 32)
     Fp8("bf16" if dtype == torch.bfloat16 else "fp32", scales="row").prepare(layer)
@@ -351,7 +351,7 @@ def test_row_scaled_linear_matches_float64_reference(dtype: torch.dtype) -> None
     assert_near(layer.weight.grad, expected[2], dtype)
 
 
-def test_row_scales_limit_the_error_of_an_outlier_to_its_row() -> None:
+def test_fp8_row_scales_limit_the_error_of_an_outlier_to_its_row() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(20, 64), torch.randn(32, 64)
     exact = F.linear(x, weight)
@@ -364,7 +364,7 @@ def test_row_scales_limit_the_error_of_an_outlier_to_its_row() -> None:
 
 
 @pytest.mark.parametrize("value", [inf, nan])
-def test_row_scaled_linear_propagates_non_finite_values(value: float) -> None:
+def test_row_scaled_fp8_linear_propagates_non_finite_values(value: float) -> None:
     layer, x = nn.Linear(16, 32), torch.randn(4, 16)
     Fp8("fp32", scales="row").prepare(layer)
     x[1, 3] = value
@@ -379,7 +379,7 @@ def test_row_scaled_linear_propagates_non_finite_values(value: float) -> None:
     assert nothing.shape == (0, 32)
 
 
-def test_row_scaled_linear_causes_no_host_synchronization() -> None:
+def test_row_scaled_fp8_linear_causes_no_host_synchronization() -> None:
     layer, x = nn.Linear(16, 32), torch.randn(4, 16)
     Fp8("fp32", scales="row").prepare(layer)
     with no_host_reads():

@@ -72,7 +72,7 @@ def forward_and_backward(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(("cuda", "capability"), [("13.0", (9, 0)), ("12.8", (9, 0)), ("13.0", (10, 0))])
-def test_operands_have_the_layout_that_scaled_mm_requires(
+def test_fp8_operands_have_the_layout_that_scaled_mm_requires(
     cuda: str, capability: tuple[int, int], by_row: bool, dtype: torch.dtype, rows: int
 ) -> None:
     """torch checks these rules also on fake tensors: row-major times column-major, dims that are multiples of 16."""
@@ -86,7 +86,7 @@ def test_operands_have_the_layout_that_scaled_mm_requires(
 
 
 @pytest.mark.parametrize(("rows", "copies"), [(16, (0, 3)), (21, (0, 3))])
-def test_tensor_scaled_linear_copies_only_transposed_operands(rows: int, copies: tuple[int, int]) -> None:
+def test_tensor_scaled_fp8_linear_copies_only_transposed_operands(rows: int, copies: tuple[int, int]) -> None:
     """An operand in the layout of the kernel is not copied. A transposed operand is copied once, including padding."""
     with hopper() as logging:
         forward, backward, _ = forward_and_backward(logging, False, rows, torch.bfloat16)
@@ -94,7 +94,7 @@ def test_tensor_scaled_linear_copies_only_transposed_operands(rows: int, copies:
 
 
 @pytest.mark.parametrize(("rows", "copies"), [(16, [0, 0]), (21, [0, 2])])
-def test_row_scaled_linear_copies_operands_only_for_padding(rows: int, copies: list[int]) -> None:
+def test_row_scaled_fp8_linear_copies_operands_only_for_padding(rows: int, copies: list[int]) -> None:
     """Rounding writes the transposed rows directly; only padding copies 8-bit values."""
     with hopper() as logging:
         logs = forward_and_backward(logging, True, rows, torch.bfloat16)[:2]
@@ -106,7 +106,7 @@ def copied(log: Log) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantize_reads_a_tensor_once_for_maximum_and_once_for_rounding(dtype: torch.dtype) -> None:
+def test_fp8_quantize_reads_a_tensor_once_for_maximum_and_once_for_rounding(dtype: torch.dtype) -> None:
     with fake_cuda() as logging:
         x = torch.ones(64, 64, device=CUDA, dtype=dtype)
         with logging() as log:
@@ -116,7 +116,7 @@ def test_quantize_reads_a_tensor_once_for_maximum_and_once_for_rounding(dtype: t
     assert passes == ["aten.aminmax.default", "aten.mul.out"]
 
 
-def test_rounded_weights_are_not_cached_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_weights_are_not_cached_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replayed graph would otherwise use the weight of the step in which it was captured."""
     with fake_cuda():
         weight = nn.Parameter(torch.ones(32, 48, device=CUDA))

@@ -96,14 +96,14 @@ def split_layer_is_whole(kind: str, sequence: bool, agree: bool, scales: Literal
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("kind", "collectives_per_step"), [("column", 2), ("row", 1)])
-def test_tensor_parallel_layers_match_unsharded_layer(
+def test_fp8_tensor_parallel_layers_match_unsharded_layer(
     world: World, kind: str, sequence: bool, collectives_per_step: int
 ) -> None:
     assert world.run(2, split_layer_is_whole, kind, sequence, True) == [collectives_per_step] * 2
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_tensor_parallel_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
+def test_fp8_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
     """Negative control, in a pool of its own because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
@@ -155,7 +155,7 @@ GRID = Topology(row=2, col=2)
         ("fp32", "column", Topology(row=1, col=2)),
     ],
 )
-def test_linear_2d_matches_unsharded_layer(
+def test_fp8_linear_2d_matches_unsharded_layer(
     world: World, base: Base, bias: BiasLayout | None, topology: Topology
 ) -> None:
     world.run(topology.world_size, grid_layer_is_whole, base, bias, topology)
@@ -235,7 +235,7 @@ def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
         return all(torch.allclose(a, b, rtol=0, atol=1e-5 * b.abs().max().item()) for a, b in pairs), sum(seen.values())
 
 
-def test_linear_on_sharded_batch_matches_full_batch_if_scales_are_shared(world: World) -> None:
+def test_fp8_linear_on_sharded_batch_matches_full_batch_if_scales_are_shared(world: World) -> None:
     assert world.run(2, replicas_are_whole, P(partial="tensor"), False) == [(True, 2)] * 2
     assert world.run(2, replicas_are_whole, P(), True) == [(True, 2)] * 2
     # Documented: without across_data each replica computes its own scales without communication.
@@ -254,7 +254,7 @@ def prepare_undeclared() -> str:
         return ""
 
 
-def test_prepare_names_an_undeclared_layer_and_changes_nothing(world: World) -> None:
+def test_fp8_prepare_names_an_undeclared_layer_and_changes_nothing(world: World) -> None:
     for message in world.run(2, prepare_undeclared):
         assert message.startswith("0.weight has no spec")
         assert "declare(model, {'0.weight': P(...)})" in message
@@ -265,12 +265,12 @@ def test_prepare_names_an_undeclared_layer_and_changes_nothing(world: World) -> 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_row_scaled_layers_match_unsharded_layer(world: World, kind: str, sequence: bool) -> None:
+def test_row_scaled_fp8_layers_match_unsharded_layer(world: World, kind: str, sequence: bool) -> None:
     assert world.run(2, split_layer_is_whole, kind, sequence, True, "row") == [1, 1]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_row_scaled_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
+def test_row_scaled_fp8_layers_without_shared_scales_differ_from_unsharded_layer(kind: str) -> None:
     """Negative control, in a pool of its own because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
@@ -294,7 +294,7 @@ def row_replicas_are_whole() -> None:
         assert_near(total, dense.weight.grad)
 
 
-def test_replicas_share_row_scales_of_the_weight_gradient(world: World) -> None:
+def test_replicas_share_fp8_row_scales_of_the_weight_gradient(world: World) -> None:
     world.run(2, row_replicas_are_whole)
 
 
@@ -309,6 +309,6 @@ def grid_by_row() -> str:
         return str(error.value)
 
 
-def test_row_scales_are_rejected_for_linear_2d(world: World) -> None:
+def test_fp8_row_scales_are_rejected_for_linear_2d(world: World) -> None:
     for message in world.run(4, grid_by_row):
         assert "use scales='tensor', or name the layer in leave_out" in message

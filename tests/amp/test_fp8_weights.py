@@ -81,7 +81,7 @@ def wrapped(model: nn.Module, **options: Any) -> ParallelOptimizer[Any]:
 @pytest.mark.parametrize("managed", [True, False])
 @pytest.mark.parametrize(("scales", "sides"), [("tensor", 1), ("row", 2)])
 @pytest.mark.parametrize("base", ["fp32", "bf16"])
-def test_weight_is_rounded_once_per_step(
+def test_fp8_weight_is_rounded_once_per_step(
     base: Literal["bf16", "fp32"], scales: Scales, sides: int, managed: bool
 ) -> None:
     """The weight is not rounded in each of four micro-batches, even if `step` is called after each of them."""
@@ -119,7 +119,7 @@ class ByOtherKernels(torch.optim.Optimizer):
 @pytest.mark.parametrize("make", [adamw_that_counts_no_writes, ByOtherKernels])
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_training_with_cached_weights_equals_training_without_cache(
+def test_training_with_cached_fp8_weights_equals_training_without_cache(
     scales: Scales, wrap: bool, make: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     def trained() -> list[Tensor]:
@@ -162,7 +162,7 @@ def loaded(weight: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("change", [in_place, other_memory, loaded])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_changed_weight_is_rounded_again(scales: Scales, change: Callable[[nn.Parameter], None]) -> None:
+def test_changed_fp8_weight_is_rounded_again(scales: Scales, change: Callable[[nn.Parameter], None]) -> None:
     model = prepared(scales)
     weight: Any = model[0].weight  # type: ignore[index]
     loss_of(model, 0).backward()
@@ -173,7 +173,7 @@ def test_changed_weight_is_rounded_again(scales: Scales, change: Callable[[nn.Pa
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_evaluation_rounds_the_current_weight(scales: Scales) -> None:
+def test_fp8_evaluation_rounds_the_current_weight(scales: Scales) -> None:
     """Averaged weights are often swapped in and out by writes that do not change the version."""
     model = prepared(scales)
     weight: Any = model[0].weight  # type: ignore[index]
@@ -189,7 +189,7 @@ def test_evaluation_rounds_the_current_weight(scales: Scales) -> None:
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_weight_used_in_graph_capture_is_rounded_every_time(scales: Scales) -> None:
+def test_fp8_weight_used_in_graph_capture_is_rounded_every_time(scales: Scales) -> None:
     """Also in passes without the graph, because replays change weights without a new version."""
     model = prepared(scales)
     loss_of(model, 0).backward()
@@ -201,7 +201,7 @@ def test_weight_used_in_graph_capture_is_rounded_every_time(scales: Scales) -> N
         assert counts.of(WEIGHT, TRANSPOSED) == MICRO_BATCHES * (2 if scales == "row" else 1)
 
 
-def test_deepcopied_model_does_not_share_cached_weights() -> None:
+def test_deepcopied_fp8_model_does_not_share_cached_weights() -> None:
     model = prepared()
     loss_of(model, 0).backward()
     other = copy.deepcopy(model)
@@ -230,7 +230,7 @@ def rounded_on_a_grid() -> list[int]:
         return found
 
 
-def test_weight_of_linear_2d_is_rounded_once_per_step(world: World) -> None:
+def test_fp8_weight_of_linear_2d_is_rounded_once_per_step(world: World) -> None:
     assert world.run(4, rounded_on_a_grid) == [[1, 1]] * 4
 
 
@@ -251,7 +251,7 @@ def sharded_training(every_time: bool) -> list[float]:
         return losses
 
 
-def test_weights_updated_by_other_ranks_are_rounded_again(world: World) -> None:
+def test_fp8_weights_updated_by_other_ranks_are_rounded_again(world: World) -> None:
     assert world.run(2, sharded_training, False) == world.run(2, sharded_training, True)
 
 
@@ -267,13 +267,13 @@ def shared_after_a_forward() -> bool:
             return torch.equal(found, loss_of(model, 0))
 
 
-def test_weights_received_by_share_weights_are_rounded_again(world: World) -> None:
+def test_fp8_weights_received_by_share_weights_are_rounded_again(world: World) -> None:
     assert world.run(2, shared_after_a_forward) == [True, True]
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("which", ["input", "weight"])
-def test_float64_input_or_weight_is_rejected(which: str, scales: Scales) -> None:
+def test_fp8_linear_rejects_float64_input_and_weight(which: str, scales: Scales) -> None:
     model = prepared(scales)
     x = torch.ones(2, 48, dtype=torch.float64 if which == "input" else torch.float32)
     if which == "weight":
@@ -286,7 +286,7 @@ def test_float64_input_or_weight_is_rejected(which: str, scales: Scales) -> None
     "ignore:.* should not be instantiated:DeprecationWarning"
 )  # from the compiler of torch 2.11
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_compiled_model_is_one_graph_and_rounds_weights_every_time(scales: Scales) -> None:
+def test_compiled_fp8_model_is_one_graph_and_rounds_weights_every_time(scales: Scales) -> None:
     """A rounded weight that is cached in the graph would never be updated."""
     model = prepared(scales)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -115,7 +115,7 @@ def steps_without_gradients(kind: str, bad: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
-def test_rank_without_gradients_takes_part_in_scaler_update(world: World, kind: str) -> None:
+def test_rank_without_gradients_takes_part_in_grad_scaler_update(world: World, kind: str) -> None:
     assert world.run(4, steps_without_gradients, kind, True) == [[SCALE / 2, SCALE / 2, SCALE]] * 4
     assert world.run(4, steps_without_gradients, kind, False) == [[SCALE, SCALE * 2, SCALE * 2]] * 4
 
@@ -168,7 +168,7 @@ def test_overflow_in_dtensor_gradient_skips_the_step_on_all_ranks(world: World) 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("unscale", [False, True])
-def test_scaler_in_one_process_equals_scaler_of_torch(kind: str, unscale: bool) -> None:
+def test_grad_scaler_in_one_process_equals_grad_scaler_of_torch(kind: str, unscale: bool) -> None:
     settings = {"init_scale": 2.0**12, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 2}
     torchs = torch.amp.GradScaler("cpu", **settings)  # type: ignore[arg-type]
     ours = GradScaler(ProcessGroupRegistry(Topology()), **settings)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_clipping_works_between_unscale_and_fused_step() -> None:
         torch.testing.assert_close(param.detach(), old - 0.1 * 2 * old / (norm + 1e-6))
 
 
-def test_disabled_scaler_neither_scales_nor_skips() -> None:
+def test_disabled_grad_scaler_neither_scales_nor_skips() -> None:
     scaler = GradScaler(ProcessGroupRegistry(Topology()), enabled=False)
     params = parameters()
     backward(params, scaler)
@@ -206,7 +206,7 @@ def test_disabled_scaler_neither_scales_nor_skips() -> None:
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
 
 
-def test_scaler_with_fused_optimizer_causes_no_host_synchronization() -> None:
+def test_grad_scaler_with_fused_optimizer_causes_no_host_synchronization() -> None:
     scaler = GradScaler(ProcessGroupRegistry(Topology()), SCALE)
     params = parameters()
     fused, plain = optimizer_of("sgd fused", params), optimizer_of("sgd", params)

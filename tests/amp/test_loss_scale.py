@@ -165,7 +165,7 @@ def test_any_nonzero_found_inf_counts_as_overflow(found_inf: float) -> None:
     "scale",
     [DynamicLossScale(growth_interval=1), DynamicLossScale(growth_interval=1, hysteresis=2), ConstantLossScale(8)],
 )
-def test_update_is_in_place_without_host_synchronization(scale: LossScale) -> None:
+def test_loss_scale_update_is_in_place_without_host_synchronization(scale: LossScale) -> None:
     before, found_inf = scale.scale, torch.tensor(0.0)
     with no_host_reads():
         for value in (0.0, 1.0, 1.0, 0.0):

@@ -43,7 +43,7 @@ def has_room(bits: Tensor) -> Tensor:
     return ~(is_signalling(bits) & (bits >> 16 & 0x7FFF == 0x7F80))
 
 
-def test_join_after_split_restores_masters_bitwise() -> None:
+def test_split_and_join_master_restore_masters_bitwise() -> None:
     everything = torch.arange(2**32 - 2**18, 2**32 + 2**18, dtype=torch.int64).to(torch.int32)  # -NaN, 0
     for bits in (hard(), everything):
         weight, remainder = split_master(of(bits))
@@ -80,7 +80,7 @@ def test_joined_master_rounds_to_its_weight_for_any_remainder() -> None:
     assert torch.equal(exact[~weight.isnan()], weight.float()[~weight.isnan()])
 
 
-def test_join_of_zeros_and_infinities_ignores_stale_remainders() -> None:
+def test_join_master_of_zeros_and_infinities_ignores_outdated_remainders() -> None:
     for value in (0.0, -0.0, float("inf"), float("-inf")):
         weight = torch.full((2**16,), value, dtype=torch.bfloat16)
         remainder = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -100,7 +100,7 @@ def test_rounding_ties_to_even_would_lose_masters() -> None:
     assert bool((bits[lost] & 0xFFFF == 0x8000).all())
 
 
-def test_split_rounds_to_nearest_with_ties_away_from_zero() -> None:
+def test_split_master_rounds_to_nearest_with_ties_away_from_zero() -> None:
     bits = hard()
     bits = bits[of(bits).isfinite()]
     master, tie = of(bits), bits & 0xFFFF == 0x8000
@@ -113,7 +113,7 @@ def test_split_rounds_to_nearest_with_ties_away_from_zero() -> None:
     assert torch.equal(weight.isinf(), master.bfloat16().isinf())
 
 
-def test_split_of_nan_gives_a_nan_weight() -> None:
+def test_split_master_of_nan_gives_a_nan_weight() -> None:
     """Signalling NaNs with upper halves 0x7f80 and 0xff80 are quiet after `join_master`."""
     lower = torch.arange(1, 2**16, dtype=torch.int64)
     without_room = torch.cat([lower + 0x7F800000, lower + 0xFF800000]).to(torch.int32)
@@ -126,7 +126,7 @@ def test_split_of_nan_gives_a_nan_weight() -> None:
     assert not bool(has_room(without_room).any())
 
 
-def test_split_weight_is_close_and_infinities_have_no_remainder() -> None:
+def test_split_master_gives_close_weights_and_no_remainder_for_infinity() -> None:
     bits = hard()
     weight, remainder = split_master(of(bits))
     normal = weight.isfinite() & (weight.abs() >= torch.finfo(torch.bfloat16).tiny)
@@ -137,7 +137,7 @@ def test_split_weight_is_close_and_infinities_have_no_remainder() -> None:
     assert bool((remainder[infinite] == 0).all())
 
 
-def test_split_and_join_accept_any_memory_format_and_shape() -> None:
+def test_split_and_join_master_accept_any_memory_format_and_shape() -> None:
     master = of(hard())[:24].view(2, 3, 2, 2)
     for given in (master.to(memory_format=torch.channels_last), master.transpose(0, 1), master[:0], master[0, 0, 0, 0]):
         weight, remainder = split_master(given)
@@ -165,7 +165,7 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> No
 
 @pytest.mark.usefixtures("_best_instructions")
 @pytest.mark.parametrize("instructions", instructions_here())
-def test_c_loops_split_and_join_like_the_reference(instructions: str) -> None:
+def test_c_loops_split_and_join_masters_like_the_reference(instructions: str) -> None:
     """All values are restored, with quiet NaNs instead of signalling ones."""
     bits = hard()
     weight, remainder = split_master(of(bits))

@@ -249,7 +249,7 @@ def test_mismatched_master_state_raises_and_changes_nothing() -> None:
     assert not any(param.any() for param in model.parameters())
 
 
-def test_collect_raises_if_model_weights_were_overwritten() -> None:
+def test_master_weights_collect_raises_if_model_weights_were_overwritten() -> None:
     model = mlp(BF16)
     annotate(model.first.weight, P(), "first.weight")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

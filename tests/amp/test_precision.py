@@ -33,7 +33,7 @@ MODES = pytest.mark.parametrize("mode", TABLE)
 
 
 @MODES
-def test_dtypes_of_prepared_model_match_the_table(mode: str) -> None:
+def test_prepared_model_has_the_documented_dtypes(mode: str) -> None:
     precision, row = TABLE[mode]
     torch.manual_seed(1)
     model = Net()
@@ -83,7 +83,7 @@ def test_masters_and_main_grads_are_float32(mode: str) -> None:
 
 
 @MODES
-def test_mode_has_the_initial_loss_scale_of_the_table(mode: str) -> None:
+def test_precision_mode_has_the_documented_initial_loss_scale(mode: str) -> None:
     precision, row = TABLE[mode]
     scale = precision.make_loss_scale("cpu")
     assert (None if scale is None else float(scale.scale)) == row.scale
@@ -99,7 +99,7 @@ def good_steps(scale: DynamicLossScale, count: int) -> float:
     ("precision", "interval", "hysteresis"),
     [(TorchFp16(), 2000, 1), (NaiveFp16(), 1000, 2), (ApexFp16("O1"), 2000, 1), (ApexFp16("O2"), 2000, 1)],
 )
-def test_mode_sets_growth_interval_and_hysteresis_of_loss_scale(
+def test_precision_mode_sets_growth_interval_and_hysteresis_of_loss_scale(
     precision: Precision, interval: int, hysteresis: int
 ) -> None:
     scale = precision.make_loss_scale("cpu")
@@ -113,7 +113,7 @@ def test_mode_sets_growth_interval_and_hysteresis_of_loss_scale(
     assert float(scale.scale) == 2.0**16
 
 
-def test_apex_scale_is_capped_and_torch_scale_is_not() -> None:
+def test_loss_scale_of_apex_mode_is_capped_but_of_torch_mode_is_not() -> None:
     for precision, cap in ((ApexFp16(), 2.0**24), (TorchFp16(), 2.0**25)):
         scale = precision.make_loss_scale("cpu")
         assert isinstance(scale, DynamicLossScale)

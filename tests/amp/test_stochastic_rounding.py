@@ -139,7 +139,7 @@ def plainly_rounded(source: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 300, 10**6])
-def test_bucketed_rounding_equals_rounding_each_parameter_alone(bucket_numel: int) -> None:
+def test_bucketed_stochastic_rounding_equals_rounding_each_parameter_alone(bucket_numel: int) -> None:
     """Each parameter has its own draws, first for its values and then for its states by name, for any shape and strides."""
     shapes = ((5, 7), (64, 64), (3,), (), (0, 2), (2, 3, 5, 5), (1000,))
     params = [nn.Parameter(torch.randn(shape, generator=seeded(4)).to(BF16)) for shape in shapes]
@@ -169,7 +169,7 @@ def test_bucketed_rounding_equals_rounding_each_parameter_alone(bucket_numel: in
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 70, 10**6])
-def test_bucket_size_does_not_change_the_result(bucket_numel: int) -> None:
+def test_stochastic_rounding_does_not_depend_on_bucket_size(bucket_numel: int) -> None:
     results = []
     for numel in (bucket_numel, 33):
         model = mlp(BF16)
@@ -273,7 +273,7 @@ def test_step_updates_float32_parameters_once_and_skips_missing_gradients() -> N
     assert calls == [1]
 
 
-def test_add_param_group_works_and_bad_bucket_size_is_rejected() -> None:
+def test_stochastic_rounding_adds_param_groups_and_rejects_bad_bucket_size() -> None:
     model, head = mlp(BF16), nn.Linear(3, 2, dtype=BF16)
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
@@ -399,7 +399,7 @@ def test_stochastic_rounding_on_several_ranks_needs_parameter_names(world: World
     assert all("declare(model)" in message for message in world.run(4, nameless_on_a_mesh))
 
 
-def test_rounding_depends_on_the_parameter_name_not_its_position() -> None:
+def test_stochastic_rounding_depends_on_parameter_name_not_position() -> None:
     results = []
     for order in (("a", "b"), ("b", "a")):
         params = {name: nn.Parameter(torch.ones(40, dtype=BF16)) for name in order}

@@ -139,7 +139,9 @@ def test_weights_and_scales_are_bitwise_identical_to_torch(registry: ProcessGrou
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["at once", "clipped"])
-def test_two_optimizers_with_one_scaler_train_as_in_torch(registry: ProcessGroupRegistry, way: str, kind: str) -> None:
+def test_two_optimizers_with_one_grad_scaler_train_as_in_torch(
+    registry: ProcessGroupRegistry, way: str, kind: str
+) -> None:
     assert trained(Run(kind, registry, count=2), way) == trained(Run(kind, None, count=2), way)
 
 
@@ -164,7 +166,9 @@ def test_overflow_skips_only_the_optimizer_that_has_it(registry: ProcessGroupReg
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam, fused"])
-def test_loaded_scaler_and_optimizer_continue_bitwise_identically(registry: ProcessGroupRegistry, kind: str) -> None:
+def test_loaded_grad_scaler_and_optimizer_continue_bitwise_identically(
+    registry: ProcessGroupRegistry, kind: str
+) -> None:
     one, other = Run(kind, registry), Run(kind, registry)
     for step in range(SKIPPED + 1):
         at_once(one, step)
@@ -177,7 +181,7 @@ def test_loaded_scaler_and_optimizer_continue_bitwise_identically(registry: Proc
     assert trained(other, "at once", SKIPPED + 1) == trained(one, "at once", SKIPPED + 1)
 
 
-def test_scale_of_scaler_does_not_grow_beyond_float32(registry: ProcessGroupRegistry) -> None:
+def test_scale_of_grad_scaler_does_not_grow_beyond_float32(registry: ProcessGroupRegistry) -> None:
     def run(registry: ProcessGroupRegistry | None) -> float:
         run = Run("SGD", registry)
         run.scaler = Scaler("cpu", 1e38, 10.0, growth_interval=1)
@@ -200,7 +204,7 @@ def test_repeated_unscale_or_step_raises_as_in_torch(registry: ProcessGroupRegis
         first(run.optimizers[0])
 
 
-def test_disabled_scaler_trains_as_without_a_scaler(registry: ProcessGroupRegistry) -> None:
+def test_disabled_grad_scaler_trains_as_without_a_grad_scaler(registry: ProcessGroupRegistry) -> None:
     def run(scaler: Callable[[], Scaler] | None) -> list[Any]:
         run = Run("SGD", registry)
         if scaler is not None:
@@ -218,7 +222,7 @@ def test_disabled_scaler_trains_as_without_a_scaler(registry: ProcessGroupRegist
     assert run(partial(GradScaler, registry, enabled=False)) == run(None)
 
 
-def test_scaler_rejects_an_offloaded_optimizer(registry: ProcessGroupRegistry) -> None:
+def test_grad_scaler_rejects_an_offloaded_optimizer(registry: ProcessGroupRegistry) -> None:
     run = Run("SGD", registry, states=Offloaded(1.0))
     backward(run, 0)
     with pytest.raises(RuntimeError, match="a GradScaler can't see the gradients that are stepped with"):

@@ -154,7 +154,7 @@ def copy_without(gone: set[str], root: Path) -> None:
     shutil.copy(ROOT / "src" / "meshstep" / "__init__.py", root / "meshstep" / "__init__.py")
 
 
-def test_core_steps_when_periphery_packages_are_deleted(tmp_path: Path) -> None:
+def test_optimizer_of_core_steps_without_periphery_packages(tmp_path: Path) -> None:
     roots = []
     packages = repetitions([p for p in DELETED if p not in KEPT], "deleted", default=2)
     for package in (*packages, "everything"):

@@ -319,7 +319,7 @@ def run(code: str, namespace: dict[str, Any], label: str) -> int:
 
 
 @pytest.mark.parametrize("label", [label for label in EXAMPLES if label not in NOT_RUN])
-def test_example_runs(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_example_runs(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = EXAMPLES[label].replace('"cuda"', '"cpu"')
     with fake_world(RANKS.get(label, 1)), warnings.catch_warnings():
@@ -336,7 +336,7 @@ def test_every_exported_name_has_an_example() -> None:
     assert {*SETUP, *NOT_RUN, *RANKS} <= {*EXAMPLES}
 
 
-def test_values_in_comments_are_compared() -> None:
+def test_values_in_comments_of_docstring_examples_are_compared() -> None:
     topology = EXAMPLES["Topology"]
     with fake_world(1), ProcessGroupRegistry(Topology()):
         assert run(topology, {"Topology": Topology}, "Topology") == 2
@@ -345,7 +345,7 @@ def test_values_in_comments_are_compared() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_documented_arguments_exist(package: str) -> None:
+def test_documented_arguments_of_exported_names_exist(package: str) -> None:
     wrong = []
     for name in dir_of(package):
         found = getattr(import_module(package), name)

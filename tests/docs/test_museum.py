@@ -52,7 +52,7 @@ def test_every_example_of_museum_page_is_run() -> None:
     [(int(found[2]), found[3], found[4]) for found in EXHIBIT.findall(PAGE.read_text())],
     ids=[found[0] for found in EXHIBIT.findall(PAGE.read_text())],
 )
-def test_museum_example_trains_wrongly_and_prove_prints_the_shown_findings(
+def test_museum_page_example_has_wrong_norm_and_prints_the_shown_findings(
     ranks: int, code: str, shown: str, world: World
 ) -> None:
     first, *others = world.run(ranks, printed_by, beginning_of(PAGE.read_text()), code)

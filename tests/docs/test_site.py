@@ -70,7 +70,7 @@ def test_navigation_follows_the_order_of_the_index() -> None:
     assert [page for page in howto if page in linked] == linked
 
 
-def test_names_that_torch_has_too_are_not_linked_by_themselves() -> None:
+def test_site_does_not_link_bare_names_that_torch_also_has() -> None:
     modules = ("amp", "nn.utils", "optim", "optim.lr_scheduler", "distributed.tensor", "distributed.fsdp", "nn")
     names = {name.rpartition(".")[2] for name in exported_names()}
     assert {n for n in names if any(hasattr(import_module(f"torch.{m}"), n) for m in modules)} == HOOKS["ALSO_IN_TORCH"]
@@ -89,11 +89,11 @@ def test_names_that_torch_has_too_are_not_linked_by_themselves() -> None:
         ("docs/api/meshstep.optim/ZClip.md", "api/meshstep.optim/ZClip/index.html"),
     ],
 )
-def test_url_path_of_a_page(page: str, expected: str) -> None:
+def test_site_url_of_a_page_follows_its_file_name(page: str, expected: str) -> None:
     assert HOOKS["url_path"](page) == expected
 
 
-def test_urls_differ_even_without_case() -> None:
+def test_site_urls_differ_even_without_case() -> None:
     """On file systems that ignore case, two such pages would overwrite each other."""
     urls = [HOOKS["url_path"](page).lower() for page in (*HOOKS["pages_of_repository"](), *HOOKS["api_pages"]()[0])]
     assert len({*urls}) == len(urls)

@@ -107,7 +107,7 @@ def train(path: str, wrap: Callable[[nn.Module], nn.Module], tensor_parallel: bo
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
-def test_wrapped_model_is_stepped_as_dense_model(
+def test_wrapped_transformers_model_trains_like_dense_model(
     world: World, path: str, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     expected = train(path, wrap, False)
@@ -130,11 +130,13 @@ def refusals(path: str) -> list[str]:
         with pytest.raises(ValueError, match=r".") as error:
             ParallelOptimizer.for_model(given, sgd(given))
         found.append(str(error.value))
-        assert all(annotation_of(param) is None for param in given.parameters()), "nothing was changed"
+        assert all(annotation_of(param) is None for param in given.parameters()), (
+            "for_model declared parameters before it raised"
+        )
     return found
 
 
-def test_plan_that_cannot_be_matched_is_refused(world: World, path: str) -> None:
+def test_for_model_rejects_tensor_parallel_plan_that_does_not_match(world: World, path: str) -> None:
     for two, compiled_model, checkpointed, renamed in world.run(2, refusals, path):
         assert "ModuleList contains 2 sharded models (Qwen3ForCausalLM, Qwen3ForCausalLM)" in two
         for text in (compiled_model, checkpointed):
@@ -151,6 +153,6 @@ def declared(path: str) -> list[tuple[str, P]]:
     return [(name, names[name]) for name in ("scale", "model.norm.weight", "model.layers.1.self_attn.q_norm.weight")]
 
 
-def test_parameters_are_named_as_in_the_unwrapped_model(world: World, path: str) -> None:
+def test_wrapped_transformers_parameters_have_names_of_unwrapped_model(world: World, path: str) -> None:
     expected = [("scale", P()), ("model.norm.weight", P()), ("model.layers.1.self_attn.q_norm.weight", P(partial="tp"))]
     assert world.run(2, declared, path) == [expected] * 2

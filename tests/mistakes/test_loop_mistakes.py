@@ -545,5 +545,5 @@ def backward_within_window(run: Run) -> None:
 
 
 @pytest.mark.parametrize("one", cases_of(__name__))
-def test_loop_mistake_has_the_documented_outcome(one: Mistake, world: World) -> None:
+def test_training_loop_mistake_has_the_documented_outcome(one: Mistake, world: World) -> None:
     check(one, world)

@@ -128,7 +128,7 @@ LEFT_OUT = Error(ValueError, "a remedy", left_out=(1,))
         (error_after_a_cast, REMEDY),
     ],
 )
-def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, world: World) -> None:
+def test_mistake_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, world: World) -> None:
     check(Mistake(script, "data=2,tensor=2" if script is correct else "data=2", outcome, "nothing"), world)
 
 
@@ -151,7 +151,7 @@ def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, wo
         (error_after_right_steps, Error(TypeError, "a remedy"), "rank 0: ValueError"),
     ],
 )
-def test_harness_rejects_any_other_outcome(script: Script, outcome: Outcome, text: str, world: World) -> None:
+def test_mistake_harness_rejects_any_other_outcome(script: Script, outcome: Outcome, text: str, world: World) -> None:
     with pytest.raises(AssertionError, match=re.escape(text)):
         check(Mistake(script, "data=2", outcome, "nothing"), world)
 
@@ -177,7 +177,7 @@ def test_mistakes_page_lists_all_tested_mistakes() -> None:
     assert SECTION.findall(page) == tables()
 
 
-def test_limits_list_every_silent_mistake() -> None:
+def test_limits_page_lists_every_silent_mistake() -> None:
     tables()
     silent = {one.says for one in MISTAKES if isinstance(one.outcome, AsTorch)}
     listed = (REFERENCE / "LIMITS.md").read_text().partition("## Mistakes that raise no error")[2].partition("\n## ")[0]

@@ -632,5 +632,5 @@ def replica_evaluated_on_one_rank(run: Run) -> None:
 
 
 @pytest.mark.parametrize("one", cases_of(__name__))
-def test_state_mistake_has_the_documented_outcome(one: Mistake, world: World) -> None:
+def test_mistake_after_setup_has_the_documented_outcome(one: Mistake, world: World) -> None:
     check(one, world)

@@ -104,7 +104,7 @@ def test_alias_errors_say_what_to_write(call: Callable[[], object], message: str
         call()
 
 
-def test_command_line_table_lists_aliases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_topology_command_lists_aliases(capsys: pytest.CaptureFixture[str]) -> None:
     main(["edp=2", "mid=2", "tensor=2", "data=edp+mid", "expert=mid+tensor"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [

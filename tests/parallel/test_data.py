@@ -313,7 +313,7 @@ def test_resume_with_other_sample_order_is_rejected_only_within_an_epoch(
     assert other.state_dict()["epoch"] == 1
 
 
-def test_seed_samples_false_skips_seeding() -> None:
+def test_loader_with_seed_samples_false_skips_seeding() -> None:
     with mock.patch.object(loader_module, "seed_cpu_generators") as seed:
         plain = one_process(seed_samples=False, shuffle=True)
         assert sorted(chain.from_iterable(indices(plain))) == list(range(20))

@@ -85,5 +85,5 @@ def of_a_large_world(size: int) -> int:
     return sent[0]
 
 
-def test_first_message_is_smaller_in_a_larger_world() -> None:
+def test_all_gather_objects_sends_smaller_first_message_in_larger_world() -> None:
     assert [of_a_large_world(size) for size in (2, 512, 1024, 65_536, 100_000)] == [8192, 8192, 4096, 64, 64]

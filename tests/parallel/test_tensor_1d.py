@@ -118,7 +118,7 @@ def full_activations_outside() -> None:
         assert_same_grads(layers, dense, registry)
 
 
-def test_layers_with_full_inputs_and_outputs_match_dense(world: World) -> None:
+def test_1d_layers_with_full_inputs_and_outputs_match_dense(world: World) -> None:
     world.run(4, full_activations_outside)
 
 
@@ -215,7 +215,7 @@ def embedding_equals_dense(size: int, dtype: torch.dtype, sequence_parallel: boo
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_embedding_matches_dense(world: World, size: int, sequence_parallel: bool) -> None:
+def test_vocab_parallel_embedding_matches_dense(world: World, size: int, sequence_parallel: bool) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(size, embedding_equals_dense, size, dtype, sequence_parallel)
 
@@ -262,7 +262,7 @@ def check_loss(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_matches_torch(world: World, size: int, reduction: Reduction) -> None:
+def test_vocab_parallel_cross_entropy_matches_torch(world: World, size: int, reduction: Reduction) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(size, cross_entropy_equals_torch, size, dtype, reduction)
 
@@ -307,11 +307,11 @@ def cross_entropy_equals_torch_half(registry: ProcessGroupRegistry, dtype: torch
     assert_near(_grad(leaf), _grad(reference))
 
 
-def test_cross_entropy_handles_half_precision_nan_and_bad_input(world: World) -> None:
+def test_vocab_parallel_cross_entropy_handles_half_precision_nan_and_bad_input(world: World) -> None:
     world.run(2, unusual_losses)
 
 
-def test_layers_declare_their_specs() -> None:
+def test_1d_layers_declare_their_specs() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     column = ColumnParallelLinear(4, 8, registry)
     row = RowParallelLinear(8, 4, registry)
@@ -331,7 +331,7 @@ def test_layers_declare_their_specs() -> None:
     assert repr(column) == "ColumnParallelLinear(4, 8, bias=True, tensor=1)"
 
 
-def test_layers_with_own_generator_preserve_the_global_one() -> None:
+def test_1d_layers_with_own_generator_preserve_the_global_one() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     state = torch.get_rng_state()
 
@@ -395,7 +395,7 @@ def rejected() -> None:
             RowParallelLinear(4, 4, registry, sequence_parallel=True)(torch.zeros(2, 3, 2))
 
 
-def test_layers_reject_bad_input_before_communicating(world: World) -> None:
+def test_1d_layers_reject_bad_input_before_communicating(world: World) -> None:
     world.run(2, rejected)
 
 

@@ -101,17 +101,17 @@ def linear_equals_dense(topology: Topology, layout: BiasLayout | None, dtype: to
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_linear_matches_dense(world: World, layout: BiasLayout | None, dtype: torch.dtype) -> None:
+def test_linear_2d_matches_dense(world: World, layout: BiasLayout | None, dtype: torch.dtype) -> None:
     world.run(4, linear_equals_dense, GRID, layout, dtype)
 
 
-def test_linear_matches_dense_in_one_process() -> None:
+def test_linear_2d_matches_dense_in_one_process() -> None:
     for layout in LAYOUTS:
         linear_equals_dense(Topology(row=1, col=1), layout, torch.float64)
 
 
 @pytest.mark.parametrize("layout", ["row0", "all"])
-def test_linear_matches_dense_on_nine_ranks(world: World, layout: BiasLayout) -> None:
+def test_linear_2d_matches_dense_on_nine_ranks(world: World, layout: BiasLayout) -> None:
     world.run(9, linear_equals_dense, Topology(row=3, col=3), layout, torch.float64)
 
 
@@ -138,7 +138,7 @@ def fused_equals_dense(layout: BiasLayout | None, sizes: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
-def test_fused_linear_matches_dense(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
+def test_fused_linear_2d_matches_dense(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
     world.run(4, fused_equals_dense, layout, sizes)
 
 
@@ -160,7 +160,7 @@ def bias_holders(layout: BiasLayout) -> tuple[int, int]:
         return layer.bias.numel(), len(list(layer.parameters()))
 
 
-def test_bias_lies_on_the_ranks_of_its_layout(world: World) -> None:
+def test_bias_of_linear_2d_lies_on_the_ranks_of_its_layout(world: World) -> None:
     assert world.run(4, bias_holders, "column") == [(4, 2)] * 4
     assert world.run(4, bias_holders, "all") == [(2, 2)] * 4
     assert world.run(4, bias_holders, "row0") == [(4, 2), (4, 2), (0, 1), (0, 1)]
@@ -184,7 +184,7 @@ def frozen_bias() -> None:
             assert layer(torch.randn(3, 2)).shape == (3, 4)
 
 
-def test_frozen_parameters_cause_no_deadlock(world: World) -> None:
+def test_frozen_parameters_of_linear_2d_cause_no_deadlock(world: World) -> None:
     world.run(4, frozen_bias)
 
 
@@ -205,7 +205,7 @@ def layer_norm_equals_dense(topology: Topology, dtype: torch.dtype, bias: bool) 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm_matches_dense(world: World, dtype: torch.dtype, bias: bool) -> None:
+def test_layer_norm_2d_matches_dense(world: World, dtype: torch.dtype, bias: bool) -> None:
     world.run(4, layer_norm_equals_dense, GRID, dtype, bias)
     world.run(2, layer_norm_equals_dense, Topology(row=1, col=2), dtype, bias)
     world.run(1, layer_norm_equals_dense, Topology(row=1, col=1), dtype, bias)
@@ -221,7 +221,7 @@ def far_from_zero() -> None:
         assert (output - expected).abs().max() < 2e-3
 
 
-def test_layer_norm_is_accurate_for_large_mean(world: World) -> None:
+def test_layer_norm_2d_is_accurate_for_large_mean(world: World) -> None:
     world.run(4, far_from_zero)
 
 
@@ -251,7 +251,7 @@ def embedding_equals_dense(topology: Topology, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_embedding_matches_dense(world: World, dtype: torch.dtype) -> None:
+def test_embedding_2d_matches_dense(world: World, dtype: torch.dtype) -> None:
     world.run(4, embedding_equals_dense, GRID, dtype)
     world.run(2, embedding_equals_dense, Topology(row=2, col=1), dtype)
     world.run(1, embedding_equals_dense, Topology(row=1, col=1), dtype)
@@ -283,7 +283,7 @@ def classifier_equals_dense(topology: Topology, dtype: torch.dtype, tied: bool) 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_classifier_matches_dense_with_and_without_tied_embedding(world: World, tied: bool) -> None:
+def test_classifier_2d_matches_dense_with_and_without_tied_embedding(world: World, tied: bool) -> None:
     for dtype in (torch.float64, torch.float32):
         world.run(4, classifier_equals_dense, GRID, dtype, tied)
     world.run(1, classifier_equals_dense, Topology(row=1, col=1), torch.float64, tied)
@@ -309,7 +309,7 @@ def cross_entropy_equals_torch(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_cross_entropy_matches_torch(world: World, dtype: torch.dtype, reduction: Reduction) -> None:
+def test_cross_entropy_2d_matches_torch(world: World, dtype: torch.dtype, reduction: Reduction) -> None:
     world.run(4, cross_entropy_equals_torch, GRID, dtype, reduction)
     world.run(4, cross_entropy_equals_torch, GRID, dtype, reduction, 0.2)
     world.run(1, cross_entropy_equals_torch, Topology(row=1, col=1), dtype, reduction)
@@ -356,7 +356,7 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("topology", RECTANGLES, ids=repr)
 @pytest.mark.parametrize("dims", [(6, 18), (7, 11)])  # 7 and 11 are divisible by no axis size
-def test_layers_match_dense_on_other_grids_and_with_uneven_shards(
+def test_2d_layers_match_dense_on_other_grids_and_with_uneven_shards(
     world: World, topology: Topology, dims: tuple[int, int]
 ) -> None:
     world.run(topology.world_size, layers_equal_dense, topology, dims)
@@ -377,7 +377,7 @@ def uneven_cross_entropy(topology: Topology) -> None:
         assert_near(unshard(local.grad, spec, registry), grad_of(reference))
 
 
-def test_cross_entropy_matches_torch_with_uneven_classes(world: World) -> None:
+def test_cross_entropy_2d_matches_torch_with_uneven_classes(world: World) -> None:
     world.run(6, uneven_cross_entropy, Topology(row=2, col=3))
 
 
@@ -387,7 +387,7 @@ def panels(length: int, rows: int, cols: int) -> list[tuple[tuple[int, ...], tup
         return [(tuple(one), tuple(other)) for one, other in zip(by_row, by_col, strict=True)]
 
 
-def test_panels_end_at_shard_boundaries_of_either_axis(world: World) -> None:
+def test_summa_panels_end_at_shard_boundaries_of_either_axis(world: World) -> None:
     assert world.run(6, panels, 6, 2, 3)[0] == [  # (owner, start, width) over row, and over col
         ((0, 0, 2), (0, 0, 2)),
         ((0, 2, 1), (1, 0, 1)),
@@ -454,7 +454,7 @@ def unsharded_block(full: Tensor) -> Tensor:
     return result.detach()
 
 
-def test_block_with_other_axis_names_works_in_autocast_and_half_precision(world: World) -> None:
+def test_2d_block_with_other_axis_names_works_in_autocast_and_half_precision(world: World) -> None:
     world.run(4, low_precision)
 
 
@@ -490,7 +490,7 @@ def rejected() -> None:
             Classifier2D(4, 5, registry)
 
 
-def test_layers_reject_bad_input_before_communicating(world: World) -> None:
+def test_2d_layers_reject_bad_input_before_communicating(world: World) -> None:
     world.run(4, rejected)
 
 
@@ -505,7 +505,7 @@ def counted() -> list[dict[str, int]]:
     return counts
 
 
-def test_layers_issue_expected_collectives(world: World) -> None:
+def test_2d_layers_issue_expected_collectives(world: World) -> None:
     column, spread, row0, none, norm = world.run(4, counted)[0]
     q = 2
     assert none == {"broadcast": 4 * q, "reduce": 2 * q}

@@ -82,7 +82,7 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_layers_match_dense(world: World, name: str) -> None:
+def test_2p5d_layers_match_dense(world: World, name: str) -> None:
     for dims in ((6, 12), (7, 9)):  # 7 and 9 are not divisible by 2
         world.run(TOPOLOGIES[name].world_size, layers_equal_dense, TOPOLOGIES[name], dims)
 
@@ -101,7 +101,7 @@ def counted() -> list[dict[str, int]]:
     return counts
 
 
-def test_layers_communicate_only_within_their_grid(world: World) -> None:
+def test_2p5d_layers_communicate_only_within_their_grid(world: World) -> None:
     assert world.run(2, counted) == [[{}, {}, {}]] * 2
 
 
@@ -114,7 +114,7 @@ def other_names() -> None:
             Linear2D(4, 8, registry, depth="z", row="y", col="x")(torch.randn(3, 4))
 
 
-def test_layers_accept_other_axis_names(world: World) -> None:
+def test_2p5d_layers_accept_other_axis_names(world: World) -> None:
     world.run(4, other_names)
 
 

@@ -80,7 +80,7 @@ def layers_equal_dense(topology: Topology, features: int, outputs: int) -> None:
 
 
 @pytest.mark.parametrize("name", CUBES)
-def test_layers_match_dense(world: World, name: str) -> None:
+def test_3d_layers_match_dense(world: World, name: str) -> None:
     for features, outputs in ((12, 24), (7, 9)):  # 7 and 9 are not divisible by 2
         world.run(CUBES[name].world_size, layers_equal_dense, CUBES[name], features, outputs)
 
@@ -95,7 +95,7 @@ def holders() -> tuple[str, int]:
         ), 0 if head.weight is None else head.weight.numel()
 
 
-def test_classifier_weight_lies_where_input_and_output_coordinates_are_equal(world: World) -> None:
+def test_classifier_3d_weight_lies_where_input_and_output_coordinates_are_equal(world: World) -> None:
     assert world.run(8, holders) == [
         *(("000", 10), ("001", 0), ("010", 10), ("011", 0)),
         *(("100", 0), ("101", 10), ("110", 0), ("111", 10)),
@@ -124,7 +124,7 @@ def tied() -> None:
         assert sum(1 for _ in nn.ModuleList([table, head]).parameters()) == (table.weight is not None)
 
 
-def test_classifier_tied_to_embedding_matches_dense(world: World) -> None:
+def test_classifier_3d_tied_to_embedding_matches_dense(world: World) -> None:
     world.run(8, tied)
 
 
@@ -141,7 +141,7 @@ def frozen_table() -> None:
             assert head(torch.randn(3, 2)).shape == (3, 5)
 
 
-def test_frozen_classifier_weight_causes_no_deadlock(world: World) -> None:
+def test_frozen_classifier_3d_weight_causes_no_deadlock(world: World) -> None:
     world.run(4, frozen_table)
 
 
@@ -172,7 +172,7 @@ def low_precision() -> None:
             assert_near(output, expected, torch.bfloat16)
 
 
-def test_layers_work_in_autocast_and_half_precision(world: World) -> None:
+def test_3d_layers_work_in_autocast_and_half_precision(world: World) -> None:
     world.run(4, low_precision)
 
 
@@ -198,7 +198,7 @@ def cross_entropy_equals_torch(reduction: Reduction, label_smoothing: float) -> 
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_matches_torch(world: World, reduction: Reduction) -> None:
+def test_cross_entropy_3d_matches_torch(world: World, reduction: Reduction) -> None:
     for smoothing in (0.0, 0.2):
         world.run(4, cross_entropy_equals_torch, reduction, smoothing)
 
@@ -225,7 +225,7 @@ def rejected() -> None:
             LayerNorm3D(1, registry)
 
 
-def test_layers_reject_bad_input_on_every_rank(world: World) -> None:
+def test_3d_layers_reject_bad_input_on_every_rank(world: World) -> None:
     world.run(4, rejected)
 
 
@@ -240,7 +240,7 @@ def counted() -> list[dict[str, int]]:
     return counts
 
 
-def test_layers_issue_expected_collectives(world: World) -> None:
+def test_3d_layers_issue_expected_collectives(world: World) -> None:
     for rank, (linear, norm, head) in enumerate(world.run(8, counted)):
         assert linear == {"all_gather_single": 3, "reduce_scatter_single": 3, "all_reduce": 1}
         assert norm == {"all_gather_single": 1, "all_reduce": 2}

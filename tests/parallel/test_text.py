@@ -11,9 +11,7 @@ CELLS = st.text("abc", min_size=1, max_size=5)
 
 
 @given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=5), st.sets(st.integers(0, 2)))
-def test_aligned_puts_each_cell_at_the_left_or_right_of_its_column(
-    rows: list[tuple[str, ...]], right: set[int]
-) -> None:
+def test_text_table_aligns_cells_left_or_right_in_their_column(rows: list[tuple[str, ...]], right: set[int]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for line, row in zip(aligned(rows, right), rows, strict=True):
         at = 0
@@ -25,20 +23,20 @@ def test_aligned_puts_each_cell_at_the_left_or_right_of_its_column(
         assert line == line.rstrip()
 
 
-def test_aligned_accepts_no_rows_and_rejects_rows_of_different_length() -> None:
+def test_text_table_accepts_no_rows_and_rejects_uneven_rows() -> None:
     assert aligned([]) == []
     with pytest.raises(ValueError, match="shorter"):
         aligned([("a", "b"), ("a",)])
 
 
 @given(st.lists(CELLS, max_size=8), st.integers(1, 8))
-def test_some_counts_the_omitted_names(names: list[str], most: int) -> None:
+def test_shortened_list_counts_omitted_names(names: list[str], most: int) -> None:
     shown, _, more = some(names, most).partition(" and ")
     assert shown == ", ".join(names[:most])
     assert more == (f"{len(names) - most} more" if len(names) > most else "")
 
 
-def test_some_shows_five_names_by_default() -> None:
+def test_shortened_list_shows_five_names_by_default() -> None:
     assert some("abcde") == "a, b, c, d, e"
     assert some("abcdef") == "a, b, c, d, e and 1 more"
 

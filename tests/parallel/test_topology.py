@@ -54,7 +54,7 @@ def test_groups_along_axes_partition_the_world(topology: Topology, data: st.Data
 
 
 @given(topologies, st.data())
-def test_filter_returns_the_ranks_at_given_coordinates(topology: Topology, data: st.DataObject) -> None:
+def test_topology_filter_returns_the_ranks_at_given_coordinates(topology: Topology, data: st.DataObject) -> None:
     fixed = {
         axis: data.draw(st.integers(0, topology.size(axis) - 1)) for axis in topology.axes if data.draw(st.booleans())
     }
@@ -111,7 +111,7 @@ def test_context_axis_is_a_data_axis_but_not_a_sample_axis() -> None:
     assert topology.sample_axes == ("dp_replicate", "dp_shard")
 
 
-def test_table_explains_an_expert_axis_without_role() -> None:
+def test_topology_table_explains_an_expert_axis_without_role() -> None:
     told: dict[str, Any] = {"ep": "model", "expert": "data"}
     assert Topology(data=2, ep=4, expert=2).untold_expert_axes == ("ep", "expert")
     assert Topology(data=2, ep=4, expert=2, roles=told).untold_expert_axes == ()
@@ -183,7 +183,7 @@ def lines_executed(call: Callable[[], Any]) -> int:
     return count
 
 
-def test_queries_about_one_rank_take_constant_time_in_world_size() -> None:
+def test_topology_queries_about_one_rank_do_not_scale_with_world_size() -> None:
     small, rank = Topology(pipe=1, data=1, row=16, col=16), 2**20 - 77
     assert BIG.world_size == 2**20
     for axes in combinations(("row", "col"), 2):
@@ -201,7 +201,7 @@ def test_queries_about_one_rank_take_constant_time_in_world_size() -> None:
     print(f"coordinate + peers of 16 at world size 2**20: {(time.perf_counter() - start) * 1e4:.1f} us")
 
 
-def test_peers_are_computed_lazily() -> None:
+def test_topology_peers_are_computed_lazily() -> None:
     small, large = Topology(data=2, tensor=8), Topology(data=131072, tensor=8)
     for use in (
         lambda topology: topology.peers(9, "data"),
@@ -215,7 +215,7 @@ def test_peers_are_computed_lazily() -> None:
 
 
 @given(topologies, st.data())
-def test_peers_behave_like_a_tuple(topology: Topology, data: st.DataObject) -> None:
+def test_topology_peers_behave_like_a_tuple(topology: Topology, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(topology.axes), unique=True)) if topology.axes else []
     rank = data.draw(st.integers(0, topology.world_size - 1))
     peers, expected = topology.peers(rank, *axes), tuple(topology.peers(rank, *axes))
@@ -233,7 +233,7 @@ def test_peers_behave_like_a_tuple(topology: Topology, data: st.DataObject) -> N
     assert sorted({topology.peers(one, *axes) for one in range(topology.world_size)}) == [*topology.groups(*axes)]
 
 
-def test_table_shows_the_grid_and_all_groups() -> None:
+def test_topology_table_shows_the_grid_and_all_groups() -> None:
     assert Topology(data=2, row=2, col=2).table() == (
         "Topology(data=2, row=2, col=2): 8 ranks\n"
         "\n"
@@ -261,7 +261,7 @@ def test_table_shows_the_grid_and_all_groups() -> None:
     "topology", [BIG, Topology(data=2**20), Topology(roles=None, **dict.fromkeys("abcdefghij", 4))]
 )
 @pytest.mark.parametrize("rank", [None, 77_777])
-def test_table_of_a_large_world_fits_on_a_screen(topology: Topology, rank: int | None) -> None:
+def test_topology_table_of_a_large_world_fits_on_a_screen(topology: Topology, rank: int | None) -> None:
     lines = topology.table(rank).splitlines()
     assert len(lines) <= 64
     assert max(map(len, lines)) <= 110
@@ -269,14 +269,14 @@ def test_table_of_a_large_world_fits_on_a_screen(topology: Topology, rank: int |
 
 
 @given(topologies, st.data())
-def test_table_of_a_small_world_shows_every_rank(topology: Topology, data: st.DataObject) -> None:
+def test_topology_table_of_a_small_world_shows_every_rank(topology: Topology, data: st.DataObject) -> None:
     rank = data.draw(st.none() | st.integers(0, topology.world_size - 1))
     grid = topology.table(rank).split("\n\naxes ")[0]
     shown = {int(word.strip("[]")) for word in grid.split() if word.strip("[]").isdigit()}
     assert topology.world_size > 64 or shown >= set(range(topology.world_size))
 
 
-def test_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_topology_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["pipe=2", "data=2", "row=2", "col=2", "--rank", "5"])
     assert capsys.readouterr().out == Topology(pipe=2, data=2, row=2, col=2).table(5) + "\n"
     main(["row=2,col=2"])
@@ -293,7 +293,7 @@ def test_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> No
         ([], "axis=size"),
     ],
 )
-def test_command_line_rejects_bad_arguments(
+def test_topology_command_rejects_bad_arguments(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:

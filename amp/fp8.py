@@ -294,7 +294,7 @@ class Fp8(Precision):
 
 
 def _trim_axes(axes: tuple[str, ...], registry: ProcessGroupRegistry) -> tuple[str, ...]:
-    atoms = {atom for axis in axes for atom in registry.topology.atoms(axis)}
+    atoms = {atom for axis in axes for atom in registry.topology.expand_aliases(axis)}
     return tuple(axis for axis in registry.topology.axes if axis in atoms and registry.size(axis) > 1)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from meshstep.optim import Bucket, ParameterEntry, ReductionPlan
+from meshstep.optim import NormBucket, ParameterEntry, ReductionPlan
 from meshstep.parallel import BiasLayout, Linear2D, P, ProcessGroupRegistry, Topology, local_shape, shard, spec_of
 
 GRID = Topology(row=2, col=2)
@@ -86,7 +86,7 @@ def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -
         entries = [ParameterEntry(title, spec, local_shape(shape, spec, topology))] if elements else []
         weights = ReductionPlan.of(entries, topology, rank).replica_weights
         held.append(Held(elements, Fraction(weights[0]) if weights else Fraction(0)))
-    axes = Bucket.of(spec, topology).axes(topology)
+    axes = NormBucket.of(spec, topology).axes(topology)
     groups = tuple(sorted({tuple(topology.peers(rank, *axes)) for rank in range(topology.world_size)}))
     return Parameter(title, spec, shape, tuple(held), axes, groups)
 

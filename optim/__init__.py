@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..parallel.mesh.deprecation import renamed_objects
 from .build import Measure, Reduce
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
-from .clip.base import Clip, ClipState, Decision, OfEachParameter
+from .clip.base import Clip, ClipResult, ClipState, PerParameterState
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm, scale_gradients_
 from .clip.rules import (
     AdaGC,
@@ -26,7 +26,7 @@ from .lion import Lion
 from .norm.global_norm import GlobalNorm
 from .norm.measure import Fingerprints, GradStats, Norms
 from .norm.param_table import ParamPosition, SteppedTensor
-from .norm.plan import Bucket, ParameterEntry, ReductionPlan
+from .norm.plan import NormBucket, ParameterEntry, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .parallel_optimizer import ParallelOptimizer
 from .recipe.accelerated import take_over_clipping
@@ -63,13 +63,13 @@ __all__ = [
     "Bf16Compression",
     "Binding",
     "Booster",
-    "Bucket",
     "ByGroup",
     "ByName",
     "ByNorm",
     "ByPreviousNorm",
     "ByValue",
     "Clip",
+    "ClipResult",
     "ClipState",
     "CommHook",
     "ConstantLR",
@@ -77,7 +77,6 @@ __all__ = [
     "CosineAnnealingLR",
     "CsvFile",
     "DataParallel",
-    "Decision",
     "Fingerprints",
     "Flops",
     "GlobalNorm",
@@ -94,14 +93,15 @@ __all__ = [
     "Muon",
     "NoCompression",
     "NoiseScale",
+    "NormBucket",
     "Norms",
-    "OfEachParameter",
     "Offloaded",
     "ParallelOptimizer",
     "ParamPosition",
     "ParamTransform",
     "ParameterEntry",
     "PerParameter",
+    "PerParameterState",
     "Pipeline",
     "PolynomialLR",
     "Position",
@@ -151,9 +151,12 @@ if not TYPE_CHECKING:  # type checkers report former names
         __name__,
         {
             "Bf16Wire": Bf16Compression,
+            "Bucket": NormBucket,
+            "Decision": ClipResult,
             "Exact": NoCompression,
             "Exchange": CommHook,
             "Link": ParamTransform,
+            "OfEachParameter": PerParameterState,
             "Piece": SteppedTensor,
             "Placement": StatePlacement,
         },

@@ -393,7 +393,7 @@ def check_stepped_alike(
     trained = [entry for entry in plan.entries if entry.trained]
     copies = []
     for entry in trained:
-        spec = entry.spec.on(plan.topology)
+        spec = entry.spec.resolve(plan.topology)
         copied = {*spec.replica_axes(plan.topology), *dict(spec.tied)}
         copies.append((entry.name, tuple(pair for pair in plan.coordinate.items() if pair[0] not in copied)))
     first: dict[object, tuple[int, list[int]]] = {}
@@ -425,7 +425,7 @@ def replica_checks(
         checks.append(ReplicaCheck(table.model_plan, _local_tensors(given, topology), device))
     axes: list[tuple[str, ...]] = []
     for row in table:
-        spec = row.model_entry.spec.on(topology)
+        spec = row.model_entry.spec.resolve(topology)
         is_declared = not (spec.owned or spec.tied or has_dtensors((given[row.index].param,)))
         axes.append(tuple(a for a in spec.sharded_axes if topology.size(a) > 1) if is_declared else ())
     return checks, EqualShards(table.plan, axes, device)

@@ -618,7 +618,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._switch.expect(self._window)
         self._micro_batch = partial(self._window.micro_batch, params=self._model_params, around=around)
         if registry.device.type == "cuda":  # NCCL would connect ranks in the first step, when memory is nearly full
-            registry.meet(*self._clipping.plan.groups(self._setup.reduction))
+            registry.connect(*self._clipping.plan.groups(self._setup.reduction))
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:

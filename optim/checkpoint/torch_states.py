@@ -67,7 +67,7 @@ class ParameterStates:
             )
         if self.sharded_over is None or not entry.shape:
             return entry.spec, self._region()
-        dims = [entry.spec.cuts(dim) for dim in range(len(entry.shape))]
+        dims = [entry.spec.joint_dim_axes(dim) for dim in range(len(entry.shape))]
         spec = P((*dims[0], self.sharded_over), *dims[1:])
         rows = -(-entry.shape[0] // registry.size(*self.sharded_over))
         first = min(registry.rank(*self.sharded_over) * rows, entry.shape[0])
@@ -101,7 +101,7 @@ class ParameterStates:
 
     def _cut_axes(self, spec: P) -> dict[tuple[str, ...], int]:
         """Return the axes of each dim of the DTensor's device mesh, with the tensor dim that they shard."""
-        dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.cuts(dim)}
+        dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.joint_dim_axes(dim)}
         return {axes: dim for axes, dim in dims.items() if self.registry.size(*axes) > 1}
 
     def _first_row(self, region: Region) -> int:

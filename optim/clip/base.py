@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ...amp.capture import is_captured, keeps_state_in_place
+from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.text import some
 from ...parallel.mesh.value_checks import check_number, check_scalar, check_text, dict_of, fields, is_whole, list_of
 from ..norm.global_norm import Named, UnitDim
@@ -45,17 +46,17 @@ Thresholds are in units of the unscaled gradient.
 """
 
 
-class OfEachParameter(NamedTuple):
+class PerParameterState(NamedTuple):
     """Initial state with one number per logical parameter, in the order of ``norms.parameters``. It is saved by name.
 
         class MeanNorms(Clip):
             level = "parameters"
 
             def initial(self):
-                return {"mean": OfEachParameter(0.0)}
+                return {"mean": PerParameterState(0.0)}
 
             def decide(self, norms, state):
-                return Decision(None, {"mean": 0.9 * state["mean"] + 0.1 * norms.parameters})
+                return ClipResult(None, {"mean": 0.9 * state["mean"] + 0.1 * norms.parameters})
 
     Args:
         value: The initial value of each number.
@@ -64,16 +65,16 @@ class OfEachParameter(NamedTuple):
     value: float
 
 
-Initial = float | Sequence[float] | OfEachParameter
+Initial = float | Sequence[float] | PerParameterState
 """The initial value of a state tensor: a number for a 0-dim tensor, a sequence for a 1-dim tensor."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Decision(NamedTuple):
+class ClipResult(NamedTuple):
     """The result of a rule in one step.
 
-        Decision(factors=(1.0 / norms.total).clamp(max=1.0), skip=norms.total > 100)  # in `Clip.decide`
+        ClipResult(factors=(1.0 / norms.total).clamp(max=1.0), skip=norms.total > 100)  # in `Clip.decide`
 
     Args:
         factors: Factors on gradients, of the shape of the norms at the rule's level. None: gradients are unchanged.
@@ -90,6 +91,7 @@ class Decision(NamedTuple):
         return None if self.skip is None else (self.skip & finite).float()
 
 
+@renamed_members(shown="reported_coef")
 class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
     """A clipping rule; pass it as ``max_norm=``.
 
@@ -144,16 +146,16 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
         """Return the state before the first step, by name. It is called once per `ClipState`."""
         return NOTHING
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         """Return the decision of one step. An override must not write to ``state``, and must not synchronize the host.
 
         Args:
             norms: The norms of the unscaled gradients.
             state: One tensor per name in `initial`, with the device and dtype of the norms.
         """
-        return Decision(self.factors(norms))
+        return ClipResult(self.factors(norms))
 
-    def shown(self, factors: Tensor, norms: Norms) -> Tensor:
+    def reported_coef(self, factors: Tensor, norms: Norms) -> Tensor:
         """Return `GradStats.clip_coef`, 0-dim. Default: the smallest factor."""
         if factors.dim() == 0:
             return factors
@@ -268,7 +270,7 @@ class ClipState:
     @property
     def needs_names(self) -> bool:
         """Return True if the rule distinguishes parameters, so that ranks must agree on their names."""
-        of_each = any(isinstance(value, OfEachParameter) for value in self.initial.values())
+        of_each = any(isinstance(value, PerParameterState) for value in self.initial.values())
         return of_each or self.rule.level in ("parameters", "named", "units")
 
     def bind(self, names: Sequence[str]) -> None:
@@ -280,7 +282,7 @@ class ClipState:
             self._numbers = self._read_numbers()
             self.names, self.tensors = tuple(names), {}
 
-    def decide(self, norms: Norms, rule: Clip | None = None) -> Decision:
+    def decide(self, norms: Norms, rule: Clip | None = None) -> ClipResult:
         """Return the decision of one step.
 
         Args:
@@ -297,7 +299,7 @@ class ClipState:
         with keeps_state_in_place(rule):
             return rule.decide(norms, self.tensors)
 
-    def remember(self, decision: Decision, taken: Tensor) -> None:
+    def remember(self, decision: ClipResult, taken: Tensor) -> None:
         """Store the new state of ``decision`` if ``taken``, 0-dim bool, is True. Host synchronization: none."""
         for name, value in decision.state.items():
             if name not in self.tensors:
@@ -326,7 +328,7 @@ class ClipState:
             self.tensors[name] = host.to(like.device, non_blocking=True)
 
     def _initial_numbers(self, begins: Initial, known: Numbers | None) -> float | list[float]:
-        if isinstance(begins, OfEachParameter):
+        if isinstance(begins, PerParameterState):
             own = known if isinstance(known, dict) else {}
             return [own.get(name, begins.value) for name in self.names]
         if known is not None and not isinstance(known, dict):
@@ -395,7 +397,7 @@ def _check_numbers(value: object, field: str) -> None:
 
 
 def _is_per_parameter(begins: Initial) -> bool:
-    return isinstance(begins, OfEachParameter)
+    return isinstance(begins, PerParameterState)
 
 
 def _fits(initial: Mapping[str, Initial], state: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from ..norm.global_norm import GlobalNorm, Named, PackedSum, UnitDim, Units
 from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level, Norms, Reduction
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
-from .base import NOTHING, Clip, ClipState, Decision, check_threshold
+from .base import NOTHING, Clip, ClipResult, ClipState, check_threshold
 from .rules import ByGroup, ByNorm, ByValue
 
 # Votes on a step ------------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ class GradientClipper:
             finite = finite & ~past
         rejected, replicas_diverged = (None, None) if vote is None else vote.count(sums, finite)
         disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None
-        clip_result = Decision(None)
+        clip_result = ClipResult(None)
         if rule is not None:
             state = ClipState(rule) if clip is None else clip
             clip_result = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
@@ -434,7 +434,7 @@ class GradientClipper:
         if rule is None or factors is None:
             coef = torch.ones_like(norms.total)
         else:
-            shown = rule.shown(factors, norms)
+            shown = rule.reported_coef(factors, norms)
             coef = safe = torch.where(finite, factors, one)
             if shown is not factors:
                 coef = torch.where(finite, shown, one)

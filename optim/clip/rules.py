@@ -21,10 +21,10 @@ from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
 from .base import (
     Clip,
+    ClipResult,
     ClipState,
-    Decision,
     Initial,
-    OfEachParameter,
+    PerParameterState,
     Threshold,
     bound_factor,
     check_decay,
@@ -61,8 +61,8 @@ class ByNorm(Clip):
     def initial(self) -> Mapping[str, Initial]:
         return initial_step_count(self.max_norm)
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
+        return ClipResult(
             clip_coefficient(norms.total, resolve_threshold(self.max_norm, state.get("steps"))), next_step_count(state)
         )
 
@@ -131,15 +131,15 @@ class ByGroup(Clip):
     def initial(self) -> Mapping[str, Initial]:
         return initial_step_count(self.others)
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         common, own = self._common_coef(norms, resolve_threshold(self.others, state.get("steps"))), self.thresholds
         coefs = [
             common if self._is_other(index) else clip_coefficient(norm, own[index])
             for index, norm in enumerate(norms.groups.unbind())
         ]
-        return Decision(torch.stack(coefs), next_step_count(state))
+        return ClipResult(torch.stack(coefs), next_step_count(state))
 
-    def shown(self, factors: Tensor, norms: Norms) -> Tensor:
+    def reported_coef(self, factors: Tensor, norms: Norms) -> Tensor:
         others = (factor for index, factor in enumerate(factors.unbind()) if self._is_other(index))
         return next(others, torch.ones_like(norms.total))
 
@@ -175,8 +175,8 @@ class PerParameter(Clip):
     def initial(self) -> Mapping[str, Initial]:
         return initial_step_count(self.max_norm)
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
+        return ClipResult(
             clip_coefficient(norms.parameters, resolve_threshold(self.max_norm, state.get("steps"))),
             next_step_count(state),
         )
@@ -303,7 +303,7 @@ class ByName(Clip):
         rules = ((pattern, rule) for pattern, rule in self._all if rule is not None)
         return {f"{pattern}/{name}": value for pattern, rule in rules for name, value in rule.initial().items()}
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         factors, new, skips = list[Tensor](), dict[str, Tensor](), list[Tensor]()
         one = torch.ones_like(norms.total)
         for (pattern, rule), norm in zip(self._all, norms.named.unbind(), strict=True):
@@ -315,7 +315,7 @@ class ByName(Clip):
             factors.append(one if decision.factors is None else decision.factors)
             new |= {f"{pattern}/{name}": value for name, value in decision.state.items()}
             skips += [] if decision.skip is None else [decision.skip]
-        return Decision(torch.stack(factors), new, torch.stack(skips).any() if skips else None)
+        return ClipResult(torch.stack(factors), new, torch.stack(skips).any() if skips else None)
 
 
 def _to_rule(value: OfGroup) -> Clip | None:
@@ -421,16 +421,16 @@ class AdaGC(Clip):
         check_whole_number(self.warm_up, "warm_up", 1)
 
     def initial(self) -> Mapping[str, Initial]:
-        return {"steps": 0.0, "mean": OfEachParameter(inf)}
+        return {"steps": 0.0, "mean": PerParameterState(inf)}
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         norm, steps, mean = norms.parameters, state["steps"], state["mean"]
         warms_up = (steps < self.warm_up) | mean.isinf()
         own = bound_factor(norm, self.factor * mean)
         factors = torch.where(warms_up, bound_factor(norms.total, self.max_norm), own)
         clipped = factors * norm
         new = torch.where(warms_up, torch.minimum(mean, clipped), self.decay * mean + (1 - self.decay) * clipped)
-        return Decision(factors, {"steps": steps + 1, "mean": torch.where(norm > 0, new, mean)})
+        return ClipResult(factors, {"steps": steps + 1, "mean": torch.where(norm > 0, new, mean)})
 
 
 # ByPreviousNorm -------------------------------------------------------------------------------------------------------
@@ -460,10 +460,10 @@ class ByPreviousNorm(Clip):
     def initial(self) -> Mapping[str, Initial]:
         return {"norm": 0.0, **initial_step_count(self.max_norm)}
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         before = torch.where(state["norm"] > 0, state["norm"], norms.total)
         factor = clip_coefficient(before, resolve_threshold(self.max_norm, state.get("steps")))
-        return Decision(factor, {"norm": norms.total, **next_step_count(state)})
+        return ClipResult(factor, {"norm": norms.total, **next_step_count(state)})
 
 
 # SkipSpikes -----------------------------------------------------------------------------------------------------------
@@ -526,18 +526,18 @@ class SkipSpikes(Clip):
         inner = {} if self._inner is None else {_INNER + name: value for name, value in self._inner.initial().items()}
         return {"steps": 0.0, "norms": [inf] * self.window, **inner}
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         norm, steps, last = norms.total, state["steps"], state["norms"]
         bound = self.factor * self._statistic(last, steps)
         spike = (steps >= self.warm_up) & (bound > 0) & (norm > bound)
         here = torch.arange(self.window, device=last.device) == torch.remainder(steps, self.window)
         new = {"steps": steps + 1, "norms": torch.where(here, torch.where(spike, bound, norm), last)}
         if self._inner is None:
-            return Decision(None, new, spike)
+            return ClipResult(None, new, spike)
         own = {name: state[_INNER + name] for name in self._inner.initial()}
         result = self._inner.decide(norms, own)
         new |= {_INNER + name: torch.where(spike, own[name], value) for name, value in result.state.items()}
-        return Decision(result.factors, new, spike if result.skip is None else spike | result.skip)
+        return ClipResult(result.factors, new, spike if result.skip is None else spike | result.skip)
 
     def check_names(self, names: Sequence[str]) -> None:
         if self._inner is not None:
@@ -547,8 +547,10 @@ class SkipSpikes(Clip):
     def unclipped(self) -> tuple[str, ...]:
         return () if self._inner is None else self._inner.unclipped
 
-    def shown(self, factors: Tensor, norms: Norms) -> Tensor:
-        return super().shown(factors, norms) if self._inner is None else self._inner.shown(factors, norms)
+    def reported_coef(self, factors: Tensor, norms: Norms) -> Tensor:
+        return (
+            super().reported_coef(factors, norms) if self._inner is None else self._inner.reported_coef(factors, norms)
+        )
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:
         if self._inner is not None:
@@ -648,7 +650,7 @@ class ZClip(Clip):
     def initial(self) -> Mapping[str, Initial]:
         return {"steps": 0.0, "mean": 0.0, "var": 0.0}
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
         norm, steps, mean, var = norms.total, state["steps"], state["mean"], state["var"]
         warm, above = steps >= self.warm_up, norm - mean
         spike = warm & (above > self.z * var.sqrt())
@@ -659,7 +661,7 @@ class ZClip(Clip):
         weight = torch.where(warm, 1 - self.decay, 1 / (steps + 1))
         new = mean + weight * (bound - mean)
         from_new = torch.where(warm, bound - new, bound - mean)
-        return Decision(
+        return ClipResult(
             factor,
             {"steps": steps + 1, "mean": new, "var": var + weight * ((bound - new) * from_new - var)},
         )

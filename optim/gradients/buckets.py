@@ -30,7 +30,7 @@ from ...parallel.mesh.process_group_collectives import REDUCE_SCATTER
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
 from ..kernels.memory import is_lazy
-from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, check_unused, entries_of
+from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, check_unused, entries_of
 from .in_place import change_each, gradient_dtype, is_complete, mark_complete, widen_gradients
 
 # Parameters concatenated in flat buckets that are cut into equal slices, one per rank. Pure arithmetic ----------------
@@ -407,7 +407,7 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 
 def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the axes over which a local gradient must be summed. For a tied axis, the tied coordinates are summed."""
-    spec = spec.on(topology)
+    spec = spec.resolve(topology)
     done = {*spec.named_axes, *averaged}
     data = [axis for axis in topology.data_axes if axis not in done] if average_data else []
     named = {*data, *spec.partial, *dict(spec.tied)}
@@ -418,7 +418,7 @@ def sync_ranks(
     spec: P, topology: Topology, rank: int, average_data: bool, averaged: tuple[str, ...] = ()
 ) -> tuple[int, ...]:
     """Return the ranks, ascending, whose gradients of a parameter with ``spec`` are summed with ``rank``'s gradient."""
-    spec = spec.on(topology)
+    spec = spec.resolve(topology)
     peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
     if not spec.tied:
         return tuple(peers)
@@ -426,10 +426,10 @@ def sync_ranks(
     return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in where[axis] for axis in where))
 
 
-def layout_kind(spec: P, topology: Topology) -> Bucket:
+def layout_kind(spec: P, topology: Topology) -> NormBucket:
     """Return the layout that all parameters of a flat bucket share. Axes of size 1 are ignored."""
-    kind, large = Bucket.of(spec, topology), {axis for axis in topology.axes if topology.size(axis) > 1}
-    return Bucket(
+    kind, large = NormBucket.of(spec, topology), {axis for axis in topology.axes if topology.size(axis) > 1}
+    return NormBucket(
         tuple(axis for axis in kind.distinct if axis in large),
         tuple((axis, index) for axis, index in kind.owned if axis in large),
         tuple((axis, where) for axis, where in kind.tied if axis in large),
@@ -454,7 +454,7 @@ class _BucketKey(NamedTuple):
     """The properties that the parameters of a bucket share."""
 
     ranks: tuple[int, ...]
-    layout: Bucket
+    layout: NormBucket
     dtype: str
     device: str
     scale: float
@@ -494,7 +494,7 @@ def gradient_buckets(
     by_key, by_scale = _group_params(params, plan, average_data, only)
     # Partial gradients must be summed only once per backward.
     is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
-    keyed_buckets: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
+    keyed_buckets: list[tuple[tuple[int, ...], NormBucket, int, GradientBucket]] = []
     for kind, found in sorted(by_key.items()):
         indices = sorted(found)
         dtype, numels = gradient_dtype(params[indices[0]]), [params[index].numel() for index in indices]
@@ -507,7 +507,7 @@ def gradient_buckets(
             )
             # Tied parameters have other indices on other stages, so only the layout gives all ranks the same order.
             keyed_buckets.append(
-                (kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket)
+                (kind.ranks, kind.layout if kind.layout.tied else NormBucket(), -layout.indices[-1], bucket)
             )
     divided = [UnreducedGradients(scaled_params, scale) for scale, scaled_params in by_scale.items()]
     return [*(bucket for *_, bucket in sorted(keyed_buckets, key=lambda item: item[:3])), *divided]

@@ -175,7 +175,7 @@ def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology,
     """
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))
-    return any(not topology.only_splits_the_batch(axis) or axis in named for axis in axes)
+    return any(not topology.is_batch_only_axis(axis) or axis in named for axis in axes)
 
 
 Sizes = tuple[tuple[str, int], ...]

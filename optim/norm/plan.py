@@ -201,10 +201,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Bucket:
+class NormBucket:
     """The parameters whose powers are reduced over the same ranks.
 
-        Bucket.of(P("tensor"), Topology(data=2, tensor=2))  # reduced over the ranks of the axis "tensor"
+        NormBucket.of(P("tensor"), Topology(data=2, tensor=2))  # reduced over the ranks of the axis "tensor"
 
     Args:
         distinct: The axes that index the shards, in the topology's order.
@@ -217,9 +217,9 @@ class Bucket:
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
-    def of(cls, spec: P, topology: Topology) -> Bucket:
+    def of(cls, spec: P, topology: Topology) -> NormBucket:
         """Return the bucket of a parameter with this spec."""
-        spec = spec.on(topology)
+        spec = spec.resolve(topology)
         tied = tuple((axis, spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
         return cls(spec.distinct_axes(topology), spec.owned, tied)
 
@@ -232,7 +232,7 @@ class Bucket:
         """Return True if the rank at ``coordinate`` adds its shard in a per-group reduction (tied: the first stage)."""
         return owns(self.owned, coordinate) and all(coordinate[axis] == where[0] for axis, where in self.tied)
 
-    def __lt__(self, other: Bucket) -> bool:
+    def __lt__(self, other: NormBucket) -> bool:
         """Order buckets equally on all ranks."""
         return self._key() < other._key()
 
@@ -272,7 +272,7 @@ class ReductionPlan:
     topology: Topology
     rank: int
     entries: tuple[ParameterEntry, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[NormBucket, ...]
     num_groups: int = 1
     counted: int | None = None
     parameter_names: tuple[str, ...] = ()
@@ -292,9 +292,9 @@ class ReductionPlan:
         for entry in given:
             if (kind := (entry.spec, len(entry.shape))) not in kinds:
                 entry.spec.validate(len(entry.shape), topology, entry.name)
-                kinds[kind] = entry.spec.on(topology)
+                kinds[kind] = entry.spec.resolve(topology)
         entries = tuple(replace(e, spec=kinds[e.spec, len(e.shape)]) if topology.aliases else e for e in given)
-        layouts: dict[P, Bucket] = {}
+        layouts: dict[P, NormBucket] = {}
         for entry in entries:
             if entry.spec.blocks:
                 entry.region(topology, coordinate)  # raises if blocks do not fit
@@ -305,7 +305,7 @@ class ReductionPlan:
                     f"{entry.name}: rank {rank} at {_coordinate(coordinate)} has this parameter, but {entry.spec} places "
                     "it on other ranks; build the parameter only on the ranks of its spec, or correct the spec"
                 )
-            layouts[entry.spec] = Bucket.of(entry.spec, topology)
+            layouts[entry.spec] = NormBucket.of(entry.spec, topology)
         buckets = tuple(sorted({*layouts.values()}))
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
@@ -323,12 +323,12 @@ class ReductionPlan:
     def bucket_indices(self) -> tuple[int, ...]:
         """Return for each entry the index of its bucket in `buckets`."""
         index = {bucket: i for i, bucket in enumerate(self.buckets)}
-        return self.for_each(lambda spec: index[Bucket.of(spec, self.topology)])
+        return self.for_each(lambda spec: index[NormBucket.of(spec, self.topology)])
 
     @cached_property
     def num_replicas(self) -> tuple[int, ...]:
         """Return for each entry the number of ranks that hold the same shard."""
-        return self.for_each(lambda spec: spec.holders(self.topology))
+        return self.for_each(lambda spec: spec.num_replicas(self.topology))
 
     @cached_property
     def replica_weights(self) -> tuple[float, ...]:
@@ -356,7 +356,7 @@ class ReductionPlan:
         The number is local elements times the ranks that add them, divided by the replication factor.
         """
         ranks = self.by_spec(self._ranks_that_add)
-        replicas = self.by_spec(lambda spec: spec.holders(self.topology))
+        replicas = self.by_spec(lambda spec: spec.num_replicas(self.topology))
         return tuple(entry.numel * ranks[entry.spec] // replicas[entry.spec] for entry in self.entries)
 
     def _ranks_that_add(self, spec: P) -> int:
@@ -376,7 +376,7 @@ class ReductionPlan:
         topology = self.topology
         if any(index and axis not in topology.pipe_axes for axis, index in self.coordinate.items()):
             return
-        for axis in topology.untold_expert_axes:
+        for axis in topology.expert_axes_without_role:
             silent = [e for e in self.entries if e.trained and axis not in (*e.spec.named_axes, *e.averaged)]
             sharded = [e for e in self.entries if axis in e.spec.sharded_axes]
             if silent and sharded:
@@ -429,7 +429,7 @@ class ReductionPlan:
             )
         return "\n".join(lines)
 
-    def _row(self, index: int, bucket: Bucket) -> tuple[str, ...]:
+    def _row(self, index: int, bucket: NormBucket) -> tuple[str, ...]:
         mine = [i for i, at in enumerate(self.bucket_indices) if at == index]
         ranks = self.topology.peers(self.rank, *bucket.axes(self.topology))
         shown = ",".join(map(str, ranks[:8])) + (f",... ({len(ranks)})" if len(ranks) > 8 else "")

@@ -17,7 +17,7 @@ from ...parallel.layout.spec import P, owns
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from .plan import Bucket, ParameterEntry, ReductionPlan
+from .plan import NormBucket, ParameterEntry, ReductionPlan
 
 
 class Holders(NamedTuple):
@@ -119,7 +119,7 @@ class Summary:
 
     digests: dict[Holders, str]
     shapes: dict[Holders, str]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[NormBucket, ...]
     num_groups: int
     weighted: Fraction
     named: Called | None
@@ -219,7 +219,7 @@ def _weighted(plan: ReductionPlan) -> Fraction:
     numels: Counter[P] = Counter()
     for entry in plan.entries:
         numels[entry.spec] += entry.numel
-    return sum((Fraction(numel, spec.holders(plan.topology)) for spec, numel in numels.items()), Fraction())
+    return sum((Fraction(numel, spec.num_replicas(plan.topology)) for spec, numel in numels.items()), Fraction())
 
 
 def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | None]]:

@@ -31,7 +31,7 @@ from ...parallel.mesh.text import aligned, named_ranks, printable
 from ...parallel.mesh.topology import Topology
 from ...parallel.ranks.interface import RanksError
 from ...parallel.ranks.run import run_ranks
-from .prove import Finding, Inferred, Proof, infer, prove
+from .prove import Finding, InferredLayout, Proof, infer, prove
 
 # Table ----------------------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ _HEADER = ("parameter", "declared", "correct", "mistake", "axes", "factor")
 
 def report(proof: Proof) -> str:
     """Return the findings as a table in forward order, followed by the text of the proof. Uses rich if it is installed."""
-    if proof.right:
+    if proof.is_correct:
         return str(proof)
     table = _with_rich if find_spec("rich") else _plain
     return f"{table([_row(finding) for finding in proof.findings])}\n\n{proof}"
@@ -115,9 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ended.code or 0) if first else 0
     if not first:
         return 0
-    proof = found[0].proof if isinstance(found[0], Inferred) else found[0]
+    proof = found[0].proof if isinstance(found[0], InferredLayout) else found[0]
     print(json.dumps(_values(found), indent=2) if options.json else _text(found))
-    return 0 if proof.right else WRONG
+    return 0 if proof.is_correct else WRONG
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,7 +154,7 @@ def _launched() -> tuple[int, int]:
     return place.rank, place.world_size
 
 
-def _audited(options: argparse.Namespace) -> list[Proof | Inferred]:
+def _audited(options: argparse.Namespace) -> list[Proof | InferredLayout]:
     """Run the audit and return the results by rank.
 
     Raises:
@@ -227,7 +227,7 @@ def _not_imported(script: object, error: Exception) -> ValueError:
     return ValueError(f"{script} can't be imported: {type(error).__name__}: {error}")
 
 
-def on_rank(audit: AuditRun) -> Proof | Inferred:
+def on_rank(audit: AuditRun) -> Proof | InferredLayout:
     """Build the model on this rank and prove it, or infer its layout.
 
     Raises:
@@ -247,14 +247,14 @@ def on_rank(audit: AuditRun) -> Proof | Inferred:
         return prove(model, loss_fn, registry, max_parameters=audit.most, dtype=dtype)
 
 
-def _text(found: Sequence[Proof | Inferred]) -> str:
+def _text(found: Sequence[Proof | InferredLayout]) -> str:
     if isinstance(found[0], Proof):
         return report(found[0])
     blocks = [f"# on {named_ranks(ranks)}\n{one}" for ranks, one in _by_rules(found)]
     return blocks[0].partition("\n")[2] if len(blocks) == 1 else "\n\n".join(blocks)
 
 
-def _values(found: Sequence[Proof | Inferred]) -> Mapping[str, Any]:
+def _values(found: Sequence[Proof | InferredLayout]) -> Mapping[str, Any]:
     if isinstance(found[0], Proof):
         return found[0].to_json()
     rules = [{"ranks": ranks, "declare": _texts(one.rules)} for ranks, one in _by_rules(found)]
@@ -265,11 +265,11 @@ def _texts(rules: Mapping[str, P]) -> dict[str, str]:
     return {name: repr(spec) for name, spec in rules.items()}
 
 
-def _by_rules(found: Sequence[Proof | Inferred]) -> list[tuple[list[int], Inferred]]:
+def _by_rules(found: Sequence[Proof | InferredLayout]) -> list[tuple[list[int], InferredLayout]]:
     """Group the ranks with equal parameter rules; pipeline stages have different parameters."""
-    groups: list[tuple[list[int], Inferred]] = []
+    groups: list[tuple[list[int], InferredLayout]] = []
     for rank, one in enumerate(found):
-        assert isinstance(one, Inferred)
+        assert isinstance(one, InferredLayout)
         group = next((ranks for ranks, other in groups if other.rules == one.rules), None)
         if group is None:
             groups.append(([rank], one))

@@ -271,7 +271,7 @@ _STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)
 _CHANGE = 1e-6  # relative change of the loss that the first step aims at
 _TINY = 1e-13  # a step so small that the loss changes by rounding only
 _FAR = 100  # an error this many times above the tolerance is wrong without a check at a smaller step
-Judgement = Literal["kept", "wrong", "untold"]
+Judgement = Literal["kept", "wrong", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class Differences:
             promised: The derivative that the gradients predict.
             size: Sum of the absolute values of the terms in ``promised``; the tolerance is relative to it.
         Returns:
-            ``"kept"``: they agree. ``"wrong"``: they differ. ``"untold"``: all differences are lost in rounding.
+            ``"kept"``: they agree. ``"wrong"``: they differ. ``"undecided"``: all differences are lost in rounding.
         """
         before: list[tuple[float, float]] = []
         for difference in found:
@@ -403,7 +403,7 @@ class Differences:
             if any(abs(off - other) <= allowed + more < abs(off) / _FAR for other, more in before):
                 return "wrong"
             before.append((off, allowed))
-        return "wrong" if before else "untold"
+        return "wrong" if before else "undecided"
 
     def never_tells(self, size: float) -> bool:
         """Return True if effects of this size are lost in rounding even at the largest step."""
@@ -442,11 +442,11 @@ def find_wrong(
 ) -> tuple[list[KnownParameter], list[KnownParameter]]:
     """Return the parameters whose gradients are wrong, and those that cannot be decided because of rounding."""
     wrong: list[KnownParameter] = []
-    untold: list[KnownParameter] = []
+    undecided: list[KnownParameter] = []
     for group in _groups(promises):
         for found, sort in _search(differences, group):
-            (wrong if sort == "wrong" else untold).append(found)
-    return wrong, untold
+            (wrong if sort == "wrong" else undecided).append(found)
+    return wrong, undecided
 
 
 def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:

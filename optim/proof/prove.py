@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.layout.spec import P
+from ...parallel.mesh.deprecation import renamed_fields, renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
@@ -69,6 +70,8 @@ class Finding:
         return f"{self.name}: {declared}{self.text}"
 
 
+@renamed_fields(untold="undecided")
+@renamed_members(right="is_correct")
 @dataclass(frozen=True)
 class Proof:
     """Result of `prove`, the same on all ranks.
@@ -78,20 +81,20 @@ class Proof:
 
     Args:
         proved: Names of the parameters whose gradients are the derivative of the loss.
-        untold: Names of the parameters that were not decided: the loss hardly depends on them, or they were left out.
+        undecided: Names of the parameters that were not decided: the loss hardly depends on them, or they were left out.
         findings: One finding per wrong parameter, in forward order.
         where: Description of the module whose backward is wrong; None if it was not located.
         forwards: Number of forwards of the model.
     """
 
     proved: tuple[str, ...]
-    untold: tuple[str, ...]
+    undecided: tuple[str, ...]
     findings: tuple[Finding, ...]
     where: str | None
     forwards: int
 
     @property
-    def right(self) -> bool:
+    def is_correct(self) -> bool:
         """Return True if there are no findings."""
         return not self.findings
 
@@ -102,17 +105,20 @@ class Proof:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values, with specs as text."""
-        return asdict(self) | {"findings": [finding.to_json() for finding in self.findings], "right": self.right}
+        return asdict(self) | {
+            "findings": [finding.to_json() for finding in self.findings],
+            "is_correct": self.is_correct,
+        }
 
     def __str__(self) -> str:
         summary = f"{len(self.proved)} parameters are right, in {self.forwards} forwards"
-        untold = f"; not decided: {', '.join(self.untold)}" if self.untold else ""
-        if self.right:
-            return summary + untold
+        undecided = f"; not decided: {', '.join(self.undecided)}" if self.undecided else ""
+        if self.is_correct:
+            return summary + undecided
         wrong = [str(finding) for finding in self.findings]
         where = [self.where] if self.where else []
         count = "1 parameter is wrong" if len(wrong) == 1 else f"{len(wrong)} parameters are wrong"
-        return "\n".join([f"{count}:", *wrong, *where, f"The other {summary}{untold}"])
+        return "\n".join([f"{count}:", *wrong, *where, f"The other {summary}{undecided}"])
 
 
 def prove(
@@ -168,7 +174,7 @@ def prove(
 
 
 @dataclass(frozen=True)
-class Inferred:
+class InferredLayout:
     """Result of `infer`. The rules describe this rank's parameters; the other fields are the same on all ranks.
 
         inferred = infer(model, lambda model: model(batch), registry)
@@ -191,9 +197,9 @@ class Inferred:
             f"\n# {name}: the sharded dims are a guess; pass shapes= to infer" for name in self.dims_unknown
         )
         unknown += "".join(
-            f"\n# {name}: inferred from values only; the loss hardly depends on it" for name in self.proof.untold
+            f"\n# {name}: inferred from values only; the loss hardly depends on it" for name in self.proof.undecided
         )
-        wrong = "" if self.proof.right else "\n" + "\n".join(f"# {line}" for line in str(self.proof).splitlines())
+        wrong = "" if self.proof.is_correct else "\n" + "\n".join(f"# {line}" for line in str(self.proof).splitlines())
         return "\n".join(["declare(model, {", *lines, "})"]) + unknown + wrong
 
 
@@ -205,7 +211,7 @@ def infer(
     shapes: nn.Module | Mapping[str, Sequence[int]] | None = None,
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
-) -> Inferred:
+) -> InferredLayout:
     """Find the layout of every parameter. Nothing needs to be declared, and existing declarations are ignored.
 
         print(infer(model, lambda model: model(batch), registry))
@@ -256,7 +262,7 @@ def infer(
             unknown.append(label)
         if registry.global_rank in known.seen:
             rules[known.name] = spec
-    return Inferred(rules, tuple(unknown), found.proof)
+    return InferredLayout(rules, tuple(unknown), found.proof)
 
 
 def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str, Shape]:
@@ -448,7 +454,7 @@ class _Examination:
         unequal = unequal_loss_axes(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
         if unequal:
             return self._other_forward(self._forward_order(), unequal[0], None)
-        suspects, untold = self._suspects()
+        suspects, undecided = self._suspects()
         findings: list[Finding] = []
         place: Fault | None = None
         if suspects:
@@ -461,12 +467,12 @@ class _Examination:
                 return self._other_forward(order, place.axes[0], place.wrong)
             if place is not None:
                 findings = [self._placed(finding, place) for finding in findings]
-        left = [known.label for known in (*untold, *self.left_out)]
+        left = [known.label for known in (*undecided, *self.left_out)]
         not_right = {*left, *(finding.name for finding in findings)}
         proved = tuple(known.label for known in self.known if known.label not in not_right)
         where = None if place is None else str(place)
         proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
-        decided = (*proved, *(known.label for known in untold))
+        decided = (*proved, *(known.label for known in undecided))
         return Examined(proof, {label: self.contracts[label] for label in decided}, self.known)
 
     def _forward_order(self) -> ForwardOrder:
@@ -491,9 +497,9 @@ class _Examination:
             else:
                 promises.append(promise)
         self.differences.measure_noise(promises)
-        wrong, untold = find_wrong(self.differences, promises)
+        wrong, undecided = find_wrong(self.differences, promises)
         suspects.update((known.label, None) for known in wrong)
-        return suspects, untold
+        return suspects, undecided
 
     # Predictions of the gradients -------------------------------------------------------------------------------------
 

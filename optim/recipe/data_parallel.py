@@ -21,7 +21,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.buckets import BUCKET_BYTES, layout_kind
 from ..norm.param_table import SteppedTensor
-from ..norm.plan import Bucket
+from ..norm.plan import NormBucket
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import StatePlacement, TransformChain
 from ..states.sharded import Sharded
@@ -75,7 +75,7 @@ def check_data_parallel(
 def _check_no_data_spec(mode: str, registry: ProcessGroupRegistry, model: nn.Module) -> None:
     for name, param in model.named_parameters():
         annotation = annotation_of(param)
-        named = annotation.spec.on(registry.topology).named_axes if annotation is not None else ()
+        named = annotation.spec.resolve(registry.topology).named_axes if annotation is not None else ()
         if over := [axis for axis in registry.topology.data_axes if axis in named]:
             raise ValueError(
                 f"data_parallel={mode!r} treats all parameters equally over the data axes, but {name} is declared "
@@ -216,7 +216,7 @@ def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     found: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         annotation = annotation_of(tensor)
-        named = () if annotation is None else annotation.spec.on(topology).named_axes
+        named = () if annotation is None else annotation.spec.resolve(topology).named_axes
         axes = tuple(axis for axis in topology.data_axes if axis not in named)
         if axes and registry.size(*axes) > 1:
             found.setdefault(registry.ranks(*axes), []).append(tensor)
@@ -244,7 +244,7 @@ class _BroadcastKind(NamedTuple):
     """Properties of tensors that are broadcast together."""
 
     ranks: tuple[int, ...]
-    layout: Bucket
+    layout: NormBucket
 
 
 @torch.no_grad()

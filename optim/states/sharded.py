@@ -53,7 +53,7 @@ from ..gradients.reduce_in_backward import (
     uneven_kinds,
 )
 from ..norm.param_table import ParamPosition
-from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, entries_of
+from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, entries_of
 from ..step.window import Window
 from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement, other_layout
 from .elementwise import check_elementwise
@@ -326,7 +326,7 @@ def choose_sharded_axes(
     """
     spec = entry.spec
     taken = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
-    free = tuple(axis for axis in topology.atoms(axis) if axis not in taken and topology.size(axis) > 1)
+    free = tuple(axis for axis in topology.expand_aliases(axis) if axis not in taken and topology.size(axis) > 1)
     if not entry.trained or not entry.numel or (gradients and entry.averaged):
         return ShardingDecision()
     to_sum = sync_axes(spec, topology, averages_data, entry.averaged)
@@ -442,7 +442,7 @@ class Shards(ParamTransform):
         self.buckets: list[ZeroBucket] = []  # early, then late buckets: the order of reduction and gathering
         self._early: list[ZeroBucket] = []
         self._late: list[ZeroBucket] = []
-        self._norm_buckets: set[Bucket] = set()
+        self._norm_buckets: set[NormBucket] = set()
         self._all_late, self._uneven = False, frozenset[str]()
         self._names: dict[Tensor, str] = {}
         self._axes_of: dict[Tensor, tuple[str, ...]] = {}
@@ -496,9 +496,9 @@ class Shards(ParamTransform):
         Ranks with replicas of a parameter must shard it at the same offsets, whatever other parameters they hold. Therefore
         a bucket contains only parameters of one kind of layout.
         """
-        together: dict[tuple[ShardingDecision, Bucket, torch.dtype, str], list[int]] = {}
+        together: dict[tuple[ShardingDecision, NormBucket, torch.dtype, str], list[int]] = {}
         for index, decision in sharded.items():
-            param, layout = params[index], Bucket.of(entries[index].spec, self.registry.topology)
+            param, layout = params[index], NormBucket.of(entries[index].spec, self.registry.topology)
             together.setdefault((decision, layout, param.dtype, str(param.device)), []).append(index)
         planned = []
         for (decision, *_), indices in together.items():
@@ -533,9 +533,9 @@ class Shards(ParamTransform):
         for index, decision in sharded.items():
             names.setdefault(decision.axes, []).append(entries[index].name)
         specs = [piece_spec(e.spec, sharded[i].axes) if i in sharded else e.spec for i, e in enumerate(entries)]
-        mine = {Bucket.of(spec, topology) for spec in specs}
+        mine = {NormBucket.of(spec, topology) for spec in specs}
         sizes = sizes_of((entries[index] for index in sharded if not entries[index].spec.owned), topology)
-        meets = model_meets_over_data(entries, topology, *topology.atoms(self.how.axis))
+        meets = model_meets_over_data(entries, topology, *topology.expand_aliases(self.how.axis))
         reports = gather_objects((mine, names, sizes, meets), self.registry)
         self._all_late |= any(meets for *_, meets in reports)
         self._uneven |= uneven_kinds([sizes for _, _, sizes, _ in reports], topology)
@@ -552,7 +552,7 @@ class Shards(ParamTransform):
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
                 )
             entries.append(entry)
-        over = self.registry.topology.atoms(self.how.axis)
+        over = self.registry.topology.expand_aliases(self.how.axis)
         return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), sharded_over=over)
 
     # The step --------------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> boo
         coordinate: Axis -> index.
         topology: The mesh.
     """
-    spec = spec.on(topology)
+    spec = spec.resolve(topology)
     copies = [axis for axis in spec.replica_axes(topology) if axis in model_parallel_axes(topology)]
     return all(coordinate[axis] == 0 for axis in copies) and _is_first_of_tied(spec, coordinate, topology)
 
@@ -161,7 +161,7 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
             DeepSpeed's norm sums over no data axis, and DeepSpeed does not sum partial gradients. Nothing is changed.
     """
     topology, coordinate = registry.topology, registry.coordinate
-    specs = {param: spec_of(param).on(topology) for param in params}
+    specs = {param: spec_of(param).resolve(topology) for param in params}
     for param, spec in specs.items():
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):

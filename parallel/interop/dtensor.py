@@ -210,10 +210,10 @@ def annotation_for(param: DTensor) -> Annotation:
     if topology is not None and found:
         named = [axis for axis in spec.named_axes if axis in (*topology.axes, *topology.aliases)]
         spec = spec.renamed(
-            {axis: dim for axis in named for dim, atoms in found.items() if atoms == topology.atoms(axis)}
+            {axis: dim for axis in named for dim, atoms in found.items() if atoms == topology.expand_aliases(axis)}
         )
-    outer = [tuple(part for part in spec.cuts(dim) if {*part}.isdisjoint(axes)) for dim in range(param.dim())]
-    dims = [outer[dim] + inner.cuts(dim) for dim in range(param.dim())]
+    outer = [tuple(part for part in spec.joint_dim_axes(dim) if {*part}.isdisjoint(axes)) for dim in range(param.dim())]
+    dims = [outer[dim] + inner.joint_dim_axes(dim) for dim in range(param.dim())]
     owned, tied, merged = dict(spec.owned), dict(spec.tied), P().with_dims(dims)
     repeated = {*spec.sharded_axes} & {*axes} and spec.entries != merged.entries
     if repeated or {*owned, *tied} & {*axes} or {*spec.partial} & {*inner.sharded_axes}:

@@ -100,7 +100,7 @@ def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, 
     Raises:
         ValueError: The topology does not have this axis.
     """
-    return () if depth is None else registry.topology.atoms(depth)
+    return () if depth is None else registry.topology.expand_aliases(depth)
 
 
 def check_features(

@@ -45,16 +45,18 @@ class Annotation:
         """Return the layout with mesh dims and aliases replaced by axes of ``topology``.
 
         Raises:
-            ValueError: As in `P.on`.
+            ValueError: As in `P.resolve`.
         """
-        return self.spec.on(topology, dict(self.dims))
+        return self.spec.resolve(topology, dict(self.dims))
 
     def mesh_axes_on(self, topology: Topology) -> tuple[str, ...]:
         """Return ``mesh_axes`` as axes of ``topology``."""
         if not self.mesh_axes:
             return ()
         known = dict(self.dims)
-        return tuple(axis for dim in self.mesh_axes for axis in (known[dim] if dim in known else topology.atoms(dim)))
+        return tuple(
+            axis for dim in self.mesh_axes for axis in (known[dim] if dim in known else topology.expand_aliases(dim))
+        )
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
         """Return the model axes larger than 1 over which the layout is unknown.

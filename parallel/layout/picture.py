@@ -150,7 +150,7 @@ def held(shown: Shown, topology: Topology, rank: int) -> Cells:
 
 def cells_of(shown: Shown, topology: Topology) -> tuple[int, ...]:
     """Return the number of cells per dim."""
-    return tuple(topology.size(*topology.atoms(*shown.spec.dim_axes(dim))) for dim in range(shown.dims))
+    return tuple(topology.size(*topology.expand_aliases(*shown.spec.dim_axes(dim))) for dim in range(shown.dims))
 
 
 def draw(topology: Topology) -> str:
@@ -249,7 +249,7 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
             colours.setdefault(piece, COLOURS[len(colours) % len(COLOURS)])
         yield from card(rank, cells_of(shown, topology), cells, colours.get(piece, ""), x, y)
     _, height = panel_size(topology)
-    holders, count = shown.spec.holders(topology), len(colours)
+    holders, count = shown.spec.num_replicas(topology), len(colours)
     shards = "the full tensor" if count == 1 else f"{count} shards, each"
     yield text(left, top + height - FOOT + 12, f"{shards} on {holders} rank{'s' if holders > 1 else ''}")
     if shown.spec.partial:

@@ -274,7 +274,7 @@ def local_shape(
             axes' sizes; or the spec has an unknown axis or too many entries.
     """
     spec.validate(len(full_shape), topology)
-    spec = spec.on(topology)
+    spec = spec.resolve(topology)
     if coordinate is not None:
         spans = (spec.spans(dim, length, topology, coordinate) for dim, length in enumerate(full_shape))
         return tuple(sum(length for _, length in pieces) for pieces in spans)
@@ -355,7 +355,7 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     these axes, of shape and dtype and of the shard.
     Host synchronization: yes.
     """
-    spec = spec.on(registry.topology)
+    spec = spec.resolve(registry.topology)
     if spec.owned:
         local = _from_owner(local, spec, registry)
     if local is None:
@@ -403,7 +403,7 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
             "without a shard"
         )
     spec.validate(len(spec.entries), topology)
-    spec = spec.on(topology)
+    spec = spec.resolve(topology)
     axes = tuple(axis for axis in topology.axes if axis in spec.sharded_axes)
     found: dict[tuple[int, ...], tuple[Tensor, dict[str, int]]] = {}
     for rank, piece in enumerate(pieces):
@@ -502,6 +502,6 @@ def _join_uneven(
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
     """Iterate over the spans of each shard of dim ``dim``, of ``length`` in the full tensor, in the order of the shards."""
-    axes = spec.on(topology).dim_axes(dim)
+    axes = spec.resolve(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

@@ -22,6 +22,7 @@ from functools import cached_property
 from math import gcd, prod
 from typing import Any
 
+from ..mesh.deprecation import renamed_members
 from ..mesh.topology import Topology, by_axis
 
 # Blocks: a dim that consists of several concatenated tensors, each of which is sharded separately ---------------------
@@ -249,6 +250,7 @@ def _by_axis(
 # Spec -----------------------------------------------------------------------------------------------------------------
 
 
+@renamed_members(holders="num_replicas", on="resolve", cuts="joint_dim_axes", together="joint_axes")
 @dataclass(frozen=True, init=False, repr=False)
 class P:
     """The layout of one parameter on the mesh; immutable and hashable.
@@ -257,7 +259,7 @@ class P:
         P(partial="tensor")                     # replicated, with a partial gradient
         P("tensor", None, tied={"pipe": (0, -1)})   # held by the first and the last stage
 
-    Aliases of the topology are valid wherever an axis is; `on` replaces them by their axes.
+    Aliases of the topology are valid wherever an axis is; `resolve` replaces them by their axes.
 
     Args:
         entries: One entry per tensor dim: the mesh axis that shards it, a tuple of axes (slowest first), or None. Dims
@@ -272,7 +274,7 @@ class P:
 
     Attributes:
         entries: Axes per tensor dim.
-        together: Tuples of axes that shard a dim jointly.
+        joint_axes: Tuples of axes that shard a dim jointly.
         blocks: (axis, block sizes) pairs of the axes that shard a dim of several blocks.
         partial, owned, tied: As passed, as sorted tuples.
 
@@ -282,7 +284,7 @@ class P:
     """
 
     entries: tuple[tuple[str, ...], ...]
-    together: tuple[Together, ...]
+    joint_axes: tuple[Together, ...]
     blocks: tuple[tuple[str, tuple[int, ...]], ...]
     partial: tuple[str, ...]
     owned: Owned
@@ -299,7 +301,9 @@ class P:
         while dims and not dims[-1]:  # makes P("tensor", None) and P("tensor") equal, with equal hashes
             dims.pop()
         object.__setattr__(self, "entries", tuple(dims))
-        object.__setattr__(self, "together", tuple(sorted(part for entry in entries for part in joint_axes_of(entry))))
+        object.__setattr__(
+            self, "joint_axes", tuple(sorted(part for entry in entries for part in joint_axes_of(entry)))
+        )
         object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in blocks_of(entry))))
         object.__setattr__(self, "partial", tuple(sorted(axes_of(partial))))
         object.__setattr__(self, "owned", tuple(sorted((owned or {}).items())))
@@ -336,11 +340,11 @@ class P:
         """Return the ratio of the block lengths that ``axis`` shards; (1,) if it shards the dim as one block."""
         return dict(self.blocks).get(axis, (1,))
 
-    def cuts(self, dim: int) -> tuple[Together, ...]:
+    def joint_dim_axes(self, dim: int) -> tuple[Together, ...]:
         """Return the axes that shard tensor dim ``dim``, slowest first, as tuples of axes that shard it jointly."""
         found: list[Together] = []
         for axis in self.dim_axes(dim):
-            together = next((axes for axes in self.together if axis in axes), (axis,))
+            together = next((axes for axes in self.joint_axes if axis in axes), (axis,))
             if axis == together[0]:
                 found.append(together)
         return tuple(found)
@@ -355,7 +359,7 @@ class P:
         """Return a copy of the spec with other sharded axes.
 
         Args:
-            dims: Per tensor dim, its axes as `cuts` returns them. Axes that shard blocks keep their block sizes.
+            dims: Per tensor dim, its axes as `joint_dim_axes` returns them. Axes that shard blocks keep their block sizes.
             partial: Axes with partial gradients. None: unchanged.
             blocks: (axis, block sizes) pairs to add. By default none.
         """
@@ -366,7 +370,7 @@ class P:
 
     def with_partial(self, partial: tuple[str, ...]) -> P:
         """Return a copy of the spec with ``partial`` as the axes with partial gradients."""
-        return self.with_dims(map(self.cuts, range(len(self.entries))), partial=partial)
+        return self.with_dims(map(self.joint_dim_axes, range(len(self.entries))), partial=partial)
 
     def renamed(self, names: Mapping[str, str]) -> P:
         """Return a copy of the spec with renamed axes.
@@ -382,13 +386,13 @@ class P:
             return Blocks(renamed[:1], blocks[axes[0]]) if axes[0] in blocks else unwrap_axis(renamed)
 
         return P(
-            *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
+            *(tuple(map(part, self.joint_dim_axes(dim))) for dim in range(len(self.entries))),
             partial=tuple(new[axis] for axis in self.partial),
             owned={new[axis]: new[at] if isinstance(at, str) else at for axis, at in self.owned},
             tied={new[axis]: where for axis, where in self.tied},
         )
 
-    def on(self, topology: Topology, dims: Mapping[str, Together] | None = None) -> P:
+    def resolve(self, topology: Topology, dims: Mapping[str, Together] | None = None) -> P:
         """Return the spec with every alias replaced by its axes; the spec itself if it has no aliases.
 
         Args:
@@ -421,7 +425,7 @@ class P:
 
         try:
             return P(
-                *(tuple(map(part, filter(has_axes, self.cuts(dim)))) for dim in range(len(self.entries))),
+                *(tuple(map(part, filter(has_axes, self.joint_dim_axes(dim)))) for dim in range(len(self.entries))),
                 partial=atoms(*self.partial),
                 owned=owned_by_axis(self.owned, topology, aliases),
                 tied=dict(tied_by_axis()),
@@ -446,8 +450,8 @@ class P:
             ValueError: There are several blocks, and the length of a block is not a multiple of the axes' sizes.
         """
         spans: tuple[Span, ...] = ((0, length),)
-        spec = self.on(topology)
-        for axes in spec.cuts(dim):
+        spec = self.resolve(topology)
+        for axes in spec.joint_dim_axes(dim):
             index = 0
             for axis in axes:
                 index = index * topology.size(axis) + coordinate[axis]
@@ -470,27 +474,27 @@ class P:
             coordinate: Index per axis of the rank.
             topology: Provides the sizes of the axes.
         """
-        spec = self.on(topology)
+        spec = self.resolve(topology)
         return owns(spec.owned, coordinate) and all(
             coordinate[axis] in spec.tied_coordinates(axis, topology) for axis, _ in spec.tied
         )
 
     def distinct_axes(self, topology: Topology) -> tuple[str, ...]:
         """Return the axes along which ranks hold different shards: sharded axes, and pipeline axes not in the spec."""
-        spec = self.on(topology)
+        spec = self.resolve(topology)
         pipe_axes = [axis for axis in topology.pipe_axes if axis not in spec.named_axes]
         distinct = {*spec.sharded_axes, *pipe_axes}
         return tuple(axis for axis in topology.axes if axis in distinct)
 
     def replica_axes(self, topology: Topology) -> tuple[str, ...]:
         """Return the axes over which the parameter is replicated; tied axes are not among them."""
-        spec = self.on(topology)
+        spec = self.resolve(topology)
         excluded = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
         return tuple(axis for axis in topology.axes if axis not in excluded)
 
-    def holders(self, topology: Topology) -> int:
+    def num_replicas(self, topology: Topology) -> int:
         """Return the replication factor: the number of ranks that hold the same shard, tied stages included."""
-        spec = self.on(topology)
+        spec = self.resolve(topology)
         replicas = prod(topology.size(axis) for axis in spec.replica_axes(topology))
         return replicas * prod(len(spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
 
@@ -502,7 +506,8 @@ class P:
             topology: Provides axes, aliases and sizes.
             name: Name of the parameter in errors.
         Raises:
-            ValueError: The spec has more entries than ``ndim``, an unknown axis, or a coordinate out of range; or as `on`.
+            ValueError: The spec has more entries than ``ndim``, an unknown axis, or a coordinate out of range; or as
+                `resolve`.
         """
         if len(self.entries) > ndim:
             raise ValueError(
@@ -515,7 +520,7 @@ class P:
                 )
                 raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {known}{topology.hint(axis)}")
         self._check_coordinates(topology, name, topology.aliases)
-        self.on(topology)
+        self.resolve(topology)
 
     def _check_coordinates(self, topology: Topology, name: str, aliases: Mapping[str, Together]) -> None:
         def size_of(axis: str) -> int:
@@ -551,8 +556,8 @@ class P:
         sizes = dict(self.blocks)
         found = [
             repr(axes) if len(axes) > 1 else blocks_repr(axes[0], sizes[axes[0]]) if axes[0] in sizes else repr(axes[0])
-            for axes in self.cuts(dim)
+            for axes in self.joint_dim_axes(dim)
         ]
         if len(found) == 1:
-            return f"({found[0]},)" if self.together and len(self.cuts(dim)[0]) > 1 else found[0]
+            return f"({found[0]},)" if self.joint_axes and len(self.joint_dim_axes(dim)[0]) > 1 else found[0]
         return f"({', '.join(found)})" if found else "None"

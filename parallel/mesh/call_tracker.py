@@ -424,7 +424,7 @@ def _is_library(frame: FrameType) -> bool:
     return package in ("torch", "meshstep") or package in sys.stdlib_module_names
 
 
-# Stack frames: no other module reads them ------------------------------------------------------------------------------
+# Stack frames: only deprecation.py reads them as well -----------------------------------------------------------------
 
 
 # Use these only where another library calls a method of ours, the answer depends on which of its functions does, and no
@@ -443,23 +443,6 @@ def receiver_of_caller(method: Callable[..., object]) -> Any:
     """
     frame = sys._getframe(2)
     return frame.f_locals["self"] if frame.f_code is getattr(method, "__code__", None) else None
-
-
-def level_of_caller() -> int:
-    """Return the ``stacklevel`` with which the caller warns about the innermost frame outside this package.
-
-    torch, which wraps `step`, and the standard library's ``abc``, which creates classes, count as parts of the package.
-    """
-    skipped = (__name__.split(".")[0], "torch", "abc")
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in skipped:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def is_called_by_importlib() -> bool:
-    """Return True if the innermost frame outside this package is the import system's."""
-    return sys._getframe(level_of_caller() - 1).f_globals.get("__name__") == "importlib._bootstrap"
 
 
 def format_thread_stack(thread: int | None) -> str:

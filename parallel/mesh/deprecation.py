@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
-
-from .call_tracker import is_called_by_importlib, level_of_caller
 
 AnyClass = TypeVar("AnyClass", bound=type)
 AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
@@ -133,3 +132,23 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
         return accept
 
     return decorate
+
+
+# Stack frames ---------------------------------------------------------------------------------------------------------
+
+
+def level_of_caller() -> int:
+    """Return the ``stacklevel`` with which the caller warns about the innermost frame outside this package.
+
+    torch, which wraps `step`, and the standard library's ``abc``, which creates classes, count as parts of the package.
+    """
+    skipped = (__name__.split(".")[0], "torch", "abc")
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in skipped:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def is_called_by_importlib() -> bool:
+    """Return True if the innermost frame outside this package is the import system's."""
+    return sys._getframe(level_of_caller() - 1).f_globals.get("__name__") == "importlib._bootstrap"

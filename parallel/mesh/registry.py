@@ -7,7 +7,7 @@
 
 A group exists only on the ranks that request it. A rank creates its handle of a group without communication (see
 `new_local_group`). Ranks may therefore request different groups, in different orders, without waiting for each other. The
-members of a group connect in its first collective, or earlier in `ProcessGroupRegistry.meet`.
+members of a group connect in its first collective, or earlier in `ProcessGroupRegistry.connect`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .call_tracker import answer_questions, in_call
+from .deprecation import renamed_arguments, renamed_members
 from .process_group_collectives import all_gather_objects
 from .topology import Role, Topology
 
@@ -53,7 +54,7 @@ from .topology import Role, Topology
 #
 # Members connect in the first collective of the group. If a member never calls it, the collective fails after the group's
 # timeout. These first collectives need one order: over NCCL a rank can be in only one bootstrap at a time, and a bootstrap
-# takes GPU memory. `ProcessGroupRegistry.meet` runs them early, in the same order on all ranks.
+# takes GPU memory. `ProcessGroupRegistry.connect` runs them early, in the same order on all ranks.
 
 # Disables two settings that synchronize at creation: gloo's eager full mesh, and torch's optional barrier.
 _LAZY_ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "0"}
@@ -295,7 +296,7 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
 
     topology, names = registry.topology, tuple("_".join(dim) for dim in dims)
     ranks = registry.ranks(*(axis for dim in dims for axis in dim))
-    by_dim = [topology.atoms(*dim) for dim in dims]
+    by_dim = [topology.expand_aliases(*dim) for dim in dims]
     if [tuple(axis for axis in topology.axes if axis in dim) for dim in by_dim] != by_dim:
         raise ValueError(
             f"a dim of the mesh {dims} has axes in another order than the topology ({topology.named()}); write them in the "
@@ -348,6 +349,8 @@ def check_registry(registry: object) -> None:
         raise TypeError("the registry is a DeviceMesh of torch: give ProcessGroupRegistry.from_device_mesh(mesh)")
 
 
+@renamed_members(meet="connect")
+@renamed_arguments(apart="exclusive_groups")
 class ProcessGroupRegistry:
     """This rank's coordinate in a topology, and its process groups.
 
@@ -363,8 +366,8 @@ class ProcessGroupRegistry:
         timeout: Timeout of collectives on the groups created here. None: the timeout of the default group. The default
             group itself always keeps its timeout.
         backend: Backend of the groups created here. None: the backend of the default group.
-        apart: Use only groups created here, for example for collectives in another thread. False: the default group is
-            used for the group of all ranks if it has the same backend.
+        exclusive_groups: Use only groups created here, for example for collectives in another thread. False: the default
+            group is used for the group of all ranks if it has the same backend.
 
     Attributes:
         topology: As passed.
@@ -384,7 +387,7 @@ class ProcessGroupRegistry:
         *,
         timeout: timedelta | None = None,
         backend: str | None = None,
-        apart: bool = False,
+        exclusive_groups: bool = False,
     ) -> None:
         self.topology = topology
         self._timeout = timeout
@@ -393,12 +396,12 @@ class ProcessGroupRegistry:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: all groups
         self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # cache of `group`, avoids listing the members
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: groups that `close` destroys
-        self._met: set[tuple[int, ...]] = set()  # members of groups that `meet` has connected
+        self._met: set[tuple[int, ...]] = set()  # members of groups that `connect` has connected
         self._world = default_group(topology)
         self.global_rank = 0 if self._world is None else dist.get_rank()
         self.coordinate = topology.coordinate(self.global_rank)
         self._name = agreed_name(topology, self.global_rank) if topology.world_size > 1 else ""
-        if self._world is not None and not apart and backend in (None, dist.get_backend(self._world)):
+        if self._world is not None and not exclusive_groups and backend in (None, dist.get_backend(self._world)):
             self._groups[tuple(range(topology.world_size))] = self._world
         _alive.add(self)
         if self._world is not None and topology.world_size > 1 and not is_fake():
@@ -446,7 +449,7 @@ class ProcessGroupRegistry:
             ValueError: As in `size`.
         """
         self._check_named(axes)
-        index, atoms = 0, self.topology.atoms(*axes)
+        index, atoms = 0, self.topology.expand_aliases(*axes)
         for axis in self.topology.axes:
             if axis in atoms:
                 index = index * self.topology.size(axis) + self.coordinate[axis]
@@ -495,25 +498,25 @@ class ProcessGroupRegistry:
         self._made[members] = self._groups[members] = group
         return group
 
-    def meet(self, *groups: str | tuple[str, ...]) -> None:
+    def connect(self, *groups: str | tuple[str, ...]) -> None:
         """Connect the members of groups now, by an all-reduce of one element on each group that is not connected yet.
 
-            registry.meet("tensor", ("row", "col"))
+            registry.connect("tensor", ("row", "col"))
 
-        Without this call a group connects in its first collective. Over NCCL, ``meet`` creates the communicators early,
+        Without this call a group connects in its first collective. Over NCCL, ``connect`` creates the communicators early,
         while memory is available, and in the same order on all ranks. With any backend, an unreachable rank causes an error
-        here instead of in the first step. `ParallelOptimizer` calls ``meet`` for its own groups and for the axes of its
+        here instead of in the first step. `ParallelOptimizer` calls ``connect`` for its own groups and for the axes of its
         specs.
 
-        Every rank of the world must call ``meet``; then it cannot deadlock. It connects only groups that all members have
-        created, in the sorted order of their members, which is the same order on all ranks.
+        Every rank of the world must call ``connect``; then it cannot deadlock. It connects only groups that all members
+        have created, in the sorted order of their members, which is the same order on all ranks.
 
         Args:
             groups: Axes of groups to create first: a name, or a tuple of names for a group along several axes; the same on
                 every rank. Groups created earlier are connected too.
         Raises:
             ValueError: As in `group`.
-            RuntimeError: The registry is closed, or another rank did not call ``meet`` within the timeout.
+            RuntimeError: The registry is closed, or another rank did not call ``connect`` within the timeout.
         Collectives: those of `all_gather_objects` over the world, then one all-reduce per group.
         Host synchronization: yes.
         """
@@ -523,7 +526,7 @@ class ProcessGroupRegistry:
                 self.group(*axes)
         if self.topology.world_size == 1:
             return
-        with in_call(self, "meet"):
+        with in_call(self, "connect"):
             world = self.group(*self.topology.axes)
             by_rank = all_gather_objects({*self._groups} - self._met, world, self.device)
             for members in sorted(by_rank[self.global_rank]):
@@ -633,7 +636,7 @@ class ProcessGroupRegistry:
             raise ValueError(
                 f"no axis is given; name at least one ({known}); group(*registry.topology.axes) has all ranks"
             )
-        self.topology.atoms(*axes)
+        self.topology.expand_aliases(*axes)
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         if len(set(members)) != len(members):

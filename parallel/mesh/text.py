@@ -96,7 +96,7 @@ def render(topology: Topology, rank: int | None = None) -> str:
     lines = [f"{topology!r}: {ranks}", "", *_grid(topology, rank, place)]
     if topology.axes:
         lines += ["", *_groups(topology, rank)]
-    for axis in topology.untold_expert_axes:
+    for axis in topology.expert_axes_without_role:
         lines += [
             "",
             f"{axis} has no role, so it is a model axis: its ranks see the same samples, and the gradients of replicas are",

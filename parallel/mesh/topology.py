@@ -23,6 +23,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, overload
 
+from .deprecation import renamed_members
 from .refinement import agreed_dims, refined
 from .text import render
 
@@ -164,7 +165,7 @@ class ByRole:
         return self._axes_with("model")
 
     @property
-    def untold_expert_axes(self) -> tuple[str, ...]:
+    def expert_axes_without_role(self) -> tuple[str, ...]:
         """Return the expert axes larger than 1 whose role is not given.
 
         An expert axis has the name or an alias ``expert``, ``experts`` or ``ep``. It is listed if ``roles=`` does not
@@ -176,7 +177,7 @@ class ByRole:
         experts = (axis for axis, own in names.items() if not own.isdisjoint(_EXPERT) and own.isdisjoint(_ROLE_BY_NAME))
         return tuple(axis for axis in experts if self.size(axis) > 1)
 
-    def only_splits_the_batch(self, axis: str) -> bool:
+    def is_batch_only_axis(self, axis: str) -> bool:
         """Return True if a model issues no collectives over ``axis``, judging by the names, unless its specs name the axis.
 
         This holds for the usual data-parallel names, unless the axis or an alias of it is ``cp`` or ``context``.
@@ -387,6 +388,24 @@ class _Axis(NamedTuple):
         return rank // self.stride % self.size
 
 
+@renamed_members(
+    atoms="expand_aliases",
+    on_axes="expand_coordinate",
+    untold_expert_axes="expert_axes_without_role",
+    only_splits_the_batch="is_batch_only_axis",
+)
+@renamed_members(
+    atoms="expand_aliases",
+    on_axes="expand_coordinate",
+    untold_expert_axes="expert_axes_without_role",
+    only_splits_the_batch="is_batch_only_axis",
+)
+@renamed_members(
+    atoms="expand_aliases",
+    on_axes="expand_coordinate",
+    untold_expert_axes="expert_axes_without_role",
+    only_splits_the_batch="is_batch_only_axis",
+)
 @dataclass(frozen=True, init=False, repr=False)
 class Topology(ByRole):
     """The arrangement of all ranks on named mesh axes; immutable and hashable.
@@ -406,7 +425,7 @@ class Topology(ByRole):
     ```
 
     An axis with another name has the default role of an alias that contains it. Give the role of an ``expert`` axis
-    yourself: by default it is a model axis (see `untold_expert_axes`).
+    yourself: by default it is a model axis (see `expert_axes_without_role`).
 
     Args:
         roles: Role per axis, or per alias for all of its axes, where it differs from the default. None: default roles.
@@ -516,7 +535,7 @@ class Topology(ByRole):
         """Return the axes per alias."""
         return dict(self._aliases)
 
-    def atoms(self, *names: str) -> tuple[str, ...]:
+    def expand_aliases(self, *names: str) -> tuple[str, ...]:
         """Replace aliases by their axes and return all axes, in the order of ``names``.
 
         Args:
@@ -539,7 +558,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        return prod(self._by_axis[axis].size for axis in self.atoms(*axes))
+        return prod(self._by_axis[axis].size for axis in self.expand_aliases(*axes))
 
     def role(self, axis: str) -> Role:
         """Return the role of an axis or alias: ``"pipe"``, ``"data"`` or ``"model"``.
@@ -586,7 +605,7 @@ class Topology(ByRole):
             index = index * self._by_axis[atom].size + self._by_axis[atom].coordinate(rank)
         return index
 
-    def on_axes(self, coordinate: Mapping[str, int]) -> dict[str, int]:
+    def expand_coordinate(self, coordinate: Mapping[str, int]) -> dict[str, int]:
         """Convert coordinates of axes and aliases to coordinates of axes.
 
         Args:
@@ -594,7 +613,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, the same axis twice, or an index out of range.
         """
-        self.atoms(*coordinate)
+        self.expand_aliases(*coordinate)
         found = {}
         for name, value in coordinate.items():
             size = self.size(name)
@@ -614,7 +633,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An axis is missing or unknown, or an index is out of range.
         """
-        by_axis = self.on_axes(coordinate)
+        by_axis = self.expand_coordinate(coordinate)
         missing = [axis for axis in self.axes if axis not in by_axis]
         if missing:
             raise ValueError(
@@ -635,7 +654,7 @@ class Topology(ByRole):
             ValueError: The rank is not in the world; an unknown axis, or the same axis twice.
         """
         self._check_rank(rank)
-        atoms = self.atoms(*axes)
+        atoms = self.expand_aliases(*axes)
         base = rank - self._offset({axis: self.coordinate_of(rank, axis) for axis in atoms})
         return Peers(base, self._dims(atoms))
 
@@ -650,7 +669,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, the same axis twice, or an index out of range.
         """
-        by_axis = self.on_axes(coordinate)
+        by_axis = self.expand_coordinate(coordinate)
         free = tuple(axis for axis in self.axes if axis not in by_axis)
         return iter(Peers(self._offset(by_axis), self._dims(free)))
 
@@ -665,7 +684,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        atoms = self.atoms(*axes)
+        atoms = self.expand_aliases(*axes)
         offsets = tuple(Peers(0, self._dims(atoms)))
         rest = tuple(axis for axis in self.axes if axis not in atoms)
         return (tuple(base + offset for offset in offsets) for base in Peers(0, self._dims(rest)))

@@ -31,8 +31,8 @@ def main() -> None:
     alarms = [0, 0]
     for number in tqdm(range(options.start, options.start + options.right), desc="right models"):
         proof = world.run(drawn_model(number).topology.world_size, proved, number)[0]
-        alarms[0 if proof.right else 1] += 1
-        if not proof.right:
+        alarms[0 if proof.is_correct else 1] += 1
+        if not proof.is_correct:
             print(f"{drawn_model(number)}:\n{proof}\n")
     counts: dict[str, Counter[str]] = {}
     number, made = options.start, 0

@@ -97,7 +97,7 @@ def measured(sizes: Sizes, mistake: str) -> tuple[int, int, float, bool]:
         unit = min(seconds(step) for _ in range(5))
         found = []
         taken = seconds(lambda: found.append(prove(model, lambda model: model(x), registry)))
-        return len(list(model.parameters())), found[0].forwards, taken / unit, found[0].right
+        return len(list(model.parameters())), found[0].forwards, taken / unit, found[0].is_correct
 
 
 def main() -> None:

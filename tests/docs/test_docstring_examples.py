@@ -100,7 +100,7 @@ SETUP = {
     "AsyncSaver": "path, steps, schedule = 'checkpoints', 2, torch.optim.lr_scheduler.ConstantLR(optimizer)",
     "ByGroup": "optimizer.add_param_group({'params': [('scale', nn.Parameter(torch.ones(2)))]})",
     "ClipState": "batches, path = [], 'clip.pt'; params = [*model.parameters()]; loss.backward()",
-    "Decision": "norms = Norms(torch.tensor(2.0), *[None] * 6)",
+    "ClipResult": "norms = Norms(torch.tensor(2.0), *[None] * 6)",
     "HoldOnSkip": "from torch.optim.lr_scheduler import OneCycleLR",
     "NoiseScale": "registry = ProcessGroupRegistry(Topology(data=2))\noptimizer = ParallelOptimizer(adamw, registry)",
     "Norms": "plan = optimizer.plan; gradients = [row.grad_tensor.grad for row in optimizer.stepped_tensors()]",
@@ -126,7 +126,7 @@ SETUP = {
     "optimizer = ParallelOptimizer(adamw, registry)",
     "Finding": "model = WithLoss(model)",
     "Proof": "model = WithLoss(model)",
-    "Inferred": "model = WithLoss(model)",
+    "InferredLayout": "model = WithLoss(model)",
     "assert_exact": "import copy; parallel, dense = model, copy.deepcopy(model)",
     "CoordinateCheck": "def build(width):\n"
     "    model = declared(nn.Sequential(nn.Linear(4, width)))\n"

@@ -343,7 +343,7 @@ def test_import_of_a_private_module_in_a_snippet_is_detected() -> None:
         private_imports("from meshstep.parallel import P\n+from meshstep.parallel.launch import init_distributed\n")
         == []
     )
-    assert private_imports("+    from meshstep.optim.norm.plan import Bucket\n") == ["meshstep.optim.norm.plan"]
+    assert private_imports("+    from meshstep.optim.norm.plan import NormBucket\n") == ["meshstep.optim.norm.plan"]
     assert private_imports("from meshstep.optim import Booster, norm\nnorm(1)\n") == ["meshstep.optim.norm"]
     assert private_imports("from meshstep.optim import (\n    Booster,\n    norm,\n)\n") == ["meshstep.optim.norm"]
 

@@ -78,9 +78,9 @@ def untied_table() -> tuple[bool, bool]:
     drawn = Drawn("pipe", (("pipe", 2),), width=8, depth=1, dropout=0.0, tied=True, trained=True, seed=1)
     with ProcessGroupRegistry(drawn.topology) as registry:
         model, loss_fn = build(drawn, registry)
-        tied = prove(model, loss_fn, registry).right
+        tied = prove(model, loss_fn, registry).is_correct
         declare(model, {"table": P()})
-        return tied, prove(model, loss_fn, registry).right
+        return tied, prove(model, loss_fn, registry).is_correct
 
 
 def test_prove_cannot_detect_an_undeclared_tied_parameter(world: World) -> None:

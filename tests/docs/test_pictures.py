@@ -185,7 +185,7 @@ def elements(shown: Shown, sizes: tuple[int, ...], topology: Topology, rank: int
             return topology.size(*axes)
 
     place: Any = Place()
-    return set(shard(full, shown.spec.on(topology), place).flatten().tolist())
+    return set(shard(full, shown.spec.resolve(topology), place).flatten().tolist())
 
 
 @pytest.mark.parametrize("axes", [*script("who_holds_what").LAYOUTS.values(), "pipe=2 tensor=3", "data=3"])

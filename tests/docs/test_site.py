@@ -139,8 +139,8 @@ def test_built_pages_link_exported_names(site: Path) -> None:
 
 
 def test_built_page_of_a_named_tuple_shows_its_fields(site: Path) -> None:
-    text = re.sub(r"<[^>]+>", "", (site / "api" / "meshstep.optim" / "Decision" / "index.html").read_text())
-    assert re.search(r"Decision\(\s*factors: ", text)
+    text = re.sub(r"<[^>]+>", "", (site / "api" / "meshstep.optim" / "ClipResult" / "index.html").read_text())
+    assert re.search(r"ClipResult\(\s*factors: ", text)
 
 
 def test_built_pages_have_formulas_as_mathml(site: Path) -> None:

@@ -30,8 +30,8 @@ def _proved(model: nn.Module, loss: Any, registry: ProcessGroupRegistry, broken:
 
 def _check(proofs: tuple[Proof, Proof], broken: str) -> None:
     right, wrong = proofs
-    assert right.right, right
-    assert not right.untold
+    assert right.is_correct, right
+    assert not right.undecided
     assert [finding.name for finding in wrong.findings] == [broken]
     assert wrong.findings[0].factor == pytest.approx(2.0)
 

@@ -374,7 +374,7 @@ class Result(NamedTuple):
 
 def attempt(script: Script, topology: str, mode: str | Precision, folder: str) -> Result:
     """Run a script on this rank."""
-    registry = ProcessGroupRegistry(Topology.parse(topology), timeout=timedelta(seconds=20), apart=True)
+    registry = ProcessGroupRegistry(Topology.parse(topology), timeout=timedelta(seconds=20), exclusive_groups=True)
     with ExitStack() as stack, listening() as said:
         stack.enter_context(registry)
         run = Run(registry, mode, Path(folder), stack)
@@ -474,7 +474,7 @@ def check_error(expected: Error, results: list[Result], topology: Topology, mode
 def check_replicas(results: list[Result], topology: Topology) -> None:
     """Raise AssertionError unless replicas are bitwise identical."""
     for name in results[0].weights:
-        spec = SPECS[name].on(topology) if "tensor" in topology.axes else P()
+        spec = SPECS[name].resolve(topology) if "tensor" in topology.axes else P()
         seen: dict[tuple[int, ...], tuple[int, Tensor]] = {}
         for rank, result in enumerate(results):
             place = tuple(topology.coordinate(rank)[axis] for axis in spec.sharded_axes)

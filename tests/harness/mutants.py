@@ -90,7 +90,7 @@ def mutated(number: int) -> Outcome | None:
         return Outcome(
             kind,
             drawn.family,
-            not proof.right,
+            not proof.is_correct,
             named == truth.wrong or (bool(truth.module) and (truth.module in modules or truth.module in place)),
             any(
                 finding.cause in truth.causes and (not truth.axes or bool({*finding.axes} & {*truth.axes}))

@@ -25,7 +25,7 @@ class Run:
     """Two training steps on all ranks; afterwards the groups have a short timeout."""
 
     def __init__(self, world_size: int, seconds: float) -> None:
-        self.registry = ProcessGroupRegistry(Topology(data=world_size), apart=True)
+        self.registry = ProcessGroupRegistry(Topology(data=world_size), exclusive_groups=True)
         self.rank = self.registry.global_rank
         torch.manual_seed(0)
         self.model = nn.Linear(4, 2)

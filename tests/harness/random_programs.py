@@ -273,7 +273,7 @@ def run(drawn: Drawn, directory: str) -> None:
         tuple(drawn.rng("wanted", index).sample(topology.axes, 1 + index % len(topology.axes))) for index in range(3)
     ]
     if not drawn.asks:
-        registry.meet(*wanted)
+        registry.connect(*wanted)
     for axes in drawn.rng("asked", rank).sample(wanted, len(wanted)):  # in a different order on each rank
         registry.group(*axes)
     model = nn.ModuleDict(layers_of(drawn, registry))
@@ -281,7 +281,7 @@ def run(drawn: Drawn, directory: str) -> None:
     micro_batches = drawn.rng("micro").randint(1, 2)
     optimizer = ParallelOptimizer(adamw, registry, accumulation_steps=micro_batches, **options_of(drawn))
     if drawn.meets:
-        registry.meet(*optimizer._clipping.plan.groups(optimizer._setup.reduction))
+        registry.connect(*optimizer._clipping.plan.groups(optimizer._setup.reduction))
     for step in range(2):
         for micro in range(micro_batches):
             optimizer.backward(_loss(drawn, model, registry, step, micro))

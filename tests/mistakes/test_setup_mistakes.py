@@ -103,7 +103,7 @@ def device_mesh_for_a_registry(run: Run) -> None:
 )
 def closed_registry(run: Run) -> None:
     """An optimizer created inside `with ProcessGroupRegistry(...)` and used after it."""
-    with ProcessGroupRegistry(Topology(data=2), apart=True) as registry:
+    with ProcessGroupRegistry(Topology(data=2), exclusive_groups=True) as registry:
         optimizer = ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM)
     run.train(optimizer)
 

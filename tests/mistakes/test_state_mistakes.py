@@ -490,7 +490,7 @@ def loaded_elsewhere_with_a_wrong_dim(run: Run) -> None:
     declare(model, {**SPECS, "down.weight": P("tensor", None)})
     optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=LR), run.registry)
     save_checkpoint(run.folder / "run", model, optimizer)
-    with ProcessGroupRegistry(Topology(data=2), apart=True) as registry:
+    with ProcessGroupRegistry(Topology(data=2), exclusive_groups=True) as registry:
         load_checkpoint(run.folder / "run", full_model(), None, registry=registry)
 
 

@@ -174,7 +174,7 @@ def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[obj
         device = torch.device("cuda", 0) if over_nccl else torch.device("cpu")
         with (
             mock.patch.object(ProcessGroupRegistry, "device", device),
-            mock.patch.object(ProcessGroupRegistry, "meet", lambda _, *groups: met.append(groups)),
+            mock.patch.object(ProcessGroupRegistry, "connect", lambda _, *groups: met.append(groups)),
         ):
             ParallelOptimizer(torch.optim.SGD(params), registry, **options)
     return met
@@ -184,7 +184,7 @@ def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[obj
 
 
 def test_groups_created_on_first_use_would_deadlock_if_creation_were_collective() -> None:
-    """torch 2.15 may create groups collectively over NCCL; `meet` is safe there, too."""
+    """torch 2.15 may create groups collectively over NCCL; `connect` is safe there, too."""
     numbers = range(8) if is_full() else (3,)  # the cheapest case that deadlocks
     ask = [replace(drawn_of(number), asks=True) for number in numbers]
     made = [[of_kind(program, "make") for program in recorded(drawn)] for drawn in ask]

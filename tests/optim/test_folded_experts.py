@@ -51,7 +51,7 @@ class Experts(nn.Module):
         self.experts = nn.Parameter(shard(experts, P("expert"), registry))
         annotate(self.dense, P(partial="tensor"), "dense")
         # If an expert is replicated over tensor ranks, each of them has processed a part of its tokens.
-        beside = tuple(axis for axis in ("tensor",) if axis not in registry.topology.atoms("expert"))
+        beside = tuple(axis for axis in ("tensor",) if axis not in registry.topology.expand_aliases("expert"))
         annotate(self.experts, P("expert", partial=beside), "experts")
 
     def forward(self, tokens: Tensor) -> Tensor:

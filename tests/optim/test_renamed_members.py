@@ -7,17 +7,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import meshstep
 import meshstep.optim
+import meshstep.testing
 import pytest
 import torch
 from meshstep.amp import MasterWeights
 from meshstep.optim import (
     AdaGC,
+    ByNorm,
+    Clip,
     GradStats,
     NoCompression,
     ParallelOptimizer,
@@ -32,11 +35,15 @@ from meshstep.optim import (
 )
 from meshstep.optim.states.chain import TransformChain
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.testing import Proof
 from torch import nn
 
 # By package: new name by former name.
 OBJECTS: dict[str, dict[str, str]] = {
     "optim": {
+        "Bucket": "NormBucket",
+        "Decision": "ClipResult",
+        "OfEachParameter": "PerParameterState",
         "Bf16Wire": "Bf16Compression",
         "Exact": "NoCompression",
         "Exchange": "CommHook",
@@ -44,12 +51,16 @@ OBJECTS: dict[str, dict[str, str]] = {
         "Piece": "SteppedTensor",
         "Placement": "StatePlacement",
     },
+    "testing": {"Inferred": "InferredLayout"},
 }
 # By class: new name by former name.
 MEMBERS: dict[type, dict[str, str]] = {
     AdaGC: {"times": "factor"},
+    Clip: {"shown": "reported_coef"},
+    Proof: {"untold": "undecided", "right": "is_correct"},
     GradStats: {"parted": "replicas_diverged", "vetoed": "rejected"},
     MasterWeights: {"publish": "write_back"},
+    P: {"holders": "num_replicas", "on": "resolve", "cuts": "joint_dim_axes", "together": "joint_axes"},
     ParallelOptimizer: {
         "pieces": "stepped_tensors",
         "vetoed_steps": "rejected_steps",
@@ -66,22 +77,32 @@ MEMBERS: dict[type, dict[str, str]] = {
         "cut_over": "sharded_over",
     },
     Position: {"CUT": "SHARD"},
+    ProcessGroupRegistry: {"meet": "connect"},
     ReductionPlan: {"holders": "num_replicas", "weights": "replica_weights", "cut_over": "sharded_over"},
     Skip: {"most_in_a_row": "max_consecutive"},
     SkipSpikes: {"times": "factor", "then": "inner", "of": "statistic"},
     StatePlacement: {"link": "transform", "draws": "rounds_stochastically"},
     SteppedTensor: {"piece": "tensor"},
+    Topology: {
+        "atoms": "expand_aliases",
+        "on_axes": "expand_coordinate",
+        "only_splits_the_batch": "is_batch_only_axis",
+        "untold_expert_axes": "expert_axes_without_role",
+    },
     TransformChain: {"links": "transforms", "publish": "write_back"},
 }
 
-# Former and new argument, with a value: by a function that makes an object, or calls a function, with these arguments.
-ARGUMENTS: dict[str, tuple[Callable[..., object], dict[str, tuple[str, Any]]]] = {
-    "AdaGC": (AdaGC, {"times": ("factor", 1.5)}),
-    "Sharded": (Sharded, {"exchange": ("compression", NoCompression())}),
-    "Skip": (Skip, {"most_in_a_row": ("max_consecutive", 3)}),
+# By class: the class, its positional arguments, and the new name and a value by former name of an argument.
+ARGUMENTS: dict[str, tuple[Callable[..., object], tuple[object, ...], dict[str, tuple[str, Any]]]] = {
+    "AdaGC": (AdaGC, (), {"times": ("factor", 1.5)}),
+    "Proof": (partial(Proof, findings=(), where=None, forwards=1), ((),), {"untold": ("undecided", ("a",))}),
+    "ProcessGroupRegistry": (ProcessGroupRegistry, (Topology(),), {"apart": ("exclusive_groups", True)}),
+    "Sharded": (Sharded, (), {"exchange": ("compression", NoCompression())}),
+    "Skip": (Skip, (), {"most_in_a_row": ("max_consecutive", 3)}),
     "SkipSpikes": (
         SkipSpikes,
-        {"times": ("factor", 3.0), "then": ("inner", 1.0), "of": ("statistic", "mean")},
+        (),
+        {"times": ("factor", 3.0), "then": ("inner", ByNorm(1.0)), "of": ("statistic", "mean")},
     ),
 }
 
@@ -111,7 +132,8 @@ def test_former_object_name_returns_same_object_and_warns(package: str, old: str
     module, new = getattr(meshstep, package), OBJECTS[package][old]
     text = f"meshstep.{package}.{old} is deprecated: write {new} instead"
     with warns_here(text, text):
-        assert getattr(module, old) is getattr(meshstep, old) is getattr(module, new)
+        assert getattr(module, old) is getattr(module, new)
+        assert getattr(meshstep if package != "testing" else module, old) is getattr(module, new)
     with warns_here(text):
         exec(compile(f"from meshstep.{package} import {old}", __file__, "exec"), {"__name__": "user"})
     assert old not in module.__all__
@@ -146,15 +168,15 @@ def test_former_member_name_reads_and_sets_new_member_and_warns(owner: type, old
         assert getattr(instance, old) is getattr(instance, new) is value
 
 
-@pytest.mark.parametrize(("name", "old"), [(name, old) for name, (_, olds) in ARGUMENTS.items() for old in olds])
+@pytest.mark.parametrize(("name", "old"), [(name, old) for name, (*_, olds) in ARGUMENTS.items() for old in olds])
 def test_former_argument_name_sets_new_argument_and_warns(name: str, old: str) -> None:
-    make, arguments = ARGUMENTS[name]
-    new, value = arguments[old]
+    make, required, olds = ARGUMENTS[name]
+    new, value = olds[old]
     with warns_here(f"{name}({old}={value!r}) is deprecated: write {new}={value!r} instead"):
-        made = make(**{old: value})
-    assert made == make(**{new: value})
+        made = make(*required, **{old: value})
+    assert getattr(made, new, value) == value
     with pytest.raises(TypeError, match=f"{new} is given twice, as {new}=.* and as {old}="):
-        make(**{old: value, new: value})
+        make(*required, **{old: value, new: value})
 
 
 def test_step_with_former_argument_last_ends_window_and_warns() -> None:

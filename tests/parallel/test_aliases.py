@@ -32,7 +32,7 @@ FOLDED = Topology(edp=2, mid=2, tensor=2, aliases={"data": ("edp", "mid"), "expe
 def test_topology_methods_accept_an_alias() -> None:
     assert FOLDED.world_size == 8
     assert (FOLDED.size("data"), FOLDED.size("data", "tensor")) == (4, 8)
-    assert FOLDED.atoms("tensor", "data") == ("tensor", "edp", "mid")
+    assert FOLDED.expand_aliases("tensor", "data") == ("tensor", "edp", "mid")
     assert [FOLDED.coordinate_of(rank, "expert") for rank in range(8)] == [0, 1, 2, 3] * 2
     assert FOLDED.coordinate(5) == {"edp": 1, "mid": 0, "tensor": 1}
     assert (FOLDED.coordinate(5)["data"], FOLDED.coordinate(5)["expert"]) == (2, 1)
@@ -47,13 +47,13 @@ def test_topology_methods_accept_an_alias() -> None:
 def test_axes_take_the_role_of_their_alias() -> None:
     assert FOLDED.data_axes == FOLDED.sample_axes == ("edp", "mid")
     assert FOLDED.model_axes == ("tensor",)
-    assert (FOLDED.role("data"), FOLDED.untold_expert_axes) == ("data", ())
+    assert (FOLDED.role("data"), FOLDED.expert_axes_without_role) == ("data", ())
     told = Topology(a=2, b=2, aliases={"both": ("a", "b")}, roles={"both": "data"})
     assert told.data_axes == ("a", "b")
     assert eval(repr(told)) == told
     split = Topology(dp=2, c1=2, c2=2, aliases={"cp": ("c1", "c2"), "fsdp": ("dp", "c1", "c2"), "ep": ("c2",)})
     assert (split.data_axes, split.sample_axes) == (("dp", "c1", "c2"), ("dp",))
-    assert Topology(data=2, a=2, b=2, aliases={"ep": ("a", "b")}).untold_expert_axes == ("a", "b")
+    assert Topology(data=2, a=2, b=2, aliases={"ep": ("a", "b")}).expert_axes_without_role == ("a", "b")
     overruled = Topology(dp=2, aliases={"tp": "dp"}, roles={"dp": "model"})
     assert eval(repr(overruled)) == overruled
     assert overruled.model_axes == ("dp",)
@@ -117,17 +117,17 @@ def test_topology_command_lists_aliases(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_spec_on_topology_replaces_aliases_by_their_axes() -> None:
-    assert P("expert").on(FOLDED) == P((("mid", "tensor"),))
-    assert P(("tensor", "data")).on(FOLDED) == P(("tensor", ("edp", "mid")))
-    assert P(None, blocks("expert", 2)).on(FOLDED) == P(None, blocks(("mid", "tensor"), 2))
-    assert P(partial="data").on(FOLDED) == P(partial=("edp", "mid"))
-    assert P(owned={"expert": 2}).on(FOLDED) == P(owned={"mid": 1, "tensor": 0})
-    assert P(tied={"expert": (2, -1)}).on(FOLDED) == P(tied={"mid": (1,), "tensor": (0, 1)})
-    assert eval(repr(P("expert").on(FOLDED))) == P("expert").on(FOLDED)
+    assert P("expert").resolve(FOLDED) == P((("mid", "tensor"),))
+    assert P(("tensor", "data")).resolve(FOLDED) == P(("tensor", ("edp", "mid")))
+    assert P(None, blocks("expert", 2)).resolve(FOLDED) == P(None, blocks(("mid", "tensor"), 2))
+    assert P(partial="data").resolve(FOLDED) == P(partial=("edp", "mid"))
+    assert P(owned={"expert": 2}).resolve(FOLDED) == P(owned={"mid": 1, "tensor": 0})
+    assert P(tied={"expert": (2, -1)}).resolve(FOLDED) == P(tied={"mid": (1,), "tensor": (0, 1)})
+    assert eval(repr(P("expert").resolve(FOLDED))) == P("expert").resolve(FOLDED)
     spec = P("tensor")
-    assert spec.on(FOLDED) is spec
+    assert spec.resolve(FOLDED) is spec
     assert P("expert").distinct_axes(FOLDED) == ("mid", "tensor")
-    assert (P("expert").holders(FOLDED), P(tied={"expert": (2, 3)}).holders(FOLDED)) == (2, 4)
+    assert (P("expert").num_replicas(FOLDED), P(tied={"expert": (2, 3)}).num_replicas(FOLDED)) == (2, 4)
     assert [P(owned={"expert": 2}).holds(FOLDED.coordinate(rank), FOLDED) for rank in (0, 2, 6, 7)] == [0, 1, 1, 0]
 
 
@@ -140,7 +140,7 @@ def test_sharding_over_alias_equals_sharding_over_one_axis(length: int, sizes: t
         for rank in range(one.world_size):
             expected = spec.spans(0, length, one, one.coordinate(rank))
             assert spec.spans(0, length, two, two.coordinate(rank)) == expected
-            assert spec.on(two).spans(0, length, two, two.coordinate(rank)) == expected
+            assert spec.resolve(two).spans(0, length, two, two.coordinate(rank)) == expected
 
 
 def on_groups() -> None:
@@ -153,7 +153,7 @@ def on_groups() -> None:
         assert total == sum(registry.ranks("data"))
         assert all_gather_to(torch.tensor([rank]), registry, "expert", dim=0).tolist() == list(registry.ranks("expert"))
         assert scatter_to(torch.arange(8), registry, "expert", dim=0).tolist() == [2 * (rank % 4), 2 * (rank % 4) + 1]
-        registry.meet("data", ("expert",))
+        registry.connect("data", ("expert",))
         full = torch.arange(32.0).view(8, 4)
         for spec in (P("expert"), P("data", "tensor"), P(blocks("expert", 2)), P("tensor", owned={"data": 3})):
             piece = shard(full, spec, registry)

@@ -88,7 +88,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 def in_a_model(name: str, path: Path) -> tuple[str, str, float]:
     """Rank 0 is in a collective of the model, in forward or backward; rank 1 is in other code."""
     mark = path / "mark"
-    with ProcessGroupRegistry(Topology(tensor=2), apart=True) as registry:
+    with ProcessGroupRegistry(Topology(tensor=2), exclusive_groups=True) as registry:
         gather_objects(None, registry)
         set_timeout(registry.group("tensor"), 2.0)
         tensor = torch.full((2, 4), 3.0, requires_grad=True)
@@ -204,7 +204,7 @@ def test_late_rank_error_says_that_other_rank_gave_up(waited: Ended) -> None:
 
 
 def in_one_call_with_other_collectives() -> tuple[str, str, float]:
-    registry = ProcessGroupRegistry(Topology(data=2), apart=True)
+    registry = ProcessGroupRegistry(Topology(data=2), exclusive_groups=True)
     group = registry.group("data")
 
     def meet() -> None:
@@ -250,7 +250,7 @@ def test_second_failed_call_names_calls_of_other_ranks_too(waited: Ended) -> Non
 
 
 def with_an_error_of_its_own() -> str:
-    registry = ProcessGroupRegistry(Topology(data=2), apart=True)
+    registry = ProcessGroupRegistry(Topology(data=2), exclusive_groups=True)
     with registry, pytest.raises(RuntimeError) as caught, track_call("step", registry):
         raise RuntimeError("too large")
     return str(caught.value)
@@ -473,7 +473,7 @@ class Own(ParallelOptimizer[Any]):
 
 
 def with_an_own_step() -> str:
-    with ProcessGroupRegistry(Topology(data=2), apart=True) as registry:
+    with ProcessGroupRegistry(Topology(data=2), exclusive_groups=True) as registry:
         weight = torch.nn.Parameter(torch.ones(2))
         declare(torch.nn.ParameterList([weight]), {"*": P()})
         optimizer = Own(torch.optim.SGD([weight], lr=0.1), registry)

@@ -240,7 +240,7 @@ def test_groups_inherit_the_timeout_of_the_default_group() -> None:
 
 
 def meet_what_was_asked_for(seed: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
-    """Request four random groups on each rank, then call `meet` twice.
+    """Request four random groups on each rank, then call `connect` twice.
 
     Return the groups that met in the first call, the requested groups, and the number of collectives of the second call.
     """
@@ -256,9 +256,9 @@ def meet_what_was_asked_for(seed: int) -> tuple[list[tuple[int, ...]], list[tupl
     chosen = random.Random(1000 * seed + dist.get_rank()).sample(every, 4)
     with ProcessGroupRegistry(CUBE) as registry, mock.patch.object(dist, "all_reduce", note):
         asked = [registry.ranks(*axes) for axes in chosen if registry.group(*axes) is not None]
-        registry.meet("row", ("row", "col"))
+        registry.connect("row", ("row", "col"))
         first = met.copy()
-        registry.meet()
+        registry.connect()
         again = len(met) - len(first)
         for axes in every:  # the other groups connect in their first collective
             assert total(registry, *axes) == sum(registry.ranks(*axes))
@@ -287,8 +287,8 @@ def meet_without_rank_1(given_up: Path) -> str:
         while len([*given_up.iterdir()]) < 3:
             time.sleep(0.1)  # meanwhile another thread replies to requests
         return ""
-    with pytest.raises(RuntimeError, match=r"got no reply in meet \(its 1st\)") as error:
-        registry.meet("tensor")
+    with pytest.raises(RuntimeError, match=r"got no reply in connect \(its 1st\)") as error:
+        registry.connect("tensor")
     (given_up / str(registry.global_rank)).touch()
     return str(error.value)
 
@@ -301,9 +301,9 @@ def test_registry_meet_error_names_the_missing_rank(tmp_path: Path) -> None:
 
 
 def test_registry_meet_in_one_process_only_checks_axis_names() -> None:
-    ProcessGroupRegistry(Topology(data=1)).meet("data")
+    ProcessGroupRegistry(Topology(data=1)).connect("data")
     with pytest.raises(ValueError, match="unknown axis 'tensor'"):
-        ProcessGroupRegistry(Topology(data=1)).meet("tensor")
+        ProcessGroupRegistry(Topology(data=1)).connect("tensor")
 
 
 def bad_topologies() -> None:

@@ -36,7 +36,7 @@ def test_spec_has_expected_distinct_axes_and_replication_factor(
     spec: P, distinct: tuple[str, ...], holders: int
 ) -> None:
     assert spec.distinct_axes(GRID) == distinct
-    assert spec.holders(GRID) == holders
+    assert spec.num_replicas(GRID) == holders
 
 
 @given(data=st.data())
@@ -45,7 +45,7 @@ def test_shards_times_replication_factor_is_the_number_of_holding_ranks(data: st
     spec = data.draw(specs(topology, (4, 4), uneven=True))
     ranks = sum(spec.holds(topology.coordinate(rank), topology) for rank in range(topology.world_size))
     pieces = prod(topology.size(axis) for axis in spec.distinct_axes(topology))
-    assert pieces * spec.holders(topology) == ranks
+    assert pieces * spec.num_replicas(topology) == ranks
 
 
 def test_equivalent_specs_are_equal() -> None:

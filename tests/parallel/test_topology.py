@@ -113,9 +113,9 @@ def test_context_axis_is_a_data_axis_but_not_a_sample_axis() -> None:
 
 def test_topology_table_explains_an_expert_axis_without_role() -> None:
     told: dict[str, Any] = {"ep": "model", "expert": "data"}
-    assert Topology(data=2, ep=4, expert=2).untold_expert_axes == ("ep", "expert")
-    assert Topology(data=2, ep=4, expert=2, roles=told).untold_expert_axes == ()
-    assert Topology(data=2, expert=1).untold_expert_axes == ()
+    assert Topology(data=2, ep=4, expert=2).expert_axes_without_role == ("ep", "expert")
+    assert Topology(data=2, ep=4, expert=2, roles=told).expert_axes_without_role == ()
+    assert Topology(data=2, expert=1).expert_axes_without_role == ()
     assert Topology(ep=2) == Topology(ep=2, roles={"ep": "model"})
     lines = Topology(data=2, ep=4).table().splitlines()
     assert lines[-2:] == [

@@ -1,14 +1,17 @@
 """Tools to test parallel models: run functions on ranks, prove layouts, compare with a dense model, draw random layouts."""
 
+from typing import TYPE_CHECKING
+
 from ..optim.proof.exact import assert_exact
-from ..optim.proof.prove import Finding, Inferred, Proof, infer, prove
+from ..optim.proof.prove import Finding, InferredLayout, Proof, infer, prove
+from ..parallel.mesh.deprecation import renamed_objects
 from ..parallel.ranks.interface import Ranks, RanksError
 from ..parallel.ranks.pool import RankPool
 from ..parallel.ranks.run import fake_world, run_ranks
 
 __all__ = [
     "Finding",
-    "Inferred",
+    "InferredLayout",
     "Proof",
     "RankPool",
     "Ranks",
@@ -19,3 +22,6 @@ __all__ = [
     "prove",
     "run_ranks",
 ]
+
+if not TYPE_CHECKING:  # type checkers report former names
+    __getattr__ = renamed_objects(__name__, {"Inferred": InferredLayout})

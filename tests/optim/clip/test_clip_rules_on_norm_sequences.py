@@ -22,7 +22,7 @@ from meshstep.optim import (
     ByNorm,
     ByPreviousNorm,
     Clip,
-    Decision,
+    ClipResult,
     Norms,
     ParallelOptimizer,
     PerParameter,
@@ -247,7 +247,7 @@ def test_norm_sequences_make_every_rule_clip_or_skip_in_some_steps() -> None:
 class ByLocalMean(SkipSpikes):
     """A deliberately wrong rule: detects spikes from a norm that differs between ranks."""
 
-    def decide(self, norms: Norms, state: Any) -> Decision:
+    def decide(self, norms: Norms, state: Any) -> ClipResult:
         import torch.distributed as dist
 
         return super().decide(norms._replace(total=norms.total * (1 + dist.get_rank())), state)

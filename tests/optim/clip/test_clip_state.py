@@ -20,12 +20,12 @@ from meshstep.optim import (
     ByPreviousNorm,
     ByValue,
     Clip,
+    ClipResult,
     ClipState,
-    Decision,
     Norms,
-    OfEachParameter,
     ParallelOptimizer,
     PerParameter,
+    PerParameterState,
     SkipSpikes,
     TorchStates,
     WarmUp,
@@ -474,8 +474,8 @@ def test_stateful_rule_with_invalid_argument_is_rejected(rule: Any, error: Any, 
 
 
 class Forgetful(Clip):
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(None, {"sum": norms.total})
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
+        return ClipResult(None, {"sum": norms.total})
 
 
 class Silent(Clip):
@@ -486,10 +486,10 @@ class LongestOfEach(Clip):
     """A rule of level "total" that keeps state per parameter."""
 
     def initial(self) -> Mapping[str, Any]:
-        return {"longest": OfEachParameter(0.0), "last": [0.0, 0.0]}
+        return {"longest": PerParameterState(0.0), "last": [0.0, 0.0]}
 
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(None, {"longest": state["longest"] + 1, "last": torch.stack([norms.total, state["last"][0]])})
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
+        return ClipResult(None, {"longest": state["longest"] + 1, "last": torch.stack([norms.total, state["last"][0]])})
 
 
 def test_incomplete_custom_rule_raises_descriptive_error() -> None:

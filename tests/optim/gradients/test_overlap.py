@@ -13,7 +13,7 @@ from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.gradients import buckets as sync
 from meshstep.optim.gradients import reduce_in_backward as early_kinds
 from meshstep.optim.gradients.buckets import GradientBucket
-from meshstep.optim.norm.plan import Bucket
+from meshstep.optim.norm.plan import NormBucket
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from optimizers import adamw
 from overlap_runs import SMALL, Replica, Trained, train_dense, train_replicas, watched
@@ -160,7 +160,7 @@ def train_rows(overlap: bool, mixed: bool) -> Tensor:
     """
     with ProcessGroupRegistry(Topology(data=3, row=2)) as registry, ExitStack() as stack:
         for room in (sync, early_kinds) if mixed else ():
-            stack.enter_context(mock.patch.object(room, "layout_kind", return_value=Bucket()))
+            stack.enter_context(mock.patch.object(room, "layout_kind", return_value=NormBucket()))
         model = Rows(registry)
         inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
         # The replica check would raise in the first step.

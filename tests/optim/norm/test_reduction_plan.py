@@ -59,7 +59,7 @@ def test_check_numel_compares_counted_elements_with_dense_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "question", ["holds", "holders", "distinct_axes", "tied_coordinates", "validate", "replica_axes"]
+    "question", ["holds", "num_replicas", "distinct_axes", "tied_coordinates", "validate", "replica_axes"]
 )
 def test_plan_of_many_parameters_evaluates_each_distinct_spec_once(question: str) -> None:
     topology = Topology(data=131072, tensor=8, aliases={"all": ("data", "tensor")})

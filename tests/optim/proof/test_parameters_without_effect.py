@@ -34,7 +34,7 @@ class Attention(nn.Module):
         return out.square().mean()
 
 
-def untold() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
+def undecided() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = Attention(registry)
         x = torch.randn(3, 5, 6, dtype=torch.float64)
@@ -43,11 +43,11 @@ def untold() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
         copied = prove(model, lambda model: model(x), registry)
         found = infer(model, lambda model: model(x), registry)
         assert "# shift: inferred from values only; the loss hardly depends on it" in str(found)
-        return proof.untold, str(copied), copied.untold, "shift" in found.rules and found.proof.right
+        return proof.undecided, str(copied), copied.undecided, "shift" in found.rules and found.proof.is_correct
 
 
 def test_prove_makes_no_statement_about_parameters_without_effect(world: World) -> None:
-    for found, told, copied, has_rule in world.run(2, untold):
+    for found, told, copied, has_rule in world.run(2, undecided):
         assert "key.bias" in found, "all heads' keys are shifted by it too"
         assert {*found} == {*copied} == {"shift", "key.bias"}, told
         assert has_rule

@@ -27,9 +27,9 @@ RIGHT, WRONG = (range(9000, 9000 + number_of_cases(count)) for count in (16, 36)
 def test_prove_reports_nothing_for_correct_models(world: World) -> None:
     proofs = world.run_each(proved, [(drawn_model(number).topology.world_size, (number,)) for number in RIGHT])
     for number, (first, *others) in zip(RIGHT, proofs, strict=True):
-        assert first.right, f"{drawn_model(number)}: {first}"
+        assert first.is_correct, f"{drawn_model(number)}: {first}"
         assert first.proved
-        assert not first.untold
+        assert not first.undecided
         assert all(other == first for other in others)
 
 
@@ -88,7 +88,7 @@ def _net(
 
 def test_prove_of_correct_model_needs_few_forwards(world: World) -> None:
     proof = world.run(4, _net)[0][0]
-    assert proof.right
+    assert proof.is_correct
     assert len(proof.proved) == 7
     assert proof.forwards <= 7  # including one with backward, two for rounding, two step sizes
     assert str(proof) == f"7 parameters are right, in {proof.forwards} forwards"
@@ -309,8 +309,8 @@ def _relu(seed: int, factor: float) -> Proof:
 def test_prove_is_correct_for_models_with_many_kinks(world: World, seed: int) -> None:
     (right,) = world.run(1, _relu, seed, 1.0)
     (wrong,) = world.run(1, _relu, seed, 1.01)
-    assert right.right, right
-    assert not right.untold
+    assert right.is_correct, right
+    assert not right.undecided
     assert [finding.name for finding in wrong.findings] == ["norms.1.bias"]
     assert wrong.findings[0].factor == pytest.approx(1.01, abs=1e-4)
 
@@ -353,7 +353,7 @@ def _casting(dtype: torch.dtype, hooked: float, proved_in: torch.dtype | None) -
 def test_prove_in_float64_supports_any_dtype_and_leaves_model_unchanged(world: World, dtype: torch.dtype) -> None:
     (right, kept), _ = world.run(2, _casting, dtype, 1.0, torch.float64)
     (wrong, _), _ = world.run(2, _casting, dtype, 1.001, torch.float64)
-    assert right.right
+    assert right.is_correct
     assert kept
     assert [finding.name for finding in wrong.findings] == ["gain"]
     assert wrong.findings[0].factor == pytest.approx(1.001, abs=1e-5)
@@ -362,7 +362,7 @@ def test_prove_in_float64_supports_any_dtype_and_leaves_model_unchanged(world: W
 def test_prove_in_float32_finds_errors_of_ten_percent(world: World) -> None:
     (right, _), _ = world.run(2, _casting, torch.float32, 1.0, None)
     (wrong, _), _ = world.run(2, _casting, torch.float32, 1.1, None)
-    assert right.right
+    assert right.is_correct
     assert [finding.name for finding in wrong.findings] == ["gain"]
 
 
@@ -408,7 +408,7 @@ def test_prove_raises_on_every_rank_for_invalid_loss_or_missing_specs(world: Wor
 def test_prove_checks_at_most_max_parameters(world: World) -> None:
     proof = world.run(4, _net_of_few)[0]
     assert len(proof.proved) == 3
-    assert len(proof.untold) == 4
+    assert len(proof.undecided) == 4
 
 
 def _net_of_few() -> Proof:

@@ -151,8 +151,8 @@ def test_prove_does_not_change_training_run(world: World, name: str, micro: int)
     for proofs in world.run(4, both, options, dtype, micro):
         assert len(proofs) == 2 + (6 if name == "overlapped" else 9) * micro
         for proof in proofs:
-            assert proof.right, str(proof)
-            assert (len(proof.proved), len(proof.untold)) in [(3, 3), (4, 2)]
+            assert proof.is_correct, str(proof)
+            assert (len(proof.proved), len(proof.undecided)) in [(3, 3), (4, 2)]
 
 
 def before_its_step() -> str:
@@ -195,7 +195,7 @@ def raises_on_one_rank(when: int) -> list[str]:
         with pytest.raises((RuntimeError, KeyError)) as told:
             prove(model, loss_fn, registry)
         assert_the_same(everything(model), before)
-        assert prove(model, loss_fn, registry).right
+        assert prove(model, loss_fn, registry).is_correct
         return [type(told.value).__name__, str(told.value)]
 
 

@@ -812,7 +812,7 @@ def test_backward_none_without_weight_in_weighted_window_raises(steps: int | Non
 
 
 def step_without_backward() -> str:
-    with ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=4), apart=True) as registry:
+    with ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=4), exclusive_groups=True) as registry:
         w = parameter("w", value=1.0)
         optimizer = ParallelOptimizer(adamw(w), registry, accumulation_steps=1)
         for step in range(3):

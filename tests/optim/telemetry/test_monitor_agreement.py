@@ -16,7 +16,7 @@ from world import World
 def run(how: str) -> str:
     """Run steps with a monitor that rank 0 alone creates before the first or the fourth step, or that rank 0 alone
     calls."""
-    with ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=5), apart=True) as registry:
+    with ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=5), exclusive_groups=True) as registry:
         w = parameter("w", 64, value=1.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=0.1), registry)
         first = registry.global_rank == 0

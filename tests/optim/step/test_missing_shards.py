@@ -164,7 +164,7 @@ def muon_steps(topology: Topology) -> Tensor:
         optimizer = ParallelOptimizer(Muon([("experts", weight)], lr=0.1), registry)
         for step, tokens in enumerate(((0, 1, 2, 3), (0,), (3, 2), (1,))):
             terms = [(weight[expert - own.start] * (step + expert + 1.0)).sum() for expert in tokens if expert in own]
-            optimizer.backward(sum(terms) if terms else None)
+            optimizer.backward(torch.stack(terms).sum() if terms else None)
             optimizer.step()
             optimizer.zero_grad()
         return weight.detach().clone()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..amp.modes import Mode, Precision, precision_of
-from ..parallel.interop.transformers import registry_of, sharded_model
+from ..parallel.interop.inferred_registry import averaging_modules, registry_for
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call
 from ..parallel.mesh.deprecation import renamed_arguments, renamed_members
@@ -258,18 +258,26 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
-        """Wrap the optimizer of a Transformers model that `from_pretrained` has sharded.
+        """Wrap the optimizer of a model whose layout its parameters tell, without a registry and without declarations.
 
-        The registry is `meshstep.parallel.registry_of(model)`. A fully sharded model is passed as ``data_parallel``.
+            optimizer = ParallelOptimizer.for_model(model, torch.optim.AdamW(model.parameters(), fused=True), max_norm=1.0)
+
+        The device meshes of DTensors tell how parameters are sharded (`fully_shard`, `parallelize_module`, experts on
+        another mesh), or the meshes of a Transformers model that `from_pretrained` has sharded. Parameters that are neither
+        DTensors nor declared count as replicated; the first step compares the replicas. `DistributedDataParallel` and
+        `fully_shard` modules are passed as ``data_parallel``.
 
         Args:
             model: The model, or a wrapper around it (``torch.compile``, PEFT, a module of your own).
             optimizer: As in the constructor.
             options: As in the constructor.
+        Raises: As the constructor, `meshstep.parallel.registry_of`, and ValueError on every rank: a mesh has no dim names,
+            or the meshes have no common refinement.
+        Collectives: as the constructor, and an object all-gather for new meshes.
         """
-        sharded = sharded_model(model)
-        data_parallel = {"data_parallel": sharded} if hasattr(sharded, "set_requires_gradient_sync") else {}
-        return cls(optimizer, registry_of(model), **data_parallel | options)
+        registry, modules = registry_for(model), averaging_modules(model)
+        data_parallel = {"data_parallel": modules[0] if len(modules) == 1 else modules} if modules else {}
+        return cls(optimizer, registry, **data_parallel | options)
 
     # torch's optimizer interface -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...amp.capture import is_captured
-from ...parallel.interop.inferred_registry import infer_registry
+from ...parallel.interop.inferred_registry import registry_of_meshes
 from ...parallel.interop.local_parameters import local_gradients, local_parameters
 from ...parallel.layout.annotation import Annotation, annotate
 from ...parallel.layout.spec import P
@@ -270,11 +270,11 @@ def _listed(
 ) -> tuple[OneShotParams, ProcessGroupRegistry]:
     """Return the parameters of one call, and their registry: the given one, or the one that the DTensors imply.
 
-    Raises, collectives: as `OneShotParams.of` and `infer_registry`.
+    Raises, collectives: as `OneShotParams.of` and `registry_of_meshes`.
     """
     is_inferred = registry is None
     if registry is None:
-        registry = infer_registry([param for _, param in given])
+        registry = registry_of_meshes([param for _, param in given])
     elif isinstance(registry, int | float):
         raise TypeError(f"the third argument is the registry, not the norm's order: write norm_type={registry}")
     check_registry(registry)

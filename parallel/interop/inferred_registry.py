@@ -7,10 +7,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..layout.annotation import annotate, annotation_of
+from ..layout.spec import P
 from ..mesh.refinement import Dim, dims_of, refined
 from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.text import without_wrappers
 from ..mesh.topology import Role, Topology
 from .local_parameters import loaded_class
 
@@ -37,42 +40,70 @@ _known: list[_Inferred] = []
 
 
 def infer_registry(params: Sequence[Tensor]) -> ProcessGroupRegistry:
-    """Return a registry whose axes are those of the DTensors' device meshes.
+    """Return a new registry whose axes are those of the DTensors' device meshes.
 
     The axes are the common refinement of all meshes (see `Topology.of_meshes`). These may be slices of a mesh, flattened
     meshes, or meshes over some of the ranks, such as one per pipeline stage. Ranks that no mesh connects hold replicas if
-    their parameters have the same layouts and shapes; else they are pipeline stages. Later calls with the same meshes
-    return the same registry.
+    their parameters have the same layouts and shapes; else they are pipeline stages.
 
     Args:
         params: This rank's parameters, DTensors and plain ones.
     Raises:
         ValueError: On every rank: a mesh has no dim names, or the meshes have no common refinement.
-    Collectives: one object all-gather over the world, if this rank's meshes are new. Every rank must call it, and call it
-        with new meshes at the same time.
+    Collectives: one object all-gather over the world. Every rank must call it.
+    Host synchronization: yes.
+    """
+    if not dist.is_initialized():
+        return ProcessGroupRegistry(Topology())
+    return ProcessGroupRegistry(_topology(_gathered(params, _meshes_of(params))))
+
+
+def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
+    """Return the registry of `infer_registry` for the first parameters with these meshes, also for later ones.
+
+    Raises: As `infer_registry`.
+    Collectives: those of `infer_registry` if this rank's meshes are new; then they must be new on every rank.
     Host synchronization: in such calls.
     """
     meshes = _meshes_of(params)
-    if not dist.is_initialized():
-        return _only_rank()
-    world = dist.group.WORLD
+    world = dist.group.WORLD if dist.is_initialized() else None
     for known in _known:
         if known.world is world and len(known.meshes) == len(meshes) and all(map(_is_same, known.meshes, meshes)):
             return known.registry
-    registry = ProcessGroupRegistry(_topology(_gathered(params, meshes)))
+    registry = infer_registry(params)
     _known[:] = [known for known in _known if known.world is world]  # an older world has ended
     _known.append(_Inferred(world, meshes, registry))
     return registry
 
 
-_alone: list[ProcessGroupRegistry] = []
+def registry_for(model: nn.Module) -> ProcessGroupRegistry:
+    """Return the registry that a model's DTensors imply, and declare its other parameters replicated.
+
+    Earlier declarations are kept. A Transformers model that `from_pretrained` has sharded has the registry of its meshes
+    (`registry_of`).
+
+    Args:
+        model: A model with DTensors, or one whose ranks hold replicas or pipeline stages.
+    Raises, collectives, host synchronization: as `infer_registry` and `registry_of`.
+    """
+    if any(vars(module).get("_mesh_manager") is not None for module in model.modules()):
+        from .transformers import registry_of
+
+        return registry_of(model)
+    registry = infer_registry([*model.parameters()])
+    for name, param in model.named_parameters():
+        if annotation_of(param) is None:
+            annotate(param, P(), without_wrappers(name))
+    return registry
 
 
-def _only_rank() -> ProcessGroupRegistry:
-    """Return the registry of a process without torch.distributed."""
-    if not _alone:
-        _alone.append(ProcessGroupRegistry(Topology()))
-    return _alone[0]
+def averaging_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that average gradients: `DistributedDataParallel` and `fully_shard` modules."""
+    names = (("torch.nn.parallel.distributed", "DistributedDataParallel"), ("torch.distributed.fsdp", "FSDPModule"))
+    kinds = tuple(kind for kind in (loaded_class(*name) for name in names) if kind is not None)
+    found = [module for module in model.modules() if isinstance(module, kinds)]
+    inner = {id(other) for module in found for other in module.modules() if other is not module}
+    return [module for module in found if id(module) not in inner]
 
 
 def _is_same(one: object, other: object) -> bool:

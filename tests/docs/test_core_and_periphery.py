@@ -42,7 +42,7 @@ PERIPHERY = (
 ALLOWED = {
     ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # use_kernels("triton")
     ("optim/step/update.py", "optim/kernels/triton.py"),  # the same kernels
-    ("optim/parallel_optimizer.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
+    ("parallel/interop/inferred_registry.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
 }
 DELETED = (
     "parallel/layers",

@@ -1,0 +1,96 @@
+"""`ParallelOptimizer.for_model`: one line for a model of DTensors, or with DistributedDataParallel, or of replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dtensor_layouts import LAYOUTS, Net, batch, expert_gradient, net
+from meshstep.optim import ParallelOptimizer, ReplicaMismatchError
+from torch import Tensor, nn
+from world import World
+
+STEPS, MAX_NORM = 5, 0.4
+
+
+def loss_of(model: nn.Module, inner: Net, samples: Tensor, step: int) -> Tensor:
+    experts, gradient = inner.experts, expert_gradient() * (step + 1)
+    if hasattr(experts, "to_local"):
+        from torch.distributed.tensor import distribute_tensor
+
+        local: Any = experts.to_local()
+        gradient = distribute_tensor(gradient, experts.device_mesh, experts.placements).to_local()
+        return model(samples).square().mean() * (step + 1) + (local * gradient).sum()
+    return model(samples).square().mean() * (step + 1) + (experts * gradient).sum()
+
+
+def full(param: Tensor) -> Tensor:
+    whole: Any = param.full_tensor() if hasattr(param, "full_tensor") else param
+    return whole.detach().clone()
+
+
+def trained(name: str, kind: str = "fused") -> tuple[dict[str, Tensor], list[float]]:
+    """Train on this rank's samples; return full parameters and norms."""
+    inner, data = net(), 1
+    model: nn.Module = inner
+    if name == "ddp":
+        model, data = nn.parallel.DistributedDataParallel(inner), dist.get_world_size()
+    elif name == "replicas":
+        data = dist.get_world_size()
+    elif name != "dense":
+        data = LAYOUTS[name](inner)
+    inner.experts.grad = None
+    rank = dist.get_rank() * data // dist.get_world_size()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, fused=kind == "fused")
+    optimizer = ParallelOptimizer.for_model(model, adamw, max_norm=MAX_NORM)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, inner, batch().chunk(data)[rank], step))
+        norms.append(float(optimizer.step().total_norm))
+    return {key: full(param) for key, param in inner.named_parameters()}, norms
+
+
+@pytest.mark.default_cases(9)
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "ddp", "replicas"])
+def test_training_equals_the_dense_model(world: World, name: str, kind: str) -> None:
+    ((wanted, wanted_norms),) = world.run(1, trained, "dense", kind)
+    assert min(wanted_norms) > MAX_NORM, "every step should clip"
+    for found, norms in world.run(4, trained, name, kind):
+        assert norms == pytest.approx(wanted_norms, rel=1e-12)
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-12)
+
+
+def sharded_by_hand() -> str:
+    """A weight that ranks hold shards of, which nobody declared."""
+    model = nn.Linear(4, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(dist.get_rank() + 1.0)
+    optimizer = ParallelOptimizer.for_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(ReplicaMismatchError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_shards_that_nobody_declared_are_an_error_in_the_first_step(world: World) -> None:
+    assert all("weight: the parameter differs" in text for text in world.run(2, sharded_by_hand))
+
+
+def unequal_stages() -> tuple[float, tuple[str, ...]]:
+    """Ranks with other parameters are pipeline stages."""
+    size = 2 + dist.get_rank()
+    model = nn.Linear(size, 1, bias=False)
+    optimizer = ParallelOptimizer.for_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.backward(model(torch.ones(1, size)).sum())
+    return float(optimizer.step().total_norm), optimizer.registry.topology.pipe_axes
+
+
+def test_ranks_with_other_parameters_are_pipeline_stages(world: World) -> None:
+    for norm, stages in world.run(2, unequal_stages):
+        assert norm == pytest.approx(5**0.5)
+        assert stages == ("stage_2x1",)

@@ -21,6 +21,7 @@ from ..parallel.layers.tensor_2d import Linear2D
 from ..parallel.layers.tensor_3d import Classifier3D, Linear3D
 from ..parallel.layout.annotation import annotation_of
 from ..parallel.layout.spec import P
+from ..parallel.mesh.deprecation import renamed_fields
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.text import some
 from .fp8_linear import (
@@ -128,12 +129,13 @@ FELL_BACK = "not in 8 bits: a dim of this rank's weight is not a multiple of 16"
 UNEVEN = "not in 8 bits: the ranks have weight shards of unequal sizes"
 
 
+@renamed_fields(leave_out="exclude", across_data="sync_over_data")
 @register_mode
 @dataclass(frozen=True)
 class Fp8(Precision):
     """Linear layers in 8 bits; parameters, masters and all other layers as in the base mode.
 
-        model = Fp8(leave_out=("head",)).prepare(model, registry)
+        model = Fp8(exclude=("head",)).prepare(model, registry)
         print(fp8_layers(model))
 
     `nn.Linear` becomes `Fp8Linear`: the same object with another class. `ColumnParallelLinear`, `RowParallelLinear` and
@@ -155,27 +157,27 @@ class Fp8(Precision):
 
     Args:
         base: "bf16" or "fp32". Default: "bf16".
-        across_data: If True, the maxima of activations and gradients are also all-reduced over the data axes. Replicas
+        sync_over_data: If True, the maxima of activations and gradients are also all-reduced over the data axes. Replicas
             then round like a single process that sees the full batch. This adds collectives to every linear layer, and
             all replicas must run the same number of micro-batches. Default False: each replica scales for its own
             samples.
         scales: "tensor": one scale per tensor. "row": one scale per row, see `Fp8RowMatmul`; more exact for outliers,
             but backward keeps the operands in the base's dtype. `Linear2D` supports only "tensor". Default: "tensor".
-        leave_out: Names or patterns of layers that stay in the base's dtype (``"head"``, ``"blocks.*.out"``; ``*`` also
+        exclude: Names or patterns of layers that stay in the base's dtype (``"head"``, ``"blocks.*.out"``; ``*`` also
             matches dots). Default: none.
 
     Raises:
         ValueError: An argument has an unknown value. In `prepare`: an `nn.Linear` has no spec but the registry has
-            model axes; a pattern of ``leave_out`` matches no linear layer (checked only without pipeline stages); or a
+            model axes; a pattern of ``exclude`` matches no linear layer (checked only without pipeline stages); or a
             `Linear2D` would get scales per row. Nothing is changed.
     Collectives: per layer up to two small all-reduces, or three with ``scales="row"``; see `Fp8Matmul`.
     Host synchronization: none.
     """
 
     base: Literal["bf16", "fp32"] = "bf16"
-    across_data: bool = False
+    sync_over_data: bool = False
     scales: Literal["tensor", "row"] = "tensor"
-    leave_out: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     name: ClassVar[str] = "fp8"
 
@@ -186,12 +188,12 @@ class Fp8(Precision):
             raise ValueError(
                 f"scales={self.scales!r} is unknown; give 'tensor' (one per tensor) or 'row' (one per row)"
             )
-        patterns: Any = self.leave_out
+        patterns: Any = self.exclude
         if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
-                f"leave_out={self.leave_out!r} is not a tuple of strings; give names or patterns like ('head', '*.out')"
+                f"exclude={self.exclude!r} is not a tuple of strings; give names or patterns like ('head', '*.out')"
             )
-        object.__setattr__(self, "leave_out", tuple(self.leave_out))
+        object.__setattr__(self, "exclude", tuple(self.exclude))
 
     @property
     def _base(self) -> Precision:
@@ -211,7 +213,7 @@ class Fp8(Precision):
         return self._base.export_state_dict(model)
 
     def _prepare(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        self._check_leave_out(model, registry)
+        self._check_exclude(model, registry)
         matmuls = {}
         for name, module in model.named_modules():
             matmul = None if self._leaves_out(name) else self._matmul_of(name, module, registry)
@@ -226,9 +228,9 @@ class Fp8(Precision):
         self._log_fallbacks(model, registry)
 
     def _leaves_out(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.leave_out)
+        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
-    def _check_leave_out(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
+    def _check_exclude(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
         """Raise ValueError if a pattern matches no layer.
 
         With pipeline stages nothing is checked, because a pattern may match a layer of another stage.
@@ -237,10 +239,10 @@ class Fp8(Precision):
         if topology is not None and topology.size(*topology.pipe_axes) > 1:
             return
         names = [name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, *_UNSUPPORTED))]
-        for pattern in self.leave_out:
+        for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
-                    f"leave_out={pattern!r} matches no linear layer; choose from {', '.join(names[:10]) or 'none'}"
+                    f"exclude={pattern!r} matches no linear layer; choose from {', '.join(names[:10]) or 'none'}"
                 )
 
     def _log_fallbacks(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
@@ -264,7 +266,7 @@ class Fp8(Precision):
             if self.scales == "row":
                 raise ValueError(
                     f"{name or 'the model'} is a Linear2D, which supports only one scale per tensor; use "
-                    "scales='tensor', or name the layer in leave_out"
+                    "scales='tensor', or name the layer in exclude"
                 )
             if not _is_even(module):
                 return None
@@ -290,7 +292,7 @@ class Fp8(Precision):
         return Fp8Matmul(registry, forward, _trim_axes((*out_axes, *batch_axes), registry)) if forward else Fp8Matmul()
 
     def _data_axes(self, registry: ProcessGroupRegistry) -> tuple[str, ...]:
-        return registry.topology.data_axes if self.across_data else ()
+        return registry.topology.data_axes if self.sync_over_data else ()
 
 
 def _trim_axes(axes: tuple[str, ...], registry: ProcessGroupRegistry) -> tuple[str, ...]:

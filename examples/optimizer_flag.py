@@ -11,7 +11,7 @@ from meshstep.optim import LAMB, SOAP, Adafactor, Muon
 from torch import Tensor, nn
 
 Named = Iterable[tuple[str, nn.Parameter]]
-NO_MATRICES = ("embed*", "positions", "*bias", "*router*")
+ADAMW_NAMES = ("embed*", "positions", "*bias", "*router*")
 
 
 def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
@@ -26,7 +26,7 @@ def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
     """
     adamw = {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.999)}
     options: Any = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.02, "ns_dtype": None}
-    return Muon(params, 3 * lr, **options, adamw=adamw, no_matrices=NO_MATRICES)
+    return Muon(params, 3 * lr, **options, adamw=adamw, adamw_names=ADAMW_NAMES)
 
 
 def _lamb(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:

@@ -31,7 +31,7 @@ from .norm.replicas import ReplicaMismatchError
 from .parallel_optimizer import ParallelOptimizer
 from .recipe.accelerated import take_over_clipping
 from .recipe.booster import Booster
-from .recipe.data_parallel import DataParallel, align_copies, share_weights
+from .recipe.data_parallel import DataParallel, align_replicas, broadcast_weights
 from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
 from .states.chain import Binding, ParamTransform, Position, StatePlacement, StepObserver
@@ -129,7 +129,8 @@ __all__ = [
     "WarmupLR",
     "WeightsAndBiases",
     "ZClip",
-    "align_copies",
+    "align_replicas",
+    "broadcast_weights",
     "clip_grad_norm_",
     "clip_grad_value_",
     "coordinate_check",
@@ -139,7 +140,6 @@ __all__ = [
     "replay",
     "save_checkpoint",
     "scale_gradients_",
-    "share_weights",
     "sync_gradients",
     "take_over_clipping",
     "use_kernels",
@@ -159,5 +159,7 @@ if not TYPE_CHECKING:  # type checkers report former names
             "OfEachParameter": PerParameterState,
             "Piece": SteppedTensor,
             "Placement": StatePlacement,
+            "align_copies": align_replicas,
+            "share_weights": broadcast_weights,
         },
     )

@@ -128,7 +128,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on tensor-parallel ranks,
             and a replica declared sharded (ValueError).
             True: before every step, for debugging; it reads all of them once more and costs one host synchronization.
-            False: never, for replicas that may differ by rounding (see `align_copies`).
+            False: never, for replicas that may differ by rounding (see `align_replicas`).
             `Fingerprints`: as ``"first"``, and then every so many steps, including optimizer states, without host
             synchronization.
         commit: A function without arguments that each rank calls once before each update, after the gradients are reduced.

@@ -25,7 +25,7 @@ States = Callable[[], Sequence[Mapping[str, Tensor]]]
 
 ADVICE = (
     "A parameter that differs was initialised or stepped differently (use the same seed on all replicas, or call "
-    "share_weights(model, registry)), or is sharded but declared replicated. A gradient that differs lacks a reduction "
+    "broadcast_weights(model, registry)), or is sharded but declared replicated. A gradient that differs lacks a reduction "
     "over that axis (a layer must all-reduce in backward, or P(partial=...) must be declared), or was computed from "
     "another batch than its replicas' (if replicas may differ, use check_replicas=False), or was changed on each "
     "rank after backward (use max_norm= instead of torch.nn.utils.clip_grad_norm_)"
@@ -198,7 +198,7 @@ class ReplicaCheck:
 SINCE = "replicas have diverged; the step that compared them and all later steps were skipped"
 WATCH_ADVICE = (
     "If one of many replicas differs, a bit flipped on its rank: restore the values of the other replicas "
-    "(load_checkpoint, or align_copies if the first replica is right), or take the machine out of service. If several "
+    "(load_checkpoint, or align_replicas if the first replica is right), or take the machine out of service. If several "
     "replicas differ, or the same ones again, look for a kernel that adds in no fixed order "
     "(torch.use_deterministic_algorithms), a missing all-reduce, or code that writes to one replica. With "
     "states=Replayable(), meshstep.optim.replay repeats the update"

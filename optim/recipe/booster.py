@@ -60,7 +60,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..schedule import follow, followers
 from ..step.window import Window
 from ..step.wrapped_optimizer import CombinedOptimizer, unchanged
-from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
+from .data_parallel import DataParallel, broadcast_weights, check_data_parallel, optimizer_options, wrap
 from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
 
 # Checks and defaults of a `Booster` -----------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ class Booster(Saving, Generic[Stats_co]):
             whole.to(self.registry.device)
         for part in parts:
             self.precision.prepare(part, self.registry)
-        share_weights(whole, self.registry)
+        broadcast_weights(whole, self.registry)
         criterion = prepare_criterion(criterion, self.precision, self.registry)
         if optimizer is not None or self.data_parallel == "fsdp":
             parts = wrap(parts, optimizer, self.registry, self.data_parallel)

@@ -199,10 +199,10 @@ def optimizer_options(
 
 
 @torch.no_grad()
-def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
+def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     """Broadcast the parameters and buffers of data coordinate 0 to all replicas.
 
-        share_weights(model, registry)
+        broadcast_weights(model, registry)
 
     Tensors sharded over a data axis are broadcast over the other data axes only.
 
@@ -222,13 +222,13 @@ def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
             found.setdefault(registry.ranks(*axes), []).append(tensor)
     if not found:
         return
-    with in_call(registry, "share_weights"):
+    with in_call(registry, "broadcast_weights"):
         for ranks, tensors in found.items():
             _share(tensors, ranks, registry)
         forget_rounded()  # a collective does not increase the tensors' version counters
 
 
-# `align_copies` is for replicas that have diverged.
+# `align_replicas` is for replicas that have diverged.
 #
 # An axis that sums gradients gives bitwise identical results to all ranks. Some gradients are computed separately on
 # every rank, such as those of a replicated layer norm on tensor ranks. They are equal only with deterministic kernels.
@@ -248,7 +248,7 @@ class _BroadcastKind(NamedTuple):
 
 
 @torch.no_grad()
-def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
+def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
     """Set all replicas of stepped tensors and their states to the values of the first rank that holds them.
 
     Master weights are included, and the results are written to the model. Call it on every rank between two steps,
@@ -256,7 +256,7 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
     replicas are unchanged.
 
         if step % 200 == 0:
-            align_copies(optimizer)
+            align_replicas(optimizer)
 
     Args:
         optimizer: The optimizer.
@@ -268,7 +268,7 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
         `Sharded` writes weights to the model.
     Host synchronization: yes.
     """
-    with in_call(optimizer.registry, "align_copies"):
+    with in_call(optimizer.registry, "align_replicas"):
         _align(optimizer.stepped_tensors(), optimizer.transforms, optimizer.registry)
 
 

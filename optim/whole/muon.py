@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...parallel.layout.shard import Box, Shape
 from ...parallel.layout.spec import P
+from ...parallel.mesh.deprecation import renamed_arguments, renamed_fields
 from ...parallel.mesh.text import some, without_wrappers
 from ..states.chain import named_params_of
 from .exchange import Homes, Matrix
@@ -160,7 +161,7 @@ def _flops_on_gram(shape: Shape, steps: int) -> float:
 # Muon -----------------------------------------------------------------------------------------------------------------
 
 Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
-NO_MATRICES = (
+ADAMW_NAMES = (
     *("*embed*", "*wte*", "*wpe*", "*tok_emb*", "*pos_emb*"),  # embeddings
     *("*head.weight", "*classifier*", "output.weight", "proj_out.weight", "score.weight"),  # heads
 )
@@ -182,24 +183,25 @@ def scale_of(rule: Scale | None, shape: Shape) -> float:
     return sqrt(rows / columns) if rule == "spectral_unclamped" else sqrt(max(1.0, rows / columns))
 
 
+@renamed_fields(no_matrices="adamw_names")
 class Muon(WholeOptimizer):
     """Muon for matrices, AdamW for all other parameters.
 
         optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.02), registry, max_norm=1.0)
 
-    A parameter with two or more dims is a matrix unless its name matches ``no_matrices`` (embeddings and heads).
+    A parameter with two or more dims is a matrix unless its name matches ``adamw_names`` (embeddings and heads).
     `for_model` also looks at the types of modules. `assignment` returns the result, and ``repr`` shows it. Three dims are a
     stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the rows and all
     other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or ``"adamw"``.
 
     Args:
-        params: Parameters, ``model.named_parameters()`` (needed for ``no_matrices``), or param groups.
+        params: Parameters, ``model.named_parameters()`` (needed for ``adamw_names``), or param groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`.
         eps: Least norm by which a matrix is divided before it is orthogonalised. Default 0: no limit, and the update
             does not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7; smaller gradients give smaller
             updates there.
         adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: their defaults.
-        no_matrices: Globs over names of parameters that AdamW steps. Default: `NO_MATRICES`.
+        adamw_names: Globs over names of parameters that AdamW steps. Default: `ADAMW_NAMES`.
         blocks: Blocks of a fused weight along its rows, each a separate matrix, by glob over names. The value is the
             number of equal blocks, or the list of sizes. Examples: ``3`` for q, k and v; the number of heads for Muon
             per head. A weight that no glob matches uses the `meshstep.parallel.blocks` of its layout, along rows or
@@ -219,7 +221,7 @@ class Muon(WholeOptimizer):
         weights are sent in bfloat16). On a CPU, the buffers of two rounds are kept for the next step.
     """
 
-    kept = ("no_matrices", "blocks", "ns_dtype", "_adamw")
+    kept = ("adamw_names", "blocks", "ns_dtype", "_adamw")
 
     def __init__(
         self,
@@ -234,7 +236,7 @@ class Muon(WholeOptimizer):
         adjust_lr_fn: Scale | None = None,
         *,
         adamw: Mapping[str, Any] | None = None,
-        no_matrices: Sequence[str] = NO_MATRICES,
+        adamw_names: Sequence[str] = ADAMW_NAMES,
         blocks: Blocks | None = None,
         ns_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
@@ -252,7 +254,7 @@ class Muon(WholeOptimizer):
             raise ValueError(
                 f"adamw={adamw!r} contains {', '.join(sorted(unknown))}; the options are lr, {', '.join(ADAMW)}"
             )
-        self.no_matrices, self.blocks, self.ns_dtype = tuple(no_matrices), dict(blocks or {}), ns_dtype
+        self.adamw_names, self.blocks, self.ns_dtype = tuple(adamw_names), dict(blocks or {}), ns_dtype
         self._adamw: dict[str, Any] = {"lr": lr, **ADAMW, **(adamw or {})}
         defaults = {
             "lr": lr,
@@ -267,20 +269,21 @@ class Muon(WholeOptimizer):
         super().__init__([group for given in groups_of(params) for group in self._sorted(given)], defaults)
 
     @classmethod
-    def for_model(cls, model: nn.Module, *args: Any, no_matrices: Sequence[str] = NO_MATRICES, **options: Any) -> Muon:
+    @renamed_arguments(no_matrices="adamw_names")
+    def for_model(cls, model: nn.Module, *args: Any, adamw_names: Sequence[str] = ADAMW_NAMES, **options: Any) -> Muon:
         """Make the optimizer of a model's trained parameters; AdamW steps embeddings and heads whatever their names are.
 
             muon = Muon.for_model(model, lr=0.02)
             print(muon.assignment())
 
-        AdamW steps, besides vectors and names that match ``no_matrices``: the weight of each module whose class name
+        AdamW steps, besides vectors and names that match ``adamw_names``: the weight of each module whose class name
         contains "Embedding", also where another module shares it, and the last other weight with the shape of an
         embedding's weight, which is an untied head. A pipeline stage without an embedding finds a head by its name only.
 
         Args:
             model: This rank's part of the model.
             args, options: As in the constructor.
-            no_matrices: As in the constructor.
+            adamw_names: As in the constructor.
         """
         embeddings = {
             id(param): param
@@ -293,7 +296,7 @@ class Muon(WholeOptimizer):
         heads = [name for name, param in named if id(param) not in embeddings and tuple(param.shape) in shapes]
         found = [name for name, param in named if id(param) in embeddings] + heads[-1:]
         exact = [escape(_unwrapped(name)) for name in found]  # globs that match these names only
-        return cls(named, *args, no_matrices=(*no_matrices, *exact), **options)
+        return cls(named, *args, adamw_names=(*adamw_names, *exact), **options)
 
     def assignment(self) -> dict[str, str]:
         """Return ``"muon"`` or ``"adamw"`` by the name of each parameter that the optimizer steps.
@@ -329,7 +332,7 @@ class Muon(WholeOptimizer):
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:
         """Return ``"muon"`` or ``"adamw"``, by the rule of the class."""
-        no_matrix = name is not None and any(fnmatchcase(_unwrapped(name), pattern) for pattern in self.no_matrices)
+        no_matrix = name is not None and any(fnmatchcase(_unwrapped(name), pattern) for pattern in self.adamw_names)
         return "adamw" if param.dim() < 2 or no_matrix else "muon"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ which makes DeepSpeed's norm exact if the optimizer reads flags:
 
 `check_engine` rejects the last two rows. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
 engine. The engine then only averages: pass ``average_data=False``, and leave
-``gradient_clipping`` out of the engine's config. In half precision, call `meshstep.optim.share_weights` before you
+``gradient_clipping`` out of the engine's config. In half precision, call `meshstep.optim.broadcast_weights` before you
 create the optimizer. The engine broadcasts the weights of data rank 0, but only after the masters were created.
 """
 

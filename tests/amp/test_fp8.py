@@ -269,7 +269,7 @@ def test_fp8_mode_leaves_attention_and_linear_subclasses_unchanged() -> None:
 
 def test_fp8_layers_lists_layers_that_are_not_in_8_bits(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(small_model(), nn.MultiheadAttention(16, 2))
-    Fp8(leave_out=("0.0",)).prepare(model)
+    Fp8(exclude=("0.0",)).prepare(model)
     fell_back = "not in 8 bits: a dim of this rank's weight is not a multiple of 16"
     assert fp8_layers(model) == {
         "0.0": "not in 8 bits: left out",
@@ -298,7 +298,7 @@ def test_fp8_layers_lists_layers_that_are_not_in_8_bits(caplog: pytest.LogCaptur
 def test_fp8_layers_in_leave_out_are_computed_in_base_mode() -> None:
     model, plain = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
-    Fp8("fp32", leave_out=("1",)).prepare(model)
+    Fp8("fp32", exclude=("1",)).prepare(model)
     assert [type(module) for module in model] == [Fp8Linear, nn.Linear]
     x = torch.randn(3, 16)
     assert not torch.equal(model[0](x), plain[0](x))
@@ -307,11 +307,11 @@ def test_fp8_layers_in_leave_out_are_computed_in_base_mode() -> None:
 
 def test_invalid_fp8_options_raise_and_change_nothing() -> None:
     model = small_model()
-    with pytest.raises(ValueError, match=r"leave_out='head' matches no linear layer; choose from 0, 3, 4"):
-        Fp8(leave_out=("3", "head")).prepare(model)
+    with pytest.raises(ValueError, match=r"exclude='head' matches no linear layer; choose from 0, 3, 4"):
+        Fp8(exclude=("3", "head")).prepare(model)
     assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.LayerNorm, nn.Linear, nn.Linear]
-    with pytest.raises(ValueError, match=r"leave_out='head' is not a tuple of strings; give names or patterns"):
-        Fp8(leave_out="head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"exclude='head' is not a tuple of strings; give names or patterns"):
+        Fp8(exclude="head")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"scales='block' is unknown; give 'tensor' \(one per tensor\) or 'row'"):
         Fp8(scales="block")  # type: ignore[arg-type]
 

@@ -207,14 +207,14 @@ def warnings_of_fp8() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
+def replicas_are_whole(spec: P, sync_over_data: bool) -> tuple[bool, int]:
     """Return whether a linear layer on a sharded batch matches the full batch, and the number of collectives."""
     axis = "tensor" if spec.partial else "data"
     with ProcessGroupRegistry(Topology(roles=None, **{axis: 2})) as registry:
         dense, layer = whole(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())
         declare(layer, {"*": spec})
-        Fp8("fp32", across_data=across_data).prepare(layer, registry)
+        Fp8("fp32", sync_over_data=sync_over_data).prepare(layer, registry)
         x, grad = activations(WIDTH, BATCH, SEQ)
         dense(x).backward(grad)
         assert x.grad is not None
@@ -238,7 +238,7 @@ def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
 def test_fp8_linear_on_sharded_batch_matches_full_batch_if_scales_are_shared(world: World) -> None:
     assert world.run(2, replicas_are_whole, P(partial="tensor"), False) == [(True, 2)] * 2
     assert world.run(2, replicas_are_whole, P(), True) == [(True, 2)] * 2
-    # Documented: without across_data each replica computes its own scales without communication.
+    # Documented: without sync_over_data each replica computes its own scales without communication.
     assert world.run(2, replicas_are_whole, P(), False) == [(False, 0)] * 2
 
 
@@ -284,7 +284,7 @@ def row_replicas_are_whole() -> None:
         dense, layer = whole(WIDTH, HIDDEN, scales="row"), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())
         declare(layer, {"*": P()})
-        Fp8("fp32", across_data=True, scales="row").prepare(layer, registry)
+        Fp8("fp32", sync_over_data=True, scales="row").prepare(layer, registry)
         x, grad = activations(WIDTH, BATCH, SEQ)
         dense(x).backward(grad)
         layer(shard(x.detach(), P("data"), registry)).backward(shard(grad, P("data"), registry))
@@ -305,10 +305,10 @@ def grid_by_row() -> str:
         with pytest.raises(ValueError, match="0 is a Linear2D") as error:
             Fp8("fp32", scales="row").prepare(model, registry)
         assert model[0].matmul is before
-        Fp8("fp32", scales="row", leave_out=("0",)).prepare(model, registry)
+        Fp8("fp32", scales="row", exclude=("0",)).prepare(model, registry)
         return str(error.value)
 
 
 def test_fp8_row_scales_are_rejected_for_linear_2d(world: World) -> None:
     for message in world.run(4, grid_by_row):
-        assert "use scales='tensor', or name the layer in leave_out" in message
+        assert "use scales='tensor', or name the layer in exclude" in message

@@ -14,7 +14,7 @@ from meshstep.amp import Fp8
 from meshstep.amp import fp8 as summa
 from meshstep.amp import fp8_linear as linear
 from meshstep.amp.fp8_linear import quantize
-from meshstep.optim import ParallelOptimizer, Sharded, share_weights
+from meshstep.optim import ParallelOptimizer, Sharded, broadcast_weights
 from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -261,7 +261,7 @@ def shared_after_a_forward() -> bool:
         with torch.no_grad():
             model[0].weight.mul_(1 + registry.global_rank)  # type: ignore[index]
         loss_of(model, 0)
-        share_weights(model, registry)
+        broadcast_weights(model, registry)
         found = loss_of(model, 0)
         with rounded_every_time():
             return torch.equal(found, loss_of(model, 0))
@@ -278,7 +278,7 @@ def test_fp8_linear_rejects_float64_input_and_weight(which: str, scales: Scales)
     x = torch.ones(2, 48, dtype=torch.float64 if which == "input" else torch.float32)
     if which == "weight":
         model.double()
-    with pytest.raises(TypeError, match=r"a linear layer in 8 bits got a float64 tensor.*Fp8\(leave_out=...\)"):
+    with pytest.raises(TypeError, match=r"a linear layer in 8 bits got a float64 tensor.*Fp8\(exclude=...\)"):
         model[0].matmul(x, *model[0].parameters())  # type: ignore[index]
 
 

@@ -109,7 +109,7 @@ SETUP = {
     "TorchStates": "from torch.distributed import checkpoint as dcp; path = 'saved'\n"
     "from torch.distributed.checkpoint.state_dict import (\n"
     "    get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict)",
-    "align_copies": "step = 200",
+    "align_replicas": "step = 200",
     "coordinate_check": "Model = lambda width, registry: declared(nn.Sequential(nn.Linear(4, width)))\n"
     "train = lambda model, steps: None",
     "load_checkpoint": "scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer); optimizer.step()\n"

@@ -16,7 +16,7 @@ if find_spec("deepspeed") is None:
 
 from deepspeed_on_cpu import deepspeed_on_cpu
 from meshstep.amp import Bf16
-from meshstep.optim import ParallelOptimizer, Sharded, share_weights
+from meshstep.optim import ParallelOptimizer, Sharded, broadcast_weights
 from meshstep.parallel import (
     ColumnParallelLinear,
     Linear2D,
@@ -198,7 +198,7 @@ def under_its_engine(setting: Setting) -> Run:
                 param.data.zero_()
         options: Any = {}  # the engine broadcasts the weights of data rank 0
         if setting.bf16:  # masters are made before that broadcast
-            share_weights(model, registry)
+            broadcast_weights(model, registry)
             Bf16().prepare(model, registry)
             options = {"precision": "bf16"}
         optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM, average_data=False, **options)

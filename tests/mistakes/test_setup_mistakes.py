@@ -292,8 +292,8 @@ def declared_before_splitting(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ReplicaMismatchError, "up.weight: the parameter differs ... share_weights(model, registry)"),
-    write="use one seed, or call `share_weights(model, registry)`",
+    Error(ReplicaMismatchError, "up.weight: the parameter differs ... broadcast_weights(model, registry)"),
+    write="use one seed, or call `broadcast_weights(model, registry)`",
 )
 def replicas_of_different_seeds(run: Run) -> None:
     """Each replica draws its own initial weights."""

@@ -250,7 +250,7 @@ def weights_loaded_before_the_first_step(run: Run) -> None:
 @mistake(
     "data=2",
     Error(ReplicaMismatchError, "up.weight: the parameter differs"),
-    write="load on every rank, or call `share_weights`",
+    write="load on every rank, or call `broadcast_weights`",
 )
 def weights_loaded_on_one_rank(run: Run) -> None:
     """`model.load_state_dict()` on rank 0 only."""

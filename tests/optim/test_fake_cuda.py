@@ -39,7 +39,7 @@ from meshstep.optim import (
     SkipSpikes,
     WarmUp,
     ZClip,
-    align_copies,
+    align_replicas,
 )
 from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.norm.replicas import ReplicaCheck
@@ -395,7 +395,7 @@ def test_align_copies_packs_all_parameters_into_one_collective(
                 param.grad = torch.ones_like(param)
         optimizer.step()
         with logging() as log:
-            align_copies(optimizer)
+            align_replicas(optimizer)
     assert len(log.transfers) == copies
     assert len(log.collectives) == 1
 

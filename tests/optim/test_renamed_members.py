@@ -16,12 +16,13 @@ import meshstep.optim
 import meshstep.testing
 import pytest
 import torch
-from meshstep.amp import MasterWeights
+from meshstep.amp import Fp8, MasterWeights
 from meshstep.optim import (
     AdaGC,
     ByNorm,
     Clip,
     GradStats,
+    Muon,
     NoCompression,
     ParallelOptimizer,
     ParamTransform,
@@ -42,6 +43,8 @@ from torch import nn
 OBJECTS: dict[str, dict[str, str]] = {
     "optim": {
         "Bucket": "NormBucket",
+        "align_copies": "align_replicas",
+        "share_weights": "broadcast_weights",
         "Decision": "ClipResult",
         "OfEachParameter": "PerParameterState",
         "Bf16Wire": "Bf16Compression",
@@ -58,6 +61,8 @@ MEMBERS: dict[type, dict[str, str]] = {
     AdaGC: {"times": "factor"},
     Clip: {"shown": "reported_coef"},
     Proof: {"untold": "undecided", "right": "is_correct"},
+    Fp8: {"leave_out": "exclude", "across_data": "sync_over_data"},
+    Muon: {"no_matrices": "adamw_names"},
     GradStats: {"parted": "replicas_diverged", "vetoed": "rejected"},
     MasterWeights: {"publish": "write_back"},
     P: {"holders": "num_replicas", "on": "resolve", "cuts": "joint_dim_axes", "together": "joint_axes"},
@@ -95,6 +100,9 @@ MEMBERS: dict[type, dict[str, str]] = {
 # By class: the class, its positional arguments, and the new name and a value by former name of an argument.
 ARGUMENTS: dict[str, tuple[Callable[..., object], tuple[object, ...], dict[str, tuple[str, Any]]]] = {
     "AdaGC": (AdaGC, (), {"times": ("factor", 1.5)}),
+    "Fp8": (Fp8, (), {"leave_out": ("exclude", ("head",)), "across_data": ("sync_over_data", True)}),
+    "Muon": (Muon, (list(nn.Linear(3, 2).named_parameters()),), {"no_matrices": ("adamw_names", ("head",))}),
+    "Muon.for_model": (Muon.for_model, (nn.Linear(3, 2),), {"no_matrices": ("adamw_names", ("head",))}),
     "Proof": (partial(Proof, findings=(), where=None, forwards=1), ((),), {"untold": ("undecided", ("a",))}),
     "ProcessGroupRegistry": (ProcessGroupRegistry, (Topology(),), {"apart": ("exclusive_groups", True)}),
     "Sharded": (Sharded, (), {"exchange": ("compression", NoCompression())}),

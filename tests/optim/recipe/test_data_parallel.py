@@ -1,4 +1,4 @@
-"""`align_copies` gives diverged replicas the values of one rank again."""
+"""`align_replicas` gives diverged replicas the values of one rank again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Sharded, StatePlacement, align_copies
+from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Sharded, StatePlacement, align_replicas
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.mesh.agreement import gather_objects
 from optimizers import adamw
@@ -89,7 +89,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
                         tensor.mul_(1 + 0.05 * torch.rand(tensor.shape, generator=generator))
         before = gather_objects(values(optimizer), registry)
         if align:
-            align_copies(optimizer)
+            align_replicas(optimizer)
         after = gather_objects(values(optimizer), registry)
         model = gather_objects({name: param.detach().clone() for name, param in params.items()}, registry)
         if registry.topology.pipe_axes:
@@ -154,7 +154,7 @@ def stepped_on_one_rank() -> str:
                 optimizer.state[param]["exp_avg"] = torch.ones_like(param)
         before = values(optimizer)
         with pytest.raises(ValueError, match="replicas can't be aligned") as error:
-            align_copies(optimizer)
+            align_replicas(optimizer)
         assert all(same(tensors, before[key]) for key, tensors in values(optimizer).items())
         return str(error.value)
 

@@ -18,7 +18,7 @@ from meshstep.optim import (
     Replayable,
     Sharded,
     StatePlacement,
-    align_copies,
+    align_replicas,
     replay,
 )
 from meshstep.optim.kernels.choice import Kernels
@@ -104,7 +104,7 @@ def trained(way: str, mode: str, states: str, kind: str) -> Tensor | str:
         if "replay" in states:
             assert replay(optimizer) == []
         if way != "dense":
-            align_copies(optimizer)
+            align_replicas(optimizer)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         step()
         optimizer.poll()

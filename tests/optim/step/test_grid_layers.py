@@ -13,9 +13,9 @@ from meshstep.optim import (
     ParallelOptimizer,
     ReplicaMismatchError,
     TorchStates,
+    broadcast_weights,
     load_checkpoint,
     save_checkpoint,
-    share_weights,
 )
 from meshstep.optim.checkpoint.contents import LogicalParameters
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
@@ -175,7 +175,7 @@ def copies_differ(topology: Topology, axis: str) -> tuple[str, bool]:
         with pytest.raises(ReplicaMismatchError) as error:
             run(model, optimizer, range(1))
         if axis == "data":
-            share_weights(model, registry)
+            broadcast_weights(model, registry)
             run(model, optimizer, range(1))
         return str(error.value.mismatches[0]), head is not None
 

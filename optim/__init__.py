@@ -34,7 +34,7 @@ from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, align_replicas, broadcast_weights
 from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
-from .states.chain import Binding, ParamTransform, Position, StatePlacement, StepObserver
+from .states.chain import ParamTransform, PlacementContext, Position, StatePlacement, StepObserver
 from .states.half_states import HalfStates
 from .states.offloaded import Offloaded
 from .states.replayable import Replayable, replay
@@ -61,7 +61,6 @@ __all__ = [
     "Adaptive",
     "AsyncSaver",
     "Bf16Compression",
-    "Binding",
     "Booster",
     "ByGroup",
     "ByName",
@@ -103,6 +102,7 @@ __all__ = [
     "PerParameter",
     "PerParameterState",
     "Pipeline",
+    "PlacementContext",
     "PolynomialLR",
     "Position",
     "Reduce",
@@ -151,6 +151,7 @@ if not TYPE_CHECKING:  # type checkers report former names
         __name__,
         {
             "Bf16Wire": Bf16Compression,
+            "Binding": PlacementContext,
             "Bucket": NormBucket,
             "Decision": ClipResult,
             "Exact": NoCompression,

@@ -37,7 +37,7 @@ from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of
 from .norm.plan_agreement import Summary, agree
 from .norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
-from .states.chain import Binding, GivenParam, LocalTensors, Position, StatePlacement, TransformChain
+from .states.chain import GivenParam, LocalTensors, PlacementContext, Position, StatePlacement, TransformChain
 from .states.elementwise import check_in_buckets, check_whole
 from .states.gradient_completion import GradientCompletion
 from .states.masters import check_main_grads, check_split, precision_transform
@@ -109,7 +109,7 @@ class Setup:
         def declare() -> tuple[ReductionPlan, _Declared]:
             self._check_arguments()
             self.device_of(groups)
-            check_split(self.binding(precision_of(self.precision)), [pair for group in groups for pair in group])
+            check_split(self.context(precision_of(self.precision)), [pair for group in groups for pair in group])
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
@@ -207,12 +207,12 @@ class Setup:
         self._check_clip()
         modules = modules_in(self.data_parallel)
         check_gradient_reduction(modules, self.average_data, self.overlap, self.compression, self.bucket_bytes)
-        binding = self.binding(precision)
-        check_main_grads(binding, self.accumulation_steps)
+        context = self.context(precision)
+        check_main_grads(context, self.accumulation_steps)
         for placement in self.placements:
             if not isinstance(placement, StatePlacement):
                 raise TypeError(f"states={placement!r}: give placements, such as Sharded('data') or Offloaded(0.5)")
-            placement.check(binding)
+            placement.check(context)
         kinds = [type(placement).__name__ for placement in self.placements]
         if len(set(kinds)) < len(kinds):
             raise ValueError(f"states={self.states!r}: give each kind of placement once")
@@ -261,19 +261,19 @@ class Setup:
             reasons.append("those of DTensors may be pending sums: declare plain parameters")
         return reasons
 
-    def binding(self, precision: Precision) -> Binding:
+    def context(self, precision: Precision) -> PlacementContext:
         """Return the objects that state placements must fit."""
         switch = switch_of(modules_in(self.data_parallel))
-        return Binding(
+        return PlacementContext(
             self.optimizer, precision, self.registry, self.averages_data, switch, self.overlap, self.placements
         )
 
     def chain(self, precision: Precision) -> TransformChain:
         """Return the installed chain of parameter transforms. Collectives: those of the transforms."""
-        binding = self.binding(precision)
+        context = self.context(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
-        transforms = [placement.transform(binding) for placement in self.placements]
-        transforms.insert(precision_at, precision_transform(binding))
+        transforms = [placement.transform(context) for placement in self.placements]
+        transforms.insert(precision_at, precision_transform(context))
         return TransformChain(self.optimizer, [LocalTensors(self.registry.topology), *transforms], self.registry)
 
     def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
@@ -361,7 +361,7 @@ class Setup:
         if completion.early is None:
             for module in modules_in(self.data_parallel) if before is None else ():
                 divide_once(module)
-            return before or self.binding(precision_of(self.precision)).data_parallel
+            return before or self.context(precision_of(self.precision)).data_parallel
         names = {id(row.param): row.entry.name for row in completion.table}
         reducer = BackwardReducer(lambda param: names[id(param)], completion.early, (), in_flight=None)
         if not isinstance(before, OverlappedReduce):

@@ -595,7 +595,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             problem = self._completion(window, self._switch)
             rule = self._clip if clip is self.clip else in_use(clip)
             decision = self._clipping(
-                rule, self._scale_info(), now=True, earlier=window.decision, captured=window.captured
+                rule, self._scale_info(), in_place=True, earlier=window.decision, captured=window.captured
             )
         except BaseException:
             window.explicit = before

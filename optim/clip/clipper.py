@@ -167,12 +167,12 @@ class StepDecision(NamedTuple):
         """Return this decision combined with an earlier one of the same window, whose reasons to skip still apply."""
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
         votes = {name: getattr(earlier.stats, name) for name in ("rejected", "replicas_diverged", "spiked")}
-        disagreed, before = self.stats.disagreed, earlier.stats.disagreed
+        disagreed, before = self.stats.ranks_disagree, earlier.stats.ranks_disagree
         if disagreed is None or before is None:
             disagreed = before if disagreed is None else disagreed
         else:
             disagreed = disagreed | before
-        stats = replace(self.stats, found_inf=found_inf, disagreed=disagreed, **votes)
+        stats = replace(self.stats, found_inf=found_inf, ranks_disagree=disagreed, **votes)
         return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
 
 
@@ -388,7 +388,7 @@ class GradientClipper:
         clip: ClipState | None,
         scale_info: GradScaleInfo,
         *,
-        now: bool = False,
+        in_place: bool = False,
         earlier: StepDecision | None = None,
         captured: bool,
     ) -> StepDecision:
@@ -398,7 +398,7 @@ class GradientClipper:
             clip: The rule and its state. The state is updated, unless the step is skipped for a reason other than the rule
                 itself. None: measure only.
             scale_info: The factors that gradients still contain.
-            now: True: unscale and clip in place. False (default): return the factor if the update can apply it.
+            in_place: True: unscale and clip in place. False (default): return the factor if the update can apply it.
             earlier: An earlier decision of the same window. None: this is the first one. Ranks vote only in the first one.
             captured: True: a CUDA graph is captured.
         Raises:
@@ -439,7 +439,7 @@ class GradientClipper:
             if shown is not factors:
                 coef = torch.where(finite, shown, one)
             factor, level = safe if inverse is None else safe * inverse, rule.level
-        if factor is not None and (now or level != "total" or (rule is not None and rule.in_place)):
+        if factor is not None and (in_place or level != "total" or (rule is not None and rule.in_place)):
             self._multiply_(needs, level, factor)
             factor = None
         if rule is not None and rule.in_place:
@@ -456,7 +456,7 @@ class GradientClipper:
             replicas_diverged=replicas_diverged,
             spiked=spiked,
             named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
-            disagreed=disagreed,
+            ranks_disagree=disagreed,
             unclipped=() if rule is None else rule.unclipped,
         )
         if rejected is replicas_diverged is spiked is None:

@@ -145,7 +145,7 @@ def check_measurement(
 # The report of a step -------------------------------------------------------------------------------------------------
 
 
-@renamed_members(parted="replicas_diverged", vetoed="rejected")
+@renamed_members(disagreed="ranks_disagree", parted="replicas_diverged", vetoed="rejected")
 @dataclass(frozen=True)
 class GradStats:
     """Measurements of one step's gradients. All tensors are on the device, and bitwise identical on every rank.
@@ -177,7 +177,7 @@ class GradStats:
         spiked: 0-dim float32: 1 if the clipping rule skips the step although its norm is finite, else 0. None unless the
             rule can skip steps (`SkipSpikes`).
         named_norms: With `ByName`: for each pattern the global p-norm of the parameters whose first match it is.
-        disagreed: 0-dim bool: True if ranks differ in the number of micro-batches, in weights, in clipping, in
+        ranks_disagree: 0-dim bool: True if ranks differ in the number of micro-batches, in weights, in clipping, in
             hyper-parameters or in their frozen parameters. The step is then skipped. None on a single rank.
         unclipped: With `ByName`: the patterns whose parameters are not clipped; ``"others"``: those of no pattern.
     """
@@ -192,13 +192,13 @@ class GradStats:
     replicas_diverged: Tensor | None = None
     spiked: Tensor | None = None
     named_norms: Mapping[str, Tensor] = field(default_factory=dict)
-    disagreed: Tensor | None = None
+    ranks_disagree: Tensor | None = None
     unclipped: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> Tensor:
         """Return 1 if the step is skipped for any reason, else 0, as 0-dim float32. Host synchronization: none."""
-        all_reasons = self.found_inf, self.rejected, self.replicas_diverged, self.spiked, self.disagreed
+        all_reasons = self.found_inf, self.rejected, self.replicas_diverged, self.spiked, self.ranks_disagree
         reasons = [reason for reason in all_reasons if reason is not None]
         if len(reasons) > 2:
             return torch.stack(reasons).amax()
@@ -252,7 +252,7 @@ class GradStats:
                 "copies that differ": self.replicas_diverged,
                 "a spike": self.spiked,
             }
-            whys["ranks that disagree"] = self.disagreed
+            whys["ranks that disagree"] = self.ranks_disagree
             why = ", ".join(reason for reason, flag in whys.items() if flag is not None and flag)
             parts.append(f"skipped ({why})" if why else "skipped")
         elif self.clip_coef < 1:

@@ -143,7 +143,7 @@ class Position(IntEnum):
 
 
 @dataclass(frozen=True)
-class Binding:
+class PlacementContext:
     """The settings that a state placement must be compatible with.
 
     Args:
@@ -179,11 +179,11 @@ class StatePlacement(ABC):
     class CountedUpdates(StatePlacement):
         position = Position.UPDATE
 
-        def check(self, binding):
-            if binding.overlap:
+        def check(self, context):
+            if context.overlap:
                 raise ValueError("CountedUpdates needs overlap=False")
 
-        def transform(self, binding):
+        def transform(self, context):
             return CountUpdates()    # a `ParamTransform`
     ```
     """
@@ -193,11 +193,11 @@ class StatePlacement(ABC):
     """True if the transform rounds stochastically, so that repeating an update gives other values."""
 
     @abstractmethod
-    def check(self, binding: Binding) -> None:
-        """Raise ValueError if the placement is incompatible with ``binding``; change nothing. Collectives: none."""
+    def check(self, context: PlacementContext) -> None:
+        """Raise ValueError if the placement is incompatible with ``context``; change nothing. Collectives: none."""
 
     @abstractmethod
-    def transform(self, binding: Binding) -> ParamTransform:
+    def transform(self, context: PlacementContext) -> ParamTransform:
         """Return the parameter transform, not installed yet. Collectives: none."""
 
 

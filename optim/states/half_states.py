@@ -20,7 +20,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.value_checks import check_count, fields
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement
+from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 from .elementwise import check_in_buckets
 
 
@@ -62,23 +62,23 @@ class HalfStates(StatePlacement):
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
 
-    def check(self, binding: Binding) -> None:
+    def check(self, context: PlacementContext) -> None:
         if self.dtype != torch.bfloat16:
             raise ValueError(f"HalfStates({self.dtype}): give torch.bfloat16, which has the range of float32")
-        if binding.precision.stochastic_rounding:
+        if context.precision.stochastic_rounding:
             raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
-        check_in_buckets(binding.optimizer, "HalfStates steps bucket by bucket")
+        check_in_buckets(context.optimizer, "HalfStates steps bucket by bucket")
 
-    def transform(self, binding: Binding) -> ParamTransform:
-        return HalfStatesTransform(self, binding)
+    def transform(self, context: PlacementContext) -> ParamTransform:
+        return HalfStatesTransform(self, context)
 
 
 class HalfStatesTransform(ParamTransform):
     """The transform that converts states to float32 before each update and rounds them afterwards; see `HalfStates`."""
 
-    def __init__(self, how: HalfStates, binding: Binding) -> None:
-        self.how, self.registry, self.optimizer, self.steps = how, binding.registry, binding.optimizer, 0
-        self._split = binding.precision.split_masters  # bfloat16 tensors then have float32 states
+    def __init__(self, how: HalfStates, context: PlacementContext) -> None:
+        self.how, self.registry, self.optimizer, self.steps = how, context.registry, context.optimizer, 0
+        self._split = context.precision.split_masters  # bfloat16 tensors then have float32 states
         self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:

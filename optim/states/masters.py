@@ -27,7 +27,7 @@ from ..norm.param_table import ParamPosition
 from ..norm.replicas import TensorHash
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
 from ..step.window import Window
-from .chain import Binding, ParamTransform, Replacements
+from .chain import ParamTransform, PlacementContext, Replacements
 from .elementwise import check_in_buckets
 
 # Split master weights -------------------------------------------------------------------------------------------------
@@ -40,13 +40,13 @@ MANY_WRITES = 3
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -> None:
+def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Tensor]]) -> None:
     """Raise ValueError if the mode has split masters and another setting or a parameter does not support them.
 
     Args:
         params: (name or None, parameter) pairs of all parameters of the optimizer.
     """
-    if not binding.precision.split_masters:
+    if not context.precision.split_masters:
         return
     name = "Bf16(split_masters=True)"
     for label, param in params:
@@ -55,12 +55,12 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
                 f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, whose rounding leaves more "
                 "than 16 bits of a master: prepare the model with this mode, or use 'fp16_naive', which has float32 masters"
             )
-    if binding.data_parallel is not None and not binding.main_grads:
+    if context.data_parallel is not None and not context.main_grads:
         raise ValueError(
             f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, so "
             "that the optimizer averages over the data axes itself, or leave split_masters out"
         )
-    check_in_buckets(binding.optimizer, f"{name} steps bucket by bucket")
+    check_in_buckets(context.optimizer, f"{name} steps bucket by bucket")
 
 
 class SplitMasters(ParamTransform):
@@ -79,8 +79,8 @@ class SplitMasters(ParamTransform):
 
     supports_partial_step = True
 
-    def __init__(self, binding: Binding) -> None:
-        self.optimizer = binding.optimizer
+    def __init__(self, context: PlacementContext) -> None:
+        self.optimizer = context.optimizer
         self.remainders: dict[Tensor, Tensor] = {}
         self._weights: list[Tensor] = []  # the keys of `remainders`; the next lists are in this order
         self._index: dict[Tensor, int] = {}
@@ -251,31 +251,31 @@ def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
 # Transforms of the precision modes ------------------------------------------------------------------------------------
 
 
-def precision_transform(binding: Binding) -> ParamTransform:
+def precision_transform(context: PlacementContext) -> ParamTransform:
     """Return the parameter transform of the precision mode."""
-    if binding.precision.split_masters:
-        return SplitMasters(binding)
-    if binding.precision.masters:
-        return Masters(binding.main_grads, cast=binding.precision.main_grads)
-    if binding.precision.stochastic_rounding:
-        return StochasticallyRounded(binding)
-    return ModelDtypes(binding.optimizer)
+    if context.precision.split_masters:
+        return SplitMasters(context)
+    if context.precision.masters:
+        return Masters(context.main_grads, cast=context.precision.main_grads)
+    if context.precision.stochastic_rounding:
+        return StochasticallyRounded(context)
+    return ModelDtypes(context.optimizer)
 
 
-def check_main_grads(binding: Binding, accumulation_steps: int | None) -> None:
+def check_main_grads(context: PlacementContext, accumulation_steps: int | None) -> None:
     """Raise ValueError if a setting would accumulate or reduce half-precision gradients.
 
     Args:
         accumulation_steps: Micro-batches per window; None: the caller decides.
     """
-    if binding.precision.main_grads or not binding.precision.masters:
+    if context.precision.main_grads or not context.precision.masters:
         return
-    adds = [f"{type(placement).__name__}, which reduces shards over ranks" for placement in binding.placements]
-    adds += ["overlap=True, which reduces over ranks"] if binding.overlap else []
+    adds = [f"{type(placement).__name__}, which reduces shards over ranks" for placement in context.placements]
+    adds += ["overlap=True, which reduces over ranks"] if context.overlap else []
     adds += [f"accumulation_steps={accumulation_steps}"] if accumulation_steps not in (None, 1) else []
     if adds:
         raise ValueError(
-            f"{binding.precision!r} keeps gradients in half precision, and {adds[0]} would round them: "
+            f"{context.precision!r} keeps gradients in half precision, and {adds[0]} would round them: "
             "leave main_grads=True"
         )
 
@@ -389,8 +389,8 @@ class Masters(ParamTransform):
 class StochasticallyRounded(ParamTransform):
     """The transform that steps bfloat16 tensors in float32 and rounds stochastically; see `StochasticRounding`."""
 
-    def __init__(self, binding: Binding) -> None:
-        self._registry = binding.registry
+    def __init__(self, context: PlacementContext) -> None:
+        self._registry = context.registry
         self._rounding: StochasticRounding | None = None
 
     def not_captured(self) -> str | None:

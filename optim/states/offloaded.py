@@ -35,7 +35,7 @@ from ..norm.param_table import ParamPosition
 from ..step.update import hold_only, steps_in_parts
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
-from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement
+from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 
 # Copies on the CPU, in buckets ----------------------------------------------------------------------------------------
 
@@ -199,21 +199,21 @@ class Offloaded(StatePlacement):
     position: ClassVar[Position] = Position.DEVICE
     fraction: float = 1.0
 
-    def check(self, binding: Binding) -> None:
+    def check(self, context: PlacementContext) -> None:
         check_scalar(self.fraction, "fraction", "the fraction of the elements that goes to the CPU")
         if not 0 <= self.fraction <= 1:
             raise ValueError(
                 f"Offloaded({self.fraction}): give the fraction of the elements that goes to the CPU, between 0 and 1"
             )
-        precision, switch = binding.precision, binding.data_parallel
+        precision, switch = context.precision, context.data_parallel
         if switch is not None and switch.is_ddp and precision.masters:
             raise ValueError(
                 f"Offloaded with precision={precision.name!r} needs float32 gradients, which DistributedDataParallel does "
                 "not make: leave data_parallel out, so that the optimizer averages over the data axes itself"
             )
 
-    def transform(self, binding: Binding) -> ParamTransform:
-        return OffloadTransform(self.fraction, binding.main_grads)
+    def transform(self, context: PlacementContext) -> ParamTransform:
+        return OffloadTransform(self.fraction, context.main_grads)
 
 
 class OffloadTransform(ParamTransform):

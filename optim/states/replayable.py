@@ -13,7 +13,7 @@ from torch import Tensor
 from ...amp.casting import copy_each_
 from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement
+from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement
 
 if TYPE_CHECKING:
     from ..parallel_optimizer import ParallelOptimizer
@@ -34,20 +34,20 @@ class Replayable(StatePlacement):
 
     position: ClassVar[Position] = Position.UPDATE
 
-    def check(self, binding: Binding) -> None:
-        drawn = [type(other).__name__ for other in binding.placements if other.rounds_stochastically]
-        drawn += [f"precision={binding.precision.name!r}"] * binding.precision.stochastic_rounding
+    def check(self, context: PlacementContext) -> None:
+        drawn = [type(other).__name__ for other in context.placements if other.rounds_stochastically]
+        drawn += [f"precision={context.precision.name!r}"] * context.precision.stochastic_rounding
         if drawn:
             raise ValueError(f"Replayable with {drawn[0]}, which rounds randomly in each step: leave one of them out")
 
-        if binding.precision.split_masters:
+        if context.precision.split_masters:
             raise ValueError(
                 "Replayable copies masters, which do not exist between two steps with Bf16(split_masters=True): leave "
                 "Replayable out of states=, or split_masters"
             )
 
-    def transform(self, binding: Binding) -> ParamTransform:
-        return UpdateRecorder(binding.optimizer)
+    def transform(self, context: PlacementContext) -> ParamTransform:
+        return UpdateRecorder(context.optimizer)
 
 
 def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:

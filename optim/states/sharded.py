@@ -55,7 +55,7 @@ from ..gradients.reduce_in_backward import (
 from ..norm.param_table import ParamPosition
 from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, entries_of
 from ..step.window import Window
-from .chain import Binding, ParamTransform, Position, Replacements, StatePlacement, other_layout
+from .chain import ParamTransform, PlacementContext, Position, Replacements, StatePlacement, other_layout
 from .elementwise import check_elementwise
 
 # Buckets of sharded parameters ----------------------------------------------------------------------------------------
@@ -408,8 +408,8 @@ class Sharded(StatePlacement):
     gradients: bool = False
     compression: CommHook | None = None
 
-    def check(self, binding: Binding) -> None:
-        topology, switch = binding.registry.topology, binding.data_parallel
+    def check(self, context: PlacementContext) -> None:
+        topology, switch = context.registry.topology, context.data_parallel
         if self.axis not in topology.axes and self.axis not in topology.aliases:
             raise ValueError(
                 f"Sharded({self.axis!r}): the mesh has no such axis or alias ({topology.named()}); name one of these"
@@ -417,28 +417,28 @@ class Sharded(StatePlacement):
         role = topology.role(self.axis)
         if switch is not None and not switch.is_ddp:
             raise ValueError("fully_shard shards optimizer states already: leave Sharded out of states=")
-        if self.gradients and role == "data" and not binding.averages_data:
+        if self.gradients and role == "data" and not context.averages_data:
             raise ValueError(
                 "Sharded(gradients=True) needs the optimizer itself to average over the data axes: leave data_parallel "
                 "and average_data out, or shard only the states"
             )
-        if binding.overlap:
+        if context.overlap:
             raise ValueError(
                 "overlap=True is for states that are not sharded, and Sharded(gradients=True) reduces gradients during "
                 "backward too: leave one out"
             )
-        check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim shards of parameters")
+        check_elementwise(context.optimizer, "Sharded gives the optimizer 1-dim shards of parameters")
 
-    def transform(self, binding: Binding) -> ParamTransform:
-        return Shards(self, binding) if binding.registry.size(self.axis) > 1 else ParamTransform()
+    def transform(self, context: PlacementContext) -> ParamTransform:
+        return Shards(self, context) if context.registry.size(self.axis) > 1 else ParamTransform()
 
 
 class Shards(ParamTransform):
     """The transform that replaces parameters by this rank's shards in the param groups; see `Sharded`."""
 
-    def __init__(self, how: Sharded, binding: Binding) -> None:
-        self.how, self.registry, self._main_grads = how, binding.registry, binding.main_grads
-        self._averages_data = binding.averages_data
+    def __init__(self, how: Sharded, context: PlacementContext) -> None:
+        self.how, self.registry, self._main_grads = how, context.registry, context.main_grads
+        self._averages_data = context.averages_data
         self.buckets: list[ZeroBucket] = []  # early, then late buckets: the order of reduction and gathering
         self._early: list[ZeroBucket] = []
         self._late: list[ZeroBucket] = []

@@ -124,7 +124,7 @@ class SkipMonitor:
             return self._report_divergence()
         if disagreed:
             return self._report_disagreement(then)
-        if on_nonfinite == "raise" and stats.disagreed is not None and bool(stats.disagreed):
+        if on_nonfinite == "raise" and stats.ranks_disagree is not None and bool(stats.ranks_disagree):
             return self._report_disagreement(facts)
         if reason := _too_many(in_a_row, on_nonfinite):
             return reason
@@ -178,8 +178,8 @@ class SkipMonitor:
             self._rejected.add_(stats.rejected)
         if stats.replicas_diverged is not None:
             self._has_diverged.copy_(stats.replicas_diverged)
-        if stats.disagreed is not None:
-            self._disagreed.add_(stats.disagreed)
+        if stats.ranks_disagree is not None:
+            self._disagreed.add_(stats.ranks_disagree)
 
     def _copy_to_host(self, facts: Facts | None) -> None:
         """Start a copy of the counts to the host, without waiting."""

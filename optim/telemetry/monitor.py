@@ -27,6 +27,7 @@ from torch import Tensor
 from ...amp.capture import is_captured
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.deprecation import renamed_fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
 from ...parallel.mesh.value_checks import check_count, fields
@@ -121,6 +122,7 @@ class Report:
 # recomputation.
 
 
+@renamed_fields(per_count="per_unit")
 @dataclass(frozen=True)
 class Flops:
     """Numbers from which a `Monitor` computes the utilization of the devices.
@@ -128,18 +130,18 @@ class Flops:
         monitor = Monitor(registry, unit="tokens", flops=Flops.of_parameters(optimizer, peak=989e12))
 
     Args:
-        per_count: Floating-point operations of forward and backward of the full model per count of the monitor.
+        per_unit: Floating-point operations of forward and backward of the full model per unit that the monitor counts.
         peak: Peak operations per second of one rank's device, in the dtype of the computation.
 
     Raises:
         ValueError: A number is not finite and positive.
     """
 
-    per_count: float
+    per_unit: float
     peak: float
 
     def __post_init__(self) -> None:
-        for name, value in (("per_count", self.per_count), ("peak", self.peak)):
+        for name, value in (("per_unit", self.per_unit), ("peak", self.peak)):
             if not (isfinite(value) and value > 0):
                 raise ValueError(f"Flops({name}={value}): give a finite number > 0")
 
@@ -163,7 +165,7 @@ class Flops:
 
     def utilization(self, per_second: float, registry: ProcessGroupRegistry) -> float:
         """Return the utilization for a number of counts per second of all ranks together."""
-        return per_second * self.per_count / (self.peak * registry.topology.world_size)
+        return per_second * self.per_unit / (self.peak * registry.topology.world_size)
 
 
 # Monitor --------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch import Tensor
 from ...parallel.layout.shard import Box, Region
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.deprecation import renamed_members
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_count, check_finite, dict_of
 from ..clip.clipper import inverse_weight
@@ -440,6 +441,7 @@ class Measurement:
 # Telemetry ------------------------------------------------------------------------------------------------------------
 
 
+@renamed_members(left_out="excluded_params")
 class Telemetry(StepObserver):
     """Measures an optimizer's steps every few steps. Every rank creates one, at the same point.
 
@@ -458,7 +460,7 @@ class Telemetry(StepObserver):
       fraction that fp16 without a loss scale would lose.
     * ``spectral_norm/<name>``: With `SpectralNorms`, the largest singular value of the weights before the step.
     * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, over all parameters except
-      `left_out`.
+      `excluded_params`.
 
     Args:
         optimizer: The optimizer, with any precision and state placement.
@@ -525,7 +527,7 @@ class Telemetry(StepObserver):
         self._planned = Planned(self.optimizer, self.by, self.spectral, self.noise)
 
     @property
-    def left_out(self) -> tuple[str, ...]:
+    def excluded_params(self) -> tuple[str, ...]:
         """Return the names of the parameters that the noise scale does not include.
 
         These are frozen parameters, and parameters that a data axis shards or owns, such as experts: their gradients

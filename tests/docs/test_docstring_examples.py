@@ -58,7 +58,7 @@ WITHOUT = {  # exported names without an example, and why
     "Linear2p5D": "deprecated",
     "WarmupLR": "base class of the schedules, which have examples",
     "CommHook": "base class; Bf16Compression has an example",
-    "Binding": "made by the library for StatePlacement.check",
+    "PlacementContext": "made by the library for StatePlacement.check",
     "UpdateRequest": "made by the library for ParamTransform.step",
 }
 

@@ -21,6 +21,7 @@ from meshstep.optim import (
     AdaGC,
     ByNorm,
     Clip,
+    Flops,
     GradStats,
     Muon,
     NoCompression,
@@ -33,6 +34,7 @@ from meshstep.optim import (
     SkipSpikes,
     StatePlacement,
     SteppedTensor,
+    Telemetry,
 )
 from meshstep.optim.states.chain import TransformChain
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
@@ -42,6 +44,7 @@ from torch import nn
 # By package: new name by former name.
 OBJECTS: dict[str, dict[str, str]] = {
     "optim": {
+        "Binding": "PlacementContext",
         "Bucket": "NormBucket",
         "align_copies": "align_replicas",
         "share_weights": "broadcast_weights",
@@ -63,7 +66,9 @@ MEMBERS: dict[type, dict[str, str]] = {
     Proof: {"untold": "undecided", "right": "is_correct"},
     Fp8: {"leave_out": "exclude", "across_data": "sync_over_data"},
     Muon: {"no_matrices": "adamw_names"},
-    GradStats: {"parted": "replicas_diverged", "vetoed": "rejected"},
+    Flops: {"per_count": "per_unit"},
+    Telemetry: {"left_out": "excluded_params"},
+    GradStats: {"disagreed": "ranks_disagree", "parted": "replicas_diverged", "vetoed": "rejected"},
     MasterWeights: {"publish": "write_back"},
     P: {"holders": "num_replicas", "on": "resolve", "cuts": "joint_dim_axes", "together": "joint_axes"},
     ParallelOptimizer: {
@@ -101,6 +106,7 @@ MEMBERS: dict[type, dict[str, str]] = {
 ARGUMENTS: dict[str, tuple[Callable[..., object], tuple[object, ...], dict[str, tuple[str, Any]]]] = {
     "AdaGC": (AdaGC, (), {"times": ("factor", 1.5)}),
     "Fp8": (Fp8, (), {"leave_out": ("exclude", ("head",)), "across_data": ("sync_over_data", True)}),
+    "Flops": (partial(Flops, peak=1e15), (), {"per_count": ("per_unit", 6e9)}),
     "Muon": (Muon, (list(nn.Linear(3, 2).named_parameters()),), {"no_matrices": ("adamw_names", ("head",))}),
     "Muon.for_model": (Muon.for_model, (nn.Linear(3, 2),), {"no_matrices": ("adamw_names", ("head",))}),
     "Proof": (partial(Proof, findings=(), where=None, forwards=1), ((),), {"untold": ("undecided", ("a",))}),
@@ -252,9 +258,9 @@ def test_state_placement_with_former_method_names_works_in_step() -> None:
         class FormerPlacement(StatePlacement):
             position = Position.STATE
 
-            def check(self, binding: Any) -> None: ...
+            def check(self, context: Any) -> None: ...
 
-            def link(self, binding: Any) -> ParamTransform:
+            def link(self, context: Any) -> ParamTransform:
                 return Former()
 
     with parallel_sgd(states=FormerPlacement()) as optimizer:  # type: ignore[abstract]
@@ -278,9 +284,9 @@ class FormerTransform(ParamTransform):
 class OwnPlacement(StatePlacement):
     position = Position.STATE
 
-    def check(self, binding: Any) -> None: ...
+    def check(self, context: Any) -> None: ...
 
-    def transform(self, binding: Any) -> ParamTransform:
+    def transform(self, context: Any) -> ParamTransform:
         self.made = FormerTransform()
         return self.made
 

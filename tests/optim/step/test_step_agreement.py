@@ -61,7 +61,7 @@ class Run:
                 before = self.w.detach().clone()
                 try:
                     stats: Any = self.optimizer.step()
-                    self.disagreed.append(float(stats.disagreed))
+                    self.disagreed.append(float(stats.ranks_disagree))
                 except RuntimeError as error:
                     self.errors.append((step, str(error)))
                     self.disagreed.append(-1.0)

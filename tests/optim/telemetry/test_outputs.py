@@ -374,12 +374,12 @@ def test_thinning_of_points_keeps_spikes_and_nan() -> None:
 
 def test_utilization_is_needed_flops_divided_by_peak_flops_of_all_devices() -> None:
     registry = ProcessGroupRegistry(Topology())
-    assert Flops(per_count=6e9, peak=1e15).utilization(50_000, registry) == pytest.approx(0.3)
+    assert Flops(per_unit=6e9, peak=1e15).utilization(50_000, registry) == pytest.approx(0.3)
     model = nn.Linear(9, 10)
     declare(model, {"*": P()})
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), registry)
     assert Flops.of_parameters(optimizer, 1e12) == Flops(600.0, 1e12)
-    assert Flops.of_parameters(optimizer, 1e12, active=0.5).per_count == 300
+    assert Flops.of_parameters(optimizer, 1e12, active=0.5).per_unit == 300
     reports: list[Report] = []
     monitor = Monitor(registry, reports.append, every=1, flops=Flops(1e3, 1e6))
     optimizer.backward(model(torch.ones(9)).sum())

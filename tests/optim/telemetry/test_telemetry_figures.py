@@ -121,7 +121,7 @@ def measured(case: Case) -> tuple[Figures, tuple[str, ...]]:
             optimizer.step()
             assert telemetry.last is not None
             found.append(telemetry.last.to_dict())
-        return found, telemetry.left_out
+        return found, telemetry.excluded_params
 
 
 # In one process -------------------------------------------------------------------------------------------------------

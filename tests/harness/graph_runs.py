@@ -113,7 +113,7 @@ SETTINGS: dict[str, Setting] = {
     "spikes": Setting(options={"max_norm": SkipSpikes(50.0, AdaGC(0.3, warm_up=4), window=6, warm_up=3)}),
     "largest": Setting(options={"max_norm": ByNorm(0.1, norm_type=float("inf"))}),
     "p = 3": Setting(options={"norm_type": 3.0, "per_parameter_norms": True, "max_norm": 0.3}),
-    "one by one": Setting(options={"reduction": "per_group", "max_norm": 0.3}),
+    "norms per group": Setting(options={"reduction": "per_group", "max_norm": 0.3}),
 }
 PLACED: dict[str, dict[str, Any]] = {
     "replicated": {},

@@ -50,23 +50,23 @@ def close(found: Any, expected: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[nn.ParameterList, ParallelOptimizer], object]] = {
-    "states loaded": lambda model, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
-    "weights in other memory": lambda model, optimizer: moved(*model),
-    "a state in other memory": lambda model, optimizer: optimizer.state[model[0]].update(
+    "load optimizer states": lambda model, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
+    "replace data of weights": lambda model, optimizer: moved(*model),
+    "replace state tensor": lambda model, optimizer: optimizer.state[model[0]].update(
         exp_avg=optimizer.state[model[0]]["exp_avg"].clone() * 2
     ),
-    "a state's data in other memory": lambda model, optimizer: moved(optimizer.state[model[2]]["exp_avg_sq"]),
-    "state of another dtype": lambda model, optimizer: optimizer.state[model[0]].update(
+    "replace data of state tensor": lambda model, optimizer: moved(optimizer.state[model[2]]["exp_avg_sq"]),
+    "change dtype of state": lambda model, optimizer: optimizer.state[model[0]].update(
         step=optimizer.state[model[0]]["step"].double()
     ),
-    "another rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.3),
-    "a group more": lambda model, optimizer: optimizer.add_param_group({"params": [one_more(model)]}),
-    "betas in a list, the other way": lambda model, optimizer: optimizer.param_groups[0].update(
+    "change learning rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.3),
+    "add param group": lambda model, optimizer: optimizer.add_param_group({"params": [one_more(model)]}),
+    "betas as list and maximize": lambda model, optimizer: optimizer.param_groups[0].update(
         betas=[0.7, 0.95], maximize=True
     ),
-    "fused no longer": lambda model, optimizer: optimizer.param_groups[0].update(fused=False),
-    "somebody's hook": lambda model, optimizer: optimizer.optimizer.register_step_pre_hook(lambda *args: None),
-    "a parameter replaced": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
+    "disable fused": lambda model, optimizer: optimizer.param_groups[0].update(fused=False),
+    "register user hook": lambda model, optimizer: optimizer.optimizer.register_step_pre_hook(lambda *args: None),
+    "reorder parameters": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
 }
 
 

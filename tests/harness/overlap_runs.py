@@ -156,7 +156,7 @@ class Windows:
             return  # without calling backward at all
         x = inputs(index, rank).to(self.model.gain.dtype)
         loss = self.model(x, use=self.how != "unused" or rank == 0)
-        if self.how == "past the optimizer":
+        if self.how == "backward without optimizer":
             self.optimizer.scale_loss(loss).backward()
         else:
             self.optimizer.backward(loss)

@@ -116,7 +116,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "alone": Layout(()),
+    "one rank": Layout(()),
     "tensor": Layout(
         (("tensor", 2),),
         {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor"), "kernel": P(None, "tensor", None)},

@@ -51,7 +51,7 @@ def one(matrices: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, fused=True)
 
 
-def of_two_kinds(matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
+def of_two_classes(matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
     """Return one optimizer that steps on the device and one that reads on the host."""
     return [adamw(matrices, 0.02), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
 
@@ -135,7 +135,7 @@ def dense(make: Make) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.default_cases(1)
-@pytest.mark.parametrize("make", [two, of_two_kinds])
+@pytest.mark.parametrize("make", [two, of_two_classes])
 def test_optimizers_of_different_classes_match_dense_steps_clipped_by_global_norm(
     make: Make, world: World, tmp_path: Path
 ) -> None:
@@ -177,7 +177,7 @@ def step(model: nn.Module, optimizer: ParallelOptimizer, seed: int) -> None:
 
 def test_host_is_read_only_if_one_of_several_optimizers_requires_it() -> None:
     fused, mixed = small(), small()
-    on_device, on_host = optimizer_of(two, fused), optimizer_of(of_two_kinds, mixed)
+    on_device, on_host = optimizer_of(two, fused), optimizer_of(of_two_classes, mixed)
     for seed in range(2):
         step(fused, on_device, seed)
         step(mixed, on_host, seed)
@@ -203,17 +203,17 @@ def test_schedules_on_all_or_one_of_several_optimizers_change_their_groups() -> 
 
 def test_copied_and_loaded_combined_optimizers_continue_identically() -> None:
     model = small()
-    optimizer = optimizer_of(of_two_kinds, model, max_norm=0.1)
+    optimizer = optimizer_of(of_two_classes, model, max_norm=0.1)
     for seed in range(2):
         step(model, optimizer, seed)
     model2, optimizer2 = copy.deepcopy((model, optimizer))
     model3 = copy.deepcopy(model)
     declare(model3, {"*": P()})
-    optimizer3 = optimizer_of(of_two_kinds, model3, max_norm=0.1)
+    optimizer3 = optimizer_of(of_two_classes, model3, max_norm=0.1)
     optimizer3.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model4 = copy.deepcopy(model)
     declare(model4, {"*": P()})
-    optimizer4 = optimizer_of(of_two_kinds, model4, max_norm=0.1)
+    optimizer4 = optimizer_of(of_two_classes, model4, max_norm=0.1)
     TorchStates(optimizer4).load_state_dict(copy.deepcopy(TorchStates(optimizer).state_dict()))
     for each, of in ((model, optimizer), (model2, optimizer2), (model3, optimizer3), (model4, optimizer4)):
         for seed in range(2, 4):
@@ -227,7 +227,7 @@ def test_copied_and_loaded_combined_optimizers_continue_identically() -> None:
 
 def test_added_group_requires_index_of_optimizer() -> None:
     model, more = small(), nn.Parameter(torch.ones(3))
-    optimizer = optimizer_of(of_two_kinds, model)
+    optimizer = optimizer_of(of_two_classes, model)
     with pytest.raises(ValueError, match="give the index of its optimizer"):
         optimizer.add_param_group({"params": [more]})
     assert len(optimizer.param_groups) == 2

@@ -81,7 +81,7 @@ RULES: dict[str, dict[str, Any]] = {
     "units": {"max_norm": Adaptive()},
     "largest": {"max_norm": ByNorm(1.0, norm_type=inf)},
     "p = 3": {"norm_type": 3.0, "per_parameter_norms": True, "check_replicas": False, "max_norm": 0.5},
-    "one by one": {"reduction": "per_group", "check_replicas": False, "max_norm": 0.5},
+    "norms per group": {"reduction": "per_group", "check_replicas": False, "max_norm": 0.5},
     "names, z": {"max_norm": {"split*": ZClip(warm_up=2), "*": ByNorm(WarmUp(2.0, 1.0, 9))}},
     "spikes, means": {"max_norm": SkipSpikes(3.0, AdaGC(warm_up=1), window=4, warm_up=1)},
     "two micro-batches": {"max_norm": 0.5, "accumulation_steps": 2},
@@ -283,7 +283,7 @@ GLOO_COPIES = {
 @pytest.mark.parametrize(("placed", "mode"), sorted({(placed, mode) for placed, mode, _ in CASES}))
 def test_ranks_sharing_a_gpu_with_gloo_use_supported_collectives(placed: str, mode: str) -> None:
     """Gradient buckets are passed as CUDA tensors; norms are copied to the CPU."""
-    for rule in ("norm", "largest", "one by one"):
+    for rule in ("norm", "largest", "norms per group"):
         logs = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, CPU, number=2)
         of_device = {name for log in logs for name, device in log.collectives if device == "cuda"}
         assert of_device

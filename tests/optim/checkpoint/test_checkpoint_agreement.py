@@ -24,20 +24,20 @@ ERRORS: dict[str, Exception] = {
 }
 # Every function that a rank calls during loading, with the module that calls it. Only rank 0 calls the first two.
 PLACES: dict[str, tuple[Any, str]] = {
-    "the manifest": (load, "read_manifest"),
-    "the newest one": (load, "newest_checkpoint"),
+    "manifest": (load, "read_manifest"),
+    "newest checkpoint": (load, "newest_checkpoint"),
     "checksums": (load, "verify"),
     "parameters": (logical_parameters, "_parameters_and_buffers"),
-    "what is no tensor": (load, "plain_content"),
-    "torch's reader": (torch, "load"),
-    "the optimizer's state": (load, "optimizer_state"),
-    "what all ranks said": (load, "SharedRecord"),
-    "the index": (tensors, "index_of_json"),
-    "the plan": (load, "Restoration"),
+    "non-tensor content": (load, "plain_content"),
+    "torch.load": (torch, "load"),
+    "optimizer state": (load, "optimizer_state"),
+    "shared record": (load, "SharedRecord"),
+    "index": (tensors, "index_of_json"),
+    "load plan": (load, "Restoration"),
     "tensors": (tensors.Reader, "read"),
     "random numbers": (load, "set_random_state"),
 }
-BY_RANK_0 = ("the manifest", "the newest one")
+BY_RANK_0 = ("manifest", "newest checkpoint")
 
 
 def one_rank_fails(path: Path, place: str, kind: str) -> tuple[str, bool]:
@@ -101,9 +101,9 @@ def test_load_hook_that_raises_on_one_rank_leaves_all_ranks_unchanged(world: Wor
 
 Writes = dict[str, tuple[Any, str]]
 WHILE_SAVING: Writes = {
-    "the buffers": (contents, "digest"),
-    "the rest": (save, "write_summed"),
-    "the tensors": (tensors, "write_summed"),
+    "buffers": (contents, "digest"),
+    "other files": (save, "write_summed"),
+    "tensor files": (tensors, "write_summed"),
 }
 
 

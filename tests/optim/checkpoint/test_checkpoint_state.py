@@ -260,7 +260,7 @@ def test_random_states_are_restored_on_same_mesh_only(world: World, tmp_path: Pa
 def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:
     """Run two steps of a model in `DistributedDataParallel`, `fully_shard` or neither, with a checkpoint before the
     second."""
-    registry = registry_of(ONE if how == "alone" else DATA)
+    registry = registry_of(ONE if how == "one process" else DATA)
     torch.manual_seed(5 if save else 6)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
     declare(model, {"*": P()})
@@ -270,7 +270,7 @@ def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:
     elif how == "fsdp":  # 5 rows over 2 ranks: uneven shards
         fully_shard(model, mesh=registry.device_mesh("data"))
     adam = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
-    optimizer = ParallelOptimizer(adam, registry, data_parallel=None if how == "alone" else run)
+    optimizer = ParallelOptimizer(adam, registry, data_parallel=None if how == "one process" else run)
     for step in range(0 if save else 1, 2):
         if step == 1 and save:
             save_checkpoint(path, run, optimizer)
@@ -285,12 +285,14 @@ def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:
     return [param.detach().flatten().tolist() for param in whole]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("fsdp", "alone"), ("alone", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("fsdp", "one process"), ("one process", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")]
+)
 def test_checkpoint_moves_between_ddp_fsdp2_and_single_process(
     world: World, tmp_path: Path, saved: str, loaded: str
 ) -> None:
-    expected = world.run(1 if saved == "alone" else 2, wrapped, tmp_path, saved, True)[0]
-    for found in world.run(1 if loaded == "alone" else 2, wrapped, tmp_path, loaded, False):
+    expected = world.run(1 if saved == "one process" else 2, wrapped, tmp_path, saved, True)[0]
+    for found in world.run(1 if loaded == "one process" else 2, wrapped, tmp_path, loaded, False):
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-7)
 

@@ -102,7 +102,7 @@ class Config:
 
 ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
 CONFIGS = {
-    "alone": Config("alone"),
+    "one rank": Config("one rank"),
     "tensor": Config("tensor"),
     "grid": Config("grid"),
     "data x tensor": Config("data x tensor"),
@@ -115,7 +115,7 @@ CONFIGS = {
     "bf16 masters": Config("grid", {"precision": Bf16()}),
     "loss scale": Config("tensor", {"precision": NaiveFp16(init_scale=64.0)}),
     "weights": Config("data x tensor", {"accumulation_steps": 2}, micros=2, weighted=True),
-    "all together": Config(
+    "all options": Config(
         "data x tensor",
         {"states": (ZERO2, Offloaded(0.5)), "precision": NaiveFp16(init_scale=64.0), "accumulation_steps": 2},
         micros=2,
@@ -280,7 +280,7 @@ def test_every_rule_matches_dense_model_on_every_layout(world: World, name: str)
 
 
 @pytest.mark.default_cases(1)
-@pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all together"])
+@pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all options"])
 def test_named_and_stateful_rules_match_dense_model(world: World, name: str) -> None:
     """Uses other precisions and state placements than test_clip_rules_on_norm_sequences.py."""
     config, rules = CONFIGS[name], {**NAMED, **REMEMBERING}
@@ -314,8 +314,8 @@ def test_rule_using_local_norms_fails_comparison_with_dense_model(world: World, 
 
 def test_rule_using_local_norms_is_correct_without_sharding(world: World) -> None:
     """So the previous test detects the layout error, not a mistake in the wrong rule."""
-    wrong = [told[0] for told in world.run(1, trained, CONFIGS["alone"], [ByLocalNorms()])]
-    assert_as_dense(wrong, ByLocalNorms(), CONFIGS["alone"], "alone", dense_rule=PerParameter(3.0))
+    wrong = [told[0] for told in world.run(1, trained, CONFIGS["one rank"], [ByLocalNorms()])]
+    assert_as_dense(wrong, ByLocalNorms(), CONFIGS["one rank"], "one rank", dense_rule=PerParameter(3.0))
 
 
 # Collectives, host synchronizations, skipped steps ------------------------------------------------------------------
@@ -488,7 +488,7 @@ def test_invalid_unit_dim_is_rejected_on_all_ranks(world: World) -> None:
 )
 def test_rule_with_out_of_range_number_is_rejected(rule: Clip) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model = Planted(LAYOUTS["alone"], 0)
+        model = Planted(LAYOUTS["one rank"], 0)
         optimizer = ParallelOptimizer(sgd(model), registry)
         with pytest.raises(ValueError, match=r"finite number > 0|number >= 1"):
             ParallelOptimizer(sgd(model), registry, max_norm=rule)
@@ -500,7 +500,7 @@ def test_rule_with_out_of_range_number_is_rejected(rule: Clip) -> None:
 @pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(), ByGroup((1.0, None)), ByLastNorm()])
 def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model = Planted(LAYOUTS["alone"], 0)
+        model = Planted(LAYOUTS["one rank"], 0)
         with pytest.raises(ValueError, match="param group 1 has its own max_norm"):
             ParallelOptimizer(sgd(model, group1={"max_norm": 2.0}), registry, max_norm=rule)
         optimizer = ParallelOptimizer(sgd(model, group1={"max_norm": 2.0}), registry, max_norm=1.0)
@@ -511,7 +511,7 @@ def test_group_max_norm_is_rejected_with_rule_for_all_groups(rule: Clip) -> None
 
 def test_adaptive_rule_requires_packed_reduction() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model = Planted(LAYOUTS["alone"], 0)
+        model = Planted(LAYOUTS["one rank"], 0)
         with pytest.raises(ValueError, match="reduction='packed'"):
             ParallelOptimizer(sgd(model), registry, max_norm=Adaptive(), reduction="per_group")
         optimizer = ParallelOptimizer(sgd(model), registry, reduction="per_group")

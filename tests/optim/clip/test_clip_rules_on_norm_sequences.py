@@ -65,7 +65,7 @@ class Config:
 
 _EXPERTS = Experts((("data", 2), ("expert", 2)), {"up": P("expert"), "kernel": P("expert"), "down": P(None, "expert")})
 CONFIGS = {
-    "alone": Config(LAYOUTS["alone"]),
+    "one rank": Config(LAYOUTS["one rank"]),
     "1-D": Config(LAYOUTS["tensor"]),
     "2-D": Config(LAYOUTS["grid"]),
     "pipe": Config(LAYOUTS["pipe, tied"]),
@@ -234,7 +234,7 @@ def test_stateful_rules_match_published_formulas_on_every_layout(world: World, n
 def test_norm_sequences_make_every_rule_clip_or_skip_in_some_steps() -> None:
     """Every rule clips in some steps but not in all, or skips only steps with a spike."""
     for label, rule in RULES.items():
-        want = expected(rule, CONFIGS["alone"])
+        want = expected(rule, CONFIGS["one rank"])
         found = {step for step, skipped in enumerate(want.skipped) if skipped}
         if isinstance(rule, SkipSpikes):
             assert found, label
@@ -270,7 +270,7 @@ def test_rule_that_differs_between_ranks_fails_comparison(world: World) -> None:
     ],
 )
 def test_comparison_distinguishes_rules_with_slightly_different_parameters(right: Clip, wrong: Clip) -> None:
-    config = CONFIGS["alone"]
+    config = CONFIGS["one rank"]
     told = on_traces(config, [right])[0]
     assert_as_expected(told, expected(right, config), "right")
     with pytest.raises(AssertionError):
@@ -318,7 +318,7 @@ def test_rule_state_resumes_bitwise_on_same_layout_and_close_on_others(world: Wo
             assert one[label].bits() == other[label].bits(), label
             for part, same in zip(one[label].parts, other[label].parts, strict=True):
                 assert torch.equal(part.value, same.value), label
-    for name in ("alone", "2-D", "experts"):
+    for name in ("one rank", "2-D", "experts"):
         config = CONFIGS[name]
         elsewhere = world.run(config.ranks, resumed, config, tmp_path)
         for label in RESUMED:

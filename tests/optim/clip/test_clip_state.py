@@ -62,7 +62,7 @@ def give_gradients(model: Planted, size: float = 1.0) -> None:
 
 
 def alone(rule: Any, **options: Any) -> tuple[Planted, ParallelOptimizer]:
-    model, registry = Planted(LAYOUTS["alone"], 0), ProcessGroupRegistry(Topology())
+    model, registry = Planted(LAYOUTS["one rank"], 0), ProcessGroupRegistry(Topology())
     if "precision" in options:
         options["precision"].prepare(model, registry)
     return model, ParallelOptimizer(sgd(model), registry, max_norm=rule, **options)
@@ -411,7 +411,7 @@ def test_changed_parameter_list_raises_on_that_rank_and_skips_on_others(world: W
 
 def test_clip_state_can_be_saved_and_loaded() -> None:
     registry = ProcessGroupRegistry(Topology())
-    model = Planted(LAYOUTS["alone"], 0)
+    model = Planted(LAYOUTS["one rank"], 0)
     clip, other = ClipState(AdaGC(3.0, decay=0.5, warm_up=1)), ClipState(AdaGC(3.0, decay=0.5, warm_up=1))
     for size in (1.0, 2.0, 3.0):
         give_gradients(model, size)
@@ -432,7 +432,7 @@ def test_clip_state_can_be_saved_and_loaded() -> None:
     ],
 )
 def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: str) -> None:
-    model = Planted(LAYOUTS["alone"], 0)
+    model = Planted(LAYOUTS["one rank"], 0)
     give_gradients(model)
     with pytest.raises(TypeError, match=rf"{why}: make clip = ClipState\(.*\) once"):
         clip_grad_norm_(model.parameters(), rule, ProcessGroupRegistry(Topology()))

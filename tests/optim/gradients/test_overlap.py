@@ -34,7 +34,7 @@ HOW = [
     "announced",
     "explicit",
     "all under no_sync",
-    "past the optimizer",
+    "backward without optimizer",
     "clipped",
     "in place",
     "kept",
@@ -43,7 +43,7 @@ HOW = [
     "offloaded",
 ]
 # Not reduced in backward: here backward is not called through the optimizer, or the last micro-batch is not announced.
-NOT_IN_BACKWARD = ("all under no_sync", "past the optimizer", "short")
+NOT_IN_BACKWARD = ("all under no_sync", "backward without optimizer", "short")
 
 
 def same_bits(one: Trained, other: Trained) -> bool:
@@ -273,7 +273,7 @@ def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: Proc
         elif kind == "two micro-batches":
             backward(model(x))
             backward(model(x))
-        elif kind == "past the optimizer":
+        elif kind == "backward without optimizer":
             backward(model(x))
             model(x).square().mean().backward()
             optimizer.step()
@@ -296,7 +296,7 @@ class Raises(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError("out of memory, say")
+        raise RuntimeError("simulated out of memory")
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ class Raises(torch.autograd.Function):
     [
         ("re-entrant", "use_reentrant=False"),
         ("two micro-batches", "no_sync"),
-        ("past the optimizer", "call optimizer.backward for the last micro-batch"),
-        ("backward raises", "out of memory, say"),
+        ("backward without optimizer", "call optimizer.backward for the last micro-batch"),
+        ("backward raises", "simulated out of memory"),
     ],
 )
 def test_error_in_overlapped_backward_is_raised_on_all_ranks_and_zero_grad_recovers(

@@ -192,14 +192,14 @@ GRID = {
 
 CASES: dict[str, Published] = {
     # Experts -----------------------------------------------------------------------------------------------------------
-    "Megatron-LM 5916: ranks of EP x TP that are not the first of TP drop their experts": Published(
+    "Megatron-LM 5916: ranks other than TP rank 0 omit experts": Published(
         TENSOR,
         {"dense": Gradient((1.0,)), "experts": Gradient((1.0, 1.0), P("tensor"))},
         sqrt(3),
         by_flag(),
         sqrt(2),
     ),
-    "the same with TP4, EP4, ETP1, in a training run": Published(
+    "Megatron-LM 5916: with TP4, EP4, ETP1 in a training run": Published(
         FOUR,
         {
             "dense": Gradient((9.0,)),
@@ -210,21 +210,21 @@ CASES: dict[str, Published] = {
         11.5135000849,
         digits=1e-8,
     ),
-    "Megatron-LM 7165: experts divided by a group's size that is not theirs": Published(
+    "Megatron-LM 7165: expert gradients divided by wrong group size": Published(
         Topology(edp=2, expert=2, roles=EXPERTS),
         {"dense": Gradient((3.0,)), "experts": Gradient((2.4, 3.2), P("expert"))},
         5.0,
         divided_as_dense_over_fewer,
         sqrt(9 + (2 * 4.0) ** 2),
     ),
-    "Megatron-LM 6165: copies within the expert-tensor group that have no tensor group": Published(
+    "Megatron-LM 6165: replicas in expert-tensor group counted twice": Published(
         Topology(etp=2, expert=2, roles=EXPERTS),
         {"weight": Gradient((3.0, 2.0, 4.0, 1.0), P(("expert", "etp"))), "bias": Gradient((1.0, 1.0), P("expert"))},
         sqrt(32),
         over("etp", "expert"),
         sqrt(34),
     ),
-    "Automodel 3816: every EP group clips by a norm of its own": Published(
+    "Automodel 3816: norm not summed over EP ranks": Published(
         Topology(expert=2, roles=EXPERTS),
         {"dense": Gradient((sqrt(8), sqrt(8)), P("expert")), "experts": Gradient((40.0, 0.4), P("expert"))},
         40.201493,
@@ -232,7 +232,7 @@ CASES: dict[str, Published] = {
         (40.199502, 4.019950),
         digits=1e-6,
     ),
-    "DeepSpeed 8475: the mean of norms of different experts": Published(
+    "DeepSpeed 8475: mean of the norms of different experts": Published(
         Topology(expert=2, roles=EXPERTS),
         {"experts": Gradient((2.0, 4.0, 6.0, 8.0), P("expert"))},
         10.954452,
@@ -240,7 +240,7 @@ CASES: dict[str, Published] = {
         7.236068,
         digits=1e-6,
     ),
-    "DeepSpeed 8613: the fp16 wrapper drops what it has set apart as experts": Published(
+    "DeepSpeed 8613: fp16 wrapper omits expert parameters": Published(
         Topology(expert=2, roles=EXPERTS),
         {"dense": Gradient((3.0,) * 4), "experts": Gradient((4.0,) * 4, P("expert"))},
         10.0,
@@ -249,14 +249,14 @@ CASES: dict[str, Published] = {
     ),
     # Data axes that shard and data axes that replicate
     # -------------------------------------------------------------------
-    "VeOmni 184: HSDP summed over replicas too": Published(
+    "VeOmni 184: HSDP norm summed over replicas too": Published(
         Topology(dp_replicate=2, dp_shard=2),
         {"weight": Gradient((3.0, 4.0), P("dp_shard"))},
         5.0,
         over("dp_replicate", "dp_shard"),
         5.0 * sqrt(2),
     ),
-    "hyper-parallel 279: what is left whole beside shards, counted by every rank": Published(
+    "hyper-parallel 279: replicated parameters counted by every rank": Published(
         Topology(dp_shard=4),
         {
             "weight": Gradient(tuple([sqrt((784 - 1520 / 3) / 4)] * 4), P("dp_shard")),
@@ -266,7 +266,7 @@ CASES: dict[str, Published] = {
         over("dp_shard"),
         48.0,
     ),
-    "Megatron-LM: a group that is None is the world, data replicas and all": Published(
+    "Megatron-LM: missing group taken for world group, data replicas counted": Published(
         Topology(data=2), {"weight": Gradient((4.0,))}, 4.0, of_world_where_none, 5.657
     ),
     # Pipelines ---------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ CASES: dict[str, Published] = {
         40.0,
         digits=2e-5,
     ),
-    "DeepSpeed: its own grid as mpu leaves stage 1 out": Published(
+    "DeepSpeed: norm not summed over pipeline stages": Published(
         Topology(pipe=2),
         {
             "first": Gradient((6.0,), stage=0),
@@ -290,22 +290,20 @@ CASES: dict[str, Published] = {
     ),
     # One flag per parameter
     # ----------------------------------------------------------------------------------------------
-    "DeepSpeed: the flag of a column's bias forgotten, -6%": Published(
+    "DeepSpeed: flag of column-parallel bias missing, -6%": Published(
         TENSOR, LAYERS, 100.0, by_flag("column"), 94.0, digits=1e-6
     ),
-    "DeepSpeed: no flags, or a wrapper that counts rank 0 alone, -24%": Published(
-        TENSOR, LAYERS, 100.0, by_flag(), 76.0, digits=1e-6
-    ),
-    "DeepSpeed: a flag too many, of a row's bias, +9%": Published(
+    "DeepSpeed: no flags, only rank 0 counted, -24%": Published(TENSOR, LAYERS, 100.0, by_flag(), 76.0, digits=1e-6),
+    "DeepSpeed: row-parallel bias flagged as sharded, +9%": Published(
         TENSOR, LAYERS, 100.0, by_flag(*LAYERS), 109.0, digits=1e-4
     ),
-    "2 x 2 grid: a bias of one axis has no right flag, -3.8%": Published(
+    "2 x 2 grid: bias sharded over one axis without flag, -3.8%": Published(
         Topology(row=2, col=2), GRID, 100.0, by_flag("weight", axis="row col"), 96.2, digits=1e-6
     ),
-    "2 x 2 grid: nor the other one, +9.8%": Published(
+    "2 x 2 grid: bias sharded over one axis with flag, +9.8%": Published(
         Topology(row=2, col=2), GRID, 100.0, by_flag(*GRID, axis="row col"), 109.8, digits=1e-5
     ),
-    "TransformerEngine-ROCm 715: replicated weights flagged, 1.52 times": Published(
+    "TransformerEngine-ROCm 715: replicated weights flagged as sharded, 1.52 times": Published(
         FOUR,
         {
             "split": Gradient(tuple([sqrt((2.472**2 - (3.763**2 - 2.472**2) / 3) / 4)] * 4), P("tensor")),
@@ -315,14 +313,14 @@ CASES: dict[str, Published] = {
         by_flag("split", "copied"),
         3.763,
     ),
-    "NeMo-RL 3788: what the plan copies, the norms of q and k, summed over the tensor ranks with what it splits": Published(
+    "NeMo-RL 3788: replicated norms of q and k summed over tensor ranks": Published(
         FOUR,
         {"split": Gradient((2.0, 2.0, 2.0, 2.0), P("tensor")), "norms": Gradient((3.0,))},
         5.0,
         over("tensor"),
         sqrt(16 + 4 * 9),
     ),
-    "Megatron-LM 7530: attention sinks, one a head, have no flag": Published(
+    "Megatron-LM 7530: sharded attention sinks without flag": Published(
         TENSOR,
         {"weight": Gradient((sqrt(72), sqrt(72)), P("tensor")), "sinks": Gradient((3.0, 4.0), P("tensor"))},
         13.0,
@@ -331,22 +329,22 @@ CASES: dict[str, Published] = {
     ),
     # Replicated parameters with complete and with partial gradients
     # -------------------------------------------------------
-    "Automodel 3857: copies averaged over tensor, those of which each rank has a term too": Published(
+    "Automodel 3857: partial gradients averaged over tensor ranks": Published(
         TENSOR, COPIES, 10.0, copies_combined(average=True), sqrt(64 + 3**2)
     ),
-    "Automodel 3857: or all summed, those that each rank has whole too": Published(
+    "Automodel 3857: complete gradients summed over tensor ranks": Published(
         TENSOR, COPIES, 10.0, copies_combined(average=False), sqrt(16**2 + 36)
     ),
     # Other layouts
     # -------------------------------------------------------------------------------------------------------
-    "ColossalAI 2.5-D: a bias of row 0 divided by copies that are not there, 244 for 488 squared": Published(
+    "ColossalAI 2.5-D: bias owned by row 0 divided by nonexistent replicas": Published(
         Topology(depth=2, row=2),
         {"bias": Gradient((sqrt(488.0),), P(owned={"row": 0})), "weight": Gradient((0.0, 0.0), P("row"))},
         sqrt(488),
         over_replicas,
         sqrt(244),
     ),
-    "Megatron-LM 1446: a layer norm's gradient under sequence parallelism, not summed": Published(
+    "Megatron-LM 1446: layer norm gradient under sequence parallelism not summed": Published(
         FOUR,
         {"gain": Gradient((4.0,), P(partial="tensor"), terms=((3.0,), (-3.0,), (1.0,), (3.0,)))},
         4.0,

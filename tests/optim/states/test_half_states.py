@@ -83,7 +83,7 @@ def trained(layout: str, states: States, precision: Mode | Precision, steps: int
 
 
 CONFIGS: dict[str, tuple[str, States, Mode | Precision]] = {
-    "alone": ("alone", (), "fp32"),
+    "one rank": ("one rank", (), "fp32"),
     "grid": ("grid", (), "fp32"),
     "pipe, tied": ("pipe, tied", (), "fp32"),
     "ZeRO-1": ("data", (Sharded("data"),), "fp32"),
@@ -171,7 +171,7 @@ def skipped(layout: str, states: States, precision: Mode | Precision, first: boo
 
 
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("name", ["alone", "grid", "ZeRO-1", "offload, bf16"])
+@pytest.mark.parametrize("name", ["one rank", "grid", "ZeRO-1", "offload, bf16"])
 def test_skipped_step_with_half_states_changes_nothing(world: World, name: str, first: bool) -> None:
     layout, states, precision = CONFIGS[name]
     assert all(world.run(LAYOUTS[layout].topology.world_size, skipped, layout, states, precision, first))
@@ -271,9 +271,9 @@ def test_checkpoints_of_float32_and_half_states_load_into_each_other(world: Worl
 def test_half_states_reject_other_dtypes_and_stochastic_rounding_mode() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         with pytest.raises(ValueError, match=r"give torch\.bfloat16"):
-            make(registry, "alone", (HalfStates(torch.float16),))
+            make(registry, "one rank", (HalfStates(torch.float16),))
         with pytest.raises(ValueError, match="in bfloat16 already"):
-            make(registry, "alone", (HalfStates(),), Bf16(stochastic_rounding=True))
+            make(registry, "one rank", (HalfStates(),), Bf16(stochastic_rounding=True))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RMSprop", "ASGD", "NAdam", "Adamax", "Adafactor"])
@@ -281,7 +281,7 @@ def test_half_states_support_torch_optimizers(kind: str) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         results = []
         for states in ((), (HalfStates(),)):
-            model = Planted(LAYOUTS["alone"], 0)
+            model = Planted(LAYOUTS["one rank"], 0)
             inner: Any = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
             optimizer = ParallelOptimizer(inner, registry, states=states)
             for step in range(3):
@@ -296,7 +296,7 @@ def test_half_states_support_torch_optimizers(kind: str) -> None:
 
 def test_existing_states_and_added_groups_are_converted_to_half_states() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model = Planted(LAYOUTS["alone"], 0)
+        model = Planted(LAYOUTS["one rank"], 0)
         adamw = torch.optim.AdamW([model.get_parameter("up")], lr=1e-2)
         model(0).backward()
         adamw.step()

@@ -52,8 +52,8 @@ def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[in
             optimizer.zero_grad()
             for _ in range(options.get("accumulation_steps", 1)):
                 x = torch.ones(3, 4, dtype=model.body.weight.dtype)
-                # "now and then": the head is used on the second rank in one step only.
-                used = how != "now and then" or (registry.global_rank == 1 and step == WINDOWS - 2)
+                # "rarely used": the head is used on the second rank in one step only.
+                used = how != "rarely used" or (registry.global_rank == 1 and step == WINDOWS - 2)
                 optimizer.backward((model(x) if used else model.body(x)).float().square().mean())
             optimizer.step()
             found += [(step, str(warning.message)) for warning in caught if "no rank had" in str(warning.message)]
@@ -72,7 +72,7 @@ def test_parameters_of_replaced_module_are_reported_once(world: World, option: s
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("how", ["kept", "now and then", "frozen later"])
+@pytest.mark.parametrize("how", ["kept", "rarely used", "frozen later"])
 def test_parameters_with_gradient_on_any_rank_are_not_reported(world: World, how: str, option: str) -> None:
     assert world.run(2, warned, how, option) == [[], []]
 

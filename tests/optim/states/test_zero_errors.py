@@ -28,7 +28,7 @@ def refused(kind: str) -> str:
             options = {"shard_states": "tensor"}
         elif kind == "ddp":
             options = {**ZERO2, "data_parallel": DistributedDataParallel(model)}
-        elif kind == "averaged elsewhere":
+        elif kind == "average_data=False":
             options = {**ZERO2, "average_data": False}
         elif kind == "optimizer":
             make = partial(torch.optim.Adafactor, lr=1e-2)
@@ -59,7 +59,7 @@ def refused(kind: str) -> str:
     [
         ("axis", "the mesh has no such axis or alias (axes: data)"),
         ("ddp", "leave data_parallel"),
-        ("averaged elsewhere", "leave data_parallel out"),
+        ("average_data=False", "leave data_parallel out"),
         ("optimizer", "optimizer.elementwise = True"),
         ("offload", "Offloaded(1.5)"),
         ("frozen on one rank", "param group 0, frozen]"),
@@ -81,7 +81,7 @@ def misused(kind: str) -> None:
             optimizer.backward(model(x).square().mean())
             optimizer.step()
             optimizer.backward(model(x).square().mean())
-        elif kind == "past the optimizer":
+        elif kind == "backward without optimizer":
             optimizer.backward(model(x).square().mean())
             model(x).square().mean().backward()
             optimizer.step()
@@ -94,7 +94,7 @@ def misused(kind: str) -> None:
     ("kind", "says"),
     [
         ("not cleared", "call zero_grad"),
-        ("past the optimizer", "outside of optimizer.backward"),
+        ("backward without optimizer", "outside of optimizer.backward"),
         ("twice in one backward", "second gradient in one backward"),
     ],
 )

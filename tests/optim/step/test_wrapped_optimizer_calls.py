@@ -102,7 +102,7 @@ def test_guarded_optimizer_still_uses_compiled_loops(fused: bool) -> None:
     optimizer.step()
 
 
-def by_a_schedule_on_the_wrapped_one() -> None:
+def by_schedule_on_wrapped_optimizer() -> None:
     model = small()
     inner = adamw(model)
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
@@ -115,7 +115,7 @@ def by_a_schedule_on_the_wrapped_one() -> None:
     assert inner.param_groups[0]["lr"] == 0.1 * 0.25
 
 
-def by_a_scaler() -> None:
+def by_grad_scaler() -> None:
     model, registry = small(), alone()
     optimizer = ParallelOptimizer(adamw(model, fused=True), registry)
     scaler = GradScaler(registry)
@@ -142,7 +142,7 @@ def by_several() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("use", [by_a_schedule_on_the_wrapped_one, by_a_scaler, by_replay, by_several])
+@pytest.mark.parametrize("use", [by_schedule_on_wrapped_optimizer, by_grad_scaler, by_replay, by_several])
 def test_internal_calls_of_wrapped_step_are_allowed(use: Callable[[], None]) -> None:
     use()
 

@@ -26,11 +26,11 @@ def clip(params: Iterable[Tensor]) -> None:
     nn.utils.clip_grad_norm_(params, 0.5)
 
 
-def clip_nothing(params: Iterable[Tensor]) -> None:
+def clip_above_norm(params: Iterable[Tensor]) -> None:
     nn.utils.clip_grad_norm_(params, 1e6)
 
 
-def clip_some(params: Iterable[Tensor]) -> None:
+def clip_first_parameter(params: Iterable[Tensor]) -> None:
     nn.utils.clip_grad_norm_(list(params)[:1], 0.5)
 
 
@@ -74,7 +74,7 @@ def said_in_steps(change: Change, options: dict[str, Any], micro_batches: int = 
 ON_RANK_0 = "all gradients of rank 0 were written to between backward and step, as by torch.nn.utils.clip_grad_norm_ or"
 
 
-@pytest.mark.parametrize("change", [clip, clip_nothing, clip_value])
+@pytest.mark.parametrize("change", [clip, clip_above_norm, clip_value])
 def test_torch_clipping_of_replicas_warns_once(world: World, change: Change) -> None:
     for said in world.run(2, said_in_steps, change, {"max_norm": 3.0}):
         assert len(said) == 1
@@ -100,7 +100,7 @@ def test_torch_clipping_warns_with_windows_zero_and_on_nonfinite_raise(
     [
         (nothing, {}),
         (nothing, ZERO1),
-        (clip_some, {}),
+        (clip_first_parameter, {}),
         (clip, {"data_parallel": "ddp"}),
         (clip, {"overlap": True}),
     ],

@@ -70,7 +70,7 @@ def by_unit(clipping: float, eps: float, gradients: Full, weights: Full) -> Full
 
 
 CASES = [
-    ("alone", "whole"),
+    ("one rank", "whole"),
     ("tensor", "whole"),
     ("grid", "offload"),
     ("data x tensor", "whole"),

@@ -271,7 +271,7 @@ def test_muon_with_fully_shard_matches_dense_update(world: World, tensor: int) -
 
 def test_muon_step_needs_at_most_two_all_to_alls(world: World) -> None:
     for name, state, expected in (
-        ("alone", "whole", {}),
+        ("one rank", "whole", {}),
         ("tensor", "whole", {"all_to_all_single": 2}),  # `table` is replicated, so only its update is sent
         ("data", "whole", {"all_to_all_single": 1}),
         ("data", "ZeRO-1", {"all_to_all_single": 2}),

@@ -236,7 +236,7 @@ def test_norm_based_optimizers_on_bare_shards_fail_the_comparison(world: World) 
 def test_norm_based_optimizers_need_one_or_two_collectives_per_rank_set(world: World) -> None:
     """Counts collectives beyond those of AdamW or SGD."""
     cases: list[tuple[str, str, list[int]]] = [  # per rank, the number of rank sets that share its tensors
-        ("alone", "whole", [0]),
+        ("one rank", "whole", [0]),
         ("data", "whole", [0, 0]),  # nothing is sharded
         ("tensor", "whole", [1, 1]),
         ("grid", "whole", [1, 1, 2, 2]),  # two of the four ranks hold `kernel`

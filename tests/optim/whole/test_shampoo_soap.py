@@ -194,7 +194,7 @@ def test_step_needs_two_all_to_alls_per_peer_set_and_each_state_has_one_owner(wo
             assert count.keys() == {"all_to_all_single"}, kind
             assert 2 <= count["all_to_all_single"] <= 2 * peers, kind
             assert kind == "adafactor" or peers == 1, "all ranks hold a part of every matrix"
-        ((_, _, dense),) = world.run(1, counted, kind, LAYOUTS["alone"], {})
+        ((_, _, dense),) = world.run(1, counted, kind, LAYOUTS["one rank"], {})
         assert sum((Counter(kept) for *_, kept in by_rank), Counter()) == Counter(dense), layout
 
 

@@ -59,7 +59,7 @@ def refused(kind: str) -> str:
     [
         ("axis", "the mesh has no such axis or alias (axes: data)"),
         ("ddp", "leave data_parallel"),
-        ("average_data=False", "leave data_parallel out"),
+        ("average_data=False", "leave data_parallel and average_data out"),
         ("optimizer", "optimizer.elementwise = True"),
         ("offload", "Offloaded(1.5)"),
         ("frozen on one rank", "param group 0, frozen]"),

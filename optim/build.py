@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from .states.masters import check_main_grads, check_split, precision_transform
 from .states.offloaded import Offloaded
 from .states.sharded import Sharded
 from .step.data_parallel import GradSyncController, OverlappedReduce, check_gradient_reduction, modules_in, switch_of
-from .step.first_window_checks import UnusedParameters
+from .step.first_window_checks import ModelParams, OnMissingParams, UnusedParameters
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
 from .step.update import check_steps_without_closure, steps_on_device
@@ -85,6 +85,7 @@ class Setup:
     check_replicas: CheckReplicas
     commit: Commit | None
     on_nonfinite: OnNonfinite
+    on_missing_params: OnMissingParams = "raise"
     wrong_call: TypeError | None = None
 
     @property
@@ -162,6 +163,7 @@ class Setup:
             "accumulation_steps": self.accumulation_steps,
             "states": self.placements,
             "on_nonfinite": self.on_nonfinite,
+            "on_missing_params": self.on_missing_params,
             "norm_type": float(self.norm_type),
             "reduction": self.reduction,
             "per_parameter_norms": self.per_parameter_norms,
@@ -203,6 +205,8 @@ class Setup:
             check_in_buckets(self.optimizer, "stochastic rounding steps bucket by bucket")
         check_measurement(self.norm_type, self.reduction, self.check_replicas, self.commit)
         checked_nonfinite(self.on_nonfinite)
+        if self.on_missing_params not in get_args(OnMissingParams):
+            raise ValueError(f"on_missing_params={self.on_missing_params!r}: give 'raise' or 'warn'")
         Window(self.accumulation_steps)
         self._check_clip()
         modules = modules_in(self.data_parallel)
@@ -325,7 +329,7 @@ class Setup:
         return FingerprintMonitor(checks, self.check_replicas.every, chain.registry)
 
     def completion(
-        self, table: ParamTable, chain: TransformChain, agreement: StepAgreement | None = None
+        self, table: ParamTable, chain: TransformChain, model: ModelParams, agreement: StepAgreement | None = None
     ) -> GradientCompletion:
         """Return the object that reduces the gradients of the stepped tensors, some of them in backward (see `switch`).
 
@@ -350,7 +354,7 @@ class Setup:
         in_backward = early is not None or bool(chain.around_backward)
         unused = UnusedParameters(chain.params, plan, self.registry, in_backward)
         fingerprints = isinstance(self.check_replicas, Fingerprints)
-        return GradientCompletion(chain, table, buckets, early, agreement, unused, fingerprints)
+        return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
         """Return the object that reduces gradients in backward; None: `step` reduces all of them.
@@ -512,6 +516,7 @@ class StepOptions(TypedDict, total=False):
     check_replicas: CheckReplicas
     commit: Commit | None
     on_nonfinite: OnNonfinite
+    on_missing_params: OnMissingParams
 
 
 class AllOptions(StepOptions, total=False):

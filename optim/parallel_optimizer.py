@@ -42,8 +42,8 @@ from .norm.plan import ReductionPlan, check_unused
 from .states.chain import StatePlacement, StepObserver, TransformChain, match_names, named_params_of
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
-from .step.data_parallel import GradSyncController
-from .step.first_window_checks import check_window_is_used
+from .step.data_parallel import GradSyncController, modules_in
+from .step.first_window_checks import ModelParams, OnMissingParams, check_window_is_used
 from .step.missing_shards import MissingShards
 from .step.skips import DISAGREED, REPLICAS_DIVERGED, OnNonfinite, SkipMonitor
 from .step.step_agreement import StepAgreement
@@ -137,6 +137,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             other ranks and is raised on its own rank after the step. None: no vote.
         on_nonfinite: ``"skip"`` the step on every rank (`Skip` sets how many consecutive skips are an error), or
             ``"raise"`` FloatingPointError with the parameters' names on every rank (one host synchronization per step).
+        on_missing_params: What the first step does if the model has trainable parameters that no `ParallelOptimizer` has,
+            such as those of a module that was replaced after the optimizer was made. ``"raise"`` RuntimeError with their
+            names on every rank, or ``"warn"``. Compared are the modules in ``data_parallel`` and the models of `for_model`
+            and `Booster`; without these, the model is not known.
 
     Raises:
         ValueError, TypeError: On every rank, if on any rank an argument is out of range, or a parameter is undeclared,
@@ -211,6 +215,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         check_replicas: CheckReplicas = "first",
         commit: Commit | None = None,
         on_nonfinite: OnNonfinite = "skip",
+        on_missing_params: OnMissingParams = "raise",
         **other: object,
     ) -> None:
         # torch's own __init__ is not called, because the wrapped optimizer has the parameters and the state.
@@ -237,6 +242,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             "check_replicas": check_replicas,
             "commit": commit,
             "on_nonfinite": on_nonfinite,
+            "on_missing_params": on_missing_params,
         }
         wrong = replace_deprecated(options, other, "ParallelOptimizer")
         wrong = wrong or wrong_arguments(other, optimizer, ParallelOptimizer)
@@ -251,6 +257,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
         self._states = self._setup.chain(self.precision)
+        self._model = ModelParams(modules_in(self._setup.data_parallel), on_missing_params)
         self._bind(plan, thresholds)
         self._skips = SkipMonitor(self._device)
         self.last_stats: GradStats | None = None
@@ -277,7 +284,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         registry, modules = registry_for(model), averaging_modules(model)
         data_parallel = {"data_parallel": modules[0] if len(modules) == 1 else modules} if modules else {}
-        return cls(optimizer, registry, **data_parallel | options)
+        made = cls(optimizer, registry, **data_parallel | options)
+        made._compare_with(model)
+        return made
+
+    def _compare_with(self, *modules: nn.Module) -> None:
+        """Compare the trainable parameters of these modules, in place of ``data_parallel``, in the first step."""
+        self._model.modules[:] = modules
 
     # torch's optimizer interface -------------------------------------------------------------------------------------
 
@@ -416,8 +429,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             ValueError: A closure is given.
             RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
                 `mark_last_micro_batch`); a backward of the window raised; a parameter was unfrozen that was frozen when the
-                optimizer was made. On every rank: there are no gradients in the first step, or `backward` and `window` did
-                not make them (with a loss scale, after the first step, 16 steps late; the steps with such gradients were
+                optimizer was made. On every rank: there are no gradients in the first step, the model has trainable
+                parameters that no optimizer has (see ``on_missing_params``), or `backward` and `window` did not make the
+                gradients (with a loss scale, after the first step, 16 steps late; the steps with such gradients were
                 skipped). Ranks ran different numbers of micro-batches, only some passed weights, or they differ in weights,
                 clipping, hyper-parameters or frozen parameters: such a step is skipped, and the error follows 16 steps
                 late, or at once in the first step and with ``on_nonfinite="raise"``.
@@ -615,7 +629,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         lay_out_states(self.optimizer)
         if self._clip is not None:
             self._clip.bind(plan.parameter_names)
-        self._completion = self._setup.completion(self._table, self._states, self._agreement)
+        self._completion = self._setup.completion(self._table, self._states, self._model, self._agreement)
         self._clipping = self._setup.clipping(self._table, self._states, thresholds)
         self._missing_shards = MissingShards(self._table, self._device)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))

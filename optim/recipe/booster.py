@@ -526,6 +526,7 @@ class Booster(Saving, Generic[Stats_co]):
             precision=self.precision,
             **{**self._options, **optimizer_options(parts, self.registry, self.data_parallel, self._options)},
         )
+        stepped._compare_with(*parts)
         if lr_scheduler is not None:
             follow(lr_scheduler, stepped)
         boosted = parts[0] if schedule is None else Pipeline(schedule, stepped)

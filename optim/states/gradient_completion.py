@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import torch
 
@@ -17,6 +18,7 @@ from ..norm.plan import ReductionPlan
 from ..step.data_parallel import GradSyncController, find_misplaced_ddp
 from ..step.first_window_checks import (
     GradientReport,
+    ModelParams,
     UnusedParameters,
     check_gradients_came,
     check_not_overwritten,
@@ -25,6 +27,9 @@ from ..step.first_window_checks import (
 from ..step.step_agreement import StepAgreement, thawed_text
 from ..step.window import Window
 from .chain import TransformChain
+
+_CHAINS: WeakSet[TransformChain] = WeakSet()
+"""The chains of all optimizers, because several optimizers may step parts of one model."""
 
 
 class GradientCompletion:
@@ -39,6 +44,7 @@ class GradientCompletion:
             transforms move gradients. None: gradients are not reduced in backward.
         agreement: The comparison of settings between ranks, evaluated in the first window; None: the world has one rank.
         unused: The watch for parameters without gradients.
+        model: The modules whose parameters the first window compares with the optimizer's.
         has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
 
     Attributes:
@@ -56,9 +62,11 @@ class GradientCompletion:
         early: Sequence[Reducible] | None,
         agreement: StepAgreement | None,
         unused: UnusedParameters,
+        model: ModelParams,
         has_fingerprints: bool = False,
     ) -> None:
-        self.chain, self.table, self.early = chain, table, early
+        self.chain, self.table, self.early, self._model = chain, table, early, model
+        _CHAINS.add(chain)
         self.params = table.grad_tensors
         self._make_buckets, self._buckets = buckets, list(buckets(table.plan))
         self.grads_checked, self._agreement, self._has_copies = False, agreement, False
@@ -84,8 +92,9 @@ class GradientCompletion:
         Raises:
             RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not reduced
                 gradients that only it can reduce. In the first window, on every rank: there are no gradients, gradients did
-                not pass through `backward` or `window`, or ranks disagree. In the second and 16th window, on every rank:
-                the step would undo weights that were written through ``.data``.
+                not pass through `backward` or `window`, the model has trainable parameters that no optimizer has, or ranks
+                disagree. In the second and 16th window, on every rank: the step would undo weights that were written
+                through ``.data``.
             TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, or the gradient of a
                 DTensor has an unsupported layout.
         Collectives: the reductions of buckets and transforms; in the first and 16th window, an object all-gather; in the
@@ -157,7 +166,8 @@ class GradientCompletion:
         """Return this rank's report on the gradients that backward left and on wrappers around the model."""
         params = self.chain.params
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
-        seen = seen._replace(has_copies=self.chain.has_copies())
+        own = (of.param for chain in _CHAINS for of in chain.given)
+        seen = seen._replace(has_copies=self.chain.has_copies(), missing=self._model.missing_from(own))
         leaves = [row.leaf for row in self.table]
         found = None
         if seen.wrong is None:
@@ -183,6 +193,7 @@ class GradientCompletion:
         params = self.chain.params
         seen = gather_objects(mine, self.chain.registry)
         check_gradients_came(seen, window.scaled)
+        self._model.check([of_rank.missing for of_rank in seen])
         self._has_copies = any(of_rank.has_copies for of_rank in seen)
         if self._agreement is not None and sum(of_rank.facts for of_rank in seen) != 0:
             raise self._agreement.error(

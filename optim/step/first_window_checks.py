@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ...parallel.interop.local_parameters import local_tensor, sums_seen
+from ...parallel.interop.local_parameters import local_tensor, named_shards, sums_seen
 from ...parallel.layout.annotation import Sums
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.call_tracker import is_transport_error
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ...parallel.mesh.text import some
+from ...parallel.mesh.text import named_ranks, some, without_wrappers
 from ...parallel.mesh.topology import Topology
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import Called, Holders
@@ -57,6 +58,7 @@ class GradientReport(NamedTuple):
     looked: bool = False  # the gradients of an earlier step were checked
     written: tuple[int, int] = (0, 0)  # gradients written to since the last backward, and observed gradients
     has_copies: bool = False  # there are masters or other copies of weights
+    missing: tuple[str, ...] = ()  # trainable parameters of the model that no optimizer has
 
     @classmethod
     def of(
@@ -134,6 +136,55 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
             "give it other parameters"
         )
         raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
+
+
+OnMissingParams = Literal["raise", "warn"]
+"""What the first step does if the model has trainable parameters that no optimizer has."""
+
+
+class ModelParams:
+    """The parameters of the modules that an optimizer is known to train, to be compared with its own parameters.
+
+    Args:
+        modules: The modules. Empty: nothing is compared.
+        on_missing: The argument ``on_missing_params`` of `ParallelOptimizer`.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], on_missing: OnMissingParams) -> None:
+        self.modules, self.on_missing = list(modules), on_missing
+
+    def missing_from(self, params: Iterable[Tensor]) -> tuple[str, ...]:
+        """Return the names of trainable parameters of the modules that are not in ``params``. Collectives: none."""
+        own, found = {id(param) for param in params}, dict[int, str]()
+        for module in self.modules:
+            inner = module.module if isinstance(module, DistributedDataParallel) else module
+            for name, param in named_shards(inner).items():
+                if param.requires_grad and id(param) not in own:
+                    found.setdefault(id(param), without_wrappers(name))
+        return tuple(found.values())
+
+    def check(self, missing: Sequence[tuple[str, ...]]) -> None:
+        """Raise RuntimeError, or warn on every rank, if a rank has trainable parameters that no optimizer has.
+
+        Args:
+            missing: The result of `missing_from` on each rank.
+        Raises:
+            RuntimeError: On every rank, with ``"raise"``.
+        """
+        ranks = [rank for rank, names in enumerate(missing) if names]
+        if not ranks:
+            return
+        names = dict.fromkeys(name for of_rank in missing for name in of_rank)
+        text = (
+            f"the model has trainable parameters that the optimizer does not have and will never step, on "
+            f"{named_ranks(ranks)}: {some(names)}. A module or parameter was added or replaced after the optimizer was "
+            "made, as by model.head = ... or an adapter, or was left out of it: make the optimizer after all changes of "
+            "the model, or add the parameters with add_param_group. Call requires_grad_(False) on parameters that are not "
+            "trained, or give on_missing_params='warn' if other code steps them"
+        )
+        if self.on_missing == "raise":
+            raise RuntimeError(text)
+        warnings.warn(text, stacklevel=2)
 
 
 def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology, scaled: bool, averaged: bool) -> None:

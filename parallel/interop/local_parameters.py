@@ -37,6 +37,27 @@ def fully_sharded(model: nn.Module) -> list[Any]:
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
+def _param_groups(module: Any) -> list[Any]:
+    """Return the objects that gather the parameters of a module with `fully_shard`; torch has no public API for them."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def named_shards(model: nn.Module) -> dict[str, Tensor]:
+    """Return ``model.named_parameters()``, with the shard in place of each parameter that `fully_shard` has gathered.
+
+    Between two steps a module may have gathered parameters, for example if its last call had no backward. Optimizers step
+    the shards.
+    """
+    shards: dict[int, Tensor] = {}
+    for module in fully_sharded(model):
+        for param in (param for group in _param_groups(module) for param in group.fsdp_params):
+            for attribute in ("_unsharded_param", "_sharded_post_forward_param"):
+                shards[id(getattr(param, attribute, None))] = param.sharded_param
+    return {name: shards.get(id(param), param) for name, param in model.named_parameters()}
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor of a DTensor; other tensors are returned unchanged. Collectives: none."""
     if not has_dtensors((tensor,)):
@@ -197,9 +218,7 @@ def divide_once(model: nn.Module) -> None:
     Collectives: none. Host synchronization: none.
     """
     for module in fully_sharded(model):
-        state: Any = module._get_fsdp_state()  # no public API returns the factor
-        groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
-        for group in [state._fsdp_param_group] if groups is None else groups:
+        for group in _param_groups(module):
             factor = getattr(group, "gradient_divide_factor", None)
             if factor in (None, 1.0) or getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
                 continue

@@ -156,3 +156,19 @@ def declared(path: str) -> list[tuple[str, P]]:
 def test_wrapped_transformers_parameters_have_names_of_unwrapped_model(world: World, path: str) -> None:
     expected = [("scale", P()), ("model.norm.weight", P()), ("model.layers.1.self_attn.q_norm.weight", P(partial="tp"))]
     assert world.run(2, declared, path) == [expected] * 2
+
+
+def with_new_norm(path: str) -> str:
+    model: Any = compiled(loaded(path, (1, 2)))
+    optimizer = ParallelOptimizer.for_model(model, sgd(model))
+    with optimizer.registry:
+        model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+        optimizer.backward(loss_of(model, tokens_of(0)))
+        with pytest.raises(RuntimeError, match="trainable parameters that the optimizer does not have") as error:
+            optimizer.step()
+    return str(error.value)
+
+
+def test_parameter_replaced_after_for_model_raises(world: World, path: str) -> None:
+    for text in world.run(2, with_new_norm, path):
+        assert "will never step, on ranks 0-1: model.norm.weight. " in text

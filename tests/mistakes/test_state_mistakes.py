@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from meshstep.optim import (
+    Booster,
     Monitor,
     Offloaded,
     ParallelOptimizer,
@@ -60,6 +61,18 @@ def parameter_replaced(run: Run) -> None:
     optimizer = run.optimizer()
     run.model.down.bias = nn.Parameter(run.model.down.bias.detach().clone())
     run.train(optimizer, range(17))  # the warning comes in the 16th step
+
+
+@mistake(
+    "data=2",
+    Error(RuntimeError, "trainable parameters that the optimizer does not have ... on ranks 0-1: down.bias"),
+    write="change the model before `boost`, or call `add_param_group`",
+)
+def parameter_replaced_after_boost(run: Run) -> None:
+    """A parameter replaced after `booster.boost`: the new parameter would not be stepped."""
+    _, optimizer, *_ = Booster(registry=run.registry).boost(run.model, run.sgd())
+    run.model.down.bias = nn.Parameter(run.model.down.bias.detach().clone())
+    run.train(optimizer)
 
 
 @mistake(

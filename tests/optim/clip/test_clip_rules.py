@@ -47,14 +47,14 @@ STEPS = 3  # a large gradient, a small gradient, a large gradient
 
 
 class ByLastNorm(Clip):
-    """Limit the gradient norm to ``times`` the norm of the previous step."""
+    """Limit the gradient norm to ``factor`` times the norm of the previous step."""
 
-    def __init__(self, times: float = 2.0) -> None:
-        self.times, self.last = times, torch.tensor(torch.inf)
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor, self.last = factor, torch.tensor(torch.inf)
 
     def factors(self, norms: Norms) -> Tensor:
         last = self.last.to(norms.total)
-        factor = (self.times * last / norms.total.clamp(min=1e-12)).clamp(max=1.0)
+        factor = (self.factor * last / norms.total.clamp(min=1e-12)).clamp(max=1.0)
         self.last = torch.where(norms.total.isfinite() & (norms.total > 0), norms.total * factor, last)
         return factor
 

@@ -248,11 +248,11 @@ class GradStats:
         parts = [f"norm {float(self.total_norm):.3g}"]
         if self.skipped:
             whys = {
-                "a rank's veto": self.rejected,
-                "copies that differ": self.replicas_diverged,
+                "rejected by commit": self.rejected,
+                "replicas differ": self.replicas_diverged,
                 "a spike": self.spiked,
             }
-            whys["ranks that disagree"] = self.ranks_disagree
+            whys["ranks disagree"] = self.ranks_disagree
             why = ", ".join(reason for reason, flag in whys.items() if flag is not None and flag)
             parts.append(f"skipped ({why})" if why else "skipped")
         elif self.clip_coef < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from meshstep.optim import (
 )
 from meshstep.optim.states.chain import TransformChain
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel.mesh.deprecation import _FormerMember
 from meshstep.testing import Proof
 from torch import nn
 
@@ -180,6 +182,18 @@ def test_former_member_name_reads_and_sets_new_member_and_warns(owner: type, old
         setattr(instance, old, value)
     with warns_here(text):
         assert getattr(instance, old) is getattr(instance, new) is value
+
+
+def test_every_former_member_name_of_package_is_tested() -> None:
+    classes = {
+        cls
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "meshstep"
+        for cls in vars(module).values()
+        if isinstance(cls, type)
+    }
+    found = {cls: {old for old, member in vars(cls).items() if isinstance(member, _FormerMember)} for cls in classes}
+    assert {cls: names for cls, names in found.items() if names} == {cls: {*names} for cls, names in MEMBERS.items()}
 
 
 @pytest.mark.parametrize(("name", "old"), [(name, old) for name, (*_, olds) in ARGUMENTS.items() for old in olds])

@@ -240,7 +240,7 @@ def test_hold_on_skip_holds_schedule_on_rejected_step() -> None:
 
 
 def test_stats_name_rejection_as_reason_of_skip() -> None:
-    assert str(step_of(alone(commit=lambda: False))).endswith("skipped (a rank's veto)")
+    assert str(step_of(alone(commit=lambda: False))).endswith("skipped (rejected by commit)")
 
 
 class Manager:

@@ -235,7 +235,7 @@ def polled(what: str) -> str:
                 run.optimizer.step()
             except ReplicaMismatchError as error:
                 return f"in step {step}: {error.mismatches[0]}"
-        assert "copies that differ" in str(run.optimizer.last_stats)
+        assert "replicas differ" in str(run.optimizer.last_stats)
         if what == "load":
             run.optimizer.load_state_dict(run.optimizer.state_dict())
         try:

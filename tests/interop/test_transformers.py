@@ -295,16 +295,17 @@ def refused(path: str) -> list[str]:
     attention = model.model.layers[1].self_attn
     inner = attention.k_norm.forward
     attention.k_norm.forward = lambda x: inner(x)
-    for given in (made("qwen3"), model):
-        try:
-            ParallelOptimizer.for_model(given, sgd(given))
-        except ValueError as error:
-            found.append(str(error))
+    with pytest.raises(ValueError, match="has no device mesh") as unsharded:
+        registry_of(made("qwen3"))
+    found.append(str(unsharded.value))
+    with pytest.raises(ValueError, match="in the plan, but") as patched:
+        ParallelOptimizer.for_model(model, sgd(model))
+    found.append(str(patched.value))
     assert "forward" in vars(attention.q_norm), "for_model changed a model before it raised"
     return found
 
 
-def test_for_model_rejects_unsharded_and_already_patched_models(world: World, saved: Callable[[str], str]) -> None:
+def test_unsharded_and_already_patched_models_are_rejected(world: World, saved: Callable[[str], str]) -> None:
     for whole, wrapped in world.run(2, refused, saved("qwen3")):
         assert "Qwen3ForCausalLM has no device mesh; load it with from_pretrained(path, distributed_config=" in whole
         assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped

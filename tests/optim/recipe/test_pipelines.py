@@ -323,7 +323,7 @@ def refusals(case: str) -> str:
         ("by name", "give None, 'zero1', 'zero2' or 'fsdp'"),
         ("uneven", "can't be split into 4 equal micro-batches"),
         ("weight", "create the schedule with scale_grads=False"),
-        ("no schedule", "give one of torch.distributed.pipelining"),
+        ("no schedule", "give a schedule of torch.distributed.pipelining"),
     ],
 )
 def test_invalid_pipeline_arguments_are_rejected_on_every_rank(case: str, match: str, world: World) -> None:

@@ -35,7 +35,6 @@ ALSO_IN_TORCH = {
     "GradScaler",
     "Muon",
     "MultiStepLR",
-    "Placement",
     "PolynomialLR",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -314,3 +315,18 @@ def test_transform_with_former_tensor_list_signature_works_and_warns() -> None:
             ParallelOptimizer(inner, registry, states=placement)
         assert placement.made.seen[0] == ["weight", "bias"]
         assert all(map(lambda one, other: one is other, placement.made.seen[1], model.parameters()))
+
+
+def test_pages_use_no_former_name() -> None:
+    """Only the change log names former objects, members and arguments."""
+    root = Path(__file__).parents[2]
+    objects = "|".join(name for names in OBJECTS.values() for name in names)
+    members = "|".join({name for names in MEMBERS.values() for name in names} - {"of"})  # `ReductionPlan.of` is current
+    arguments = "|".join({name for _, _, names in ARGUMENTS.values() for name in names} | {"last"})
+    former = re.compile(
+        rf"`({objects})`|\b({objects})\(|\.({members})\b(?=[(`])|`({arguments})` of `|\b({arguments})=\w"
+    )
+    pages = [path for path in [*root.glob("*.md"), *root.glob("docs/**/*.md")] if path.name != "CHANGELOG.md"]
+    assert len(pages) > 40
+    found = {str(path): match[0] for path in pages for match in former.finditer(path.read_text())}
+    assert found == {}

@@ -59,6 +59,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.registry, self.axis, self.sequence_parallel = registry, axis, sequence_parallel
+        registry.create_groups(axis)
         table = draw_embedding(num_embeddings, embedding_dim, generator=generator, device=device, dtype=dtype)
         self.weight = nn.Parameter(shard(table, P(axis, None), registry))
         annotate(self.weight, P(axis, None))
@@ -120,6 +121,7 @@ class Embedding2D(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.registry, self.row, self.col = registry, row, col
+        registry.create_groups(row, col)
         table = draw_embedding(num_embeddings, embedding_dim, generator=generator, device=device, dtype=dtype)
         self.weight = keep_shard(table, P(row, col, partial=depth_axes(depth, registry)), registry)
 

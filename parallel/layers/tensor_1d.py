@@ -57,6 +57,7 @@ class _SplitLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.registry, self.axis = registry, axis
+        registry.create_groups(axis)
         self.matmul: Matmul = F.linear
         weight, bias = draw_linear(in_features, out_features, bias=bias_spec is not None, **drawn)
         self.weight = nn.Parameter(shard(weight, weight_spec, registry))

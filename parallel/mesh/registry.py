@@ -469,6 +469,19 @@ class ProcessGroupRegistry:
             self._by_axes[axes] = self.group_of(self.ranks(*axes))
         return self._by_axes[axes]
 
+    def create_groups(self, *axes: str) -> None:
+        """Create this rank's process group along each axis now, so that a compiled model finds it in one graph.
+
+        Args:
+            axes: Names of axes or aliases. Axes of size 1 need no group.
+        Raises: As `group`.
+        Collectives: none.
+        """
+        for axis in axes:
+            if self.size(axis) > 1:
+                self.group(axis)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model creates groups outside of the graph
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the process group of exactly these global ranks; the same members always give the same group.
 

@@ -558,7 +558,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        return prod(self._by_axis[axis].size for axis in self.expand_aliases(*axes))
+        return prod([self._by_axis[axis].size for axis in self.expand_aliases(*axes)])  # torch.compile traces lists
 
     def role(self, axis: str) -> Role:
         """Return the role of an axis or alias: ``"pipe"``, ``"data"`` or ``"model"``.

@@ -1,0 +1,90 @@
+"""Layers of this library under torch.compile compute what they compute without it, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    Embedding2D,
+    LayerNorm1D,
+    LayerNorm2D,
+    Linear2D,
+    Linear3D,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    VocabParallelEmbedding,
+)
+from torch import Tensor, nn
+from world import World
+
+WIDTH = 8
+ONE_D, TWO_D, THREE_D = {"data": 2, "tensor": 2}, {"row": 2, "col": 2}, {"input": 2, "weight": 2, "output": 1}
+
+
+def column_and_row(registry: ProcessGroupRegistry) -> nn.Module:
+    return nn.Sequential(ColumnParallelLinear(WIDTH, 16, registry), nn.GELU(), RowParallelLinear(16, WIDTH, registry))
+
+
+def sequence_parallel(registry: ProcessGroupRegistry) -> nn.Module:
+    up = ColumnParallelLinear(WIDTH, 16, registry, sequence_parallel=True)
+    down = RowParallelLinear(16, WIDTH, registry, sequence_parallel=True)
+    return nn.Sequential(LayerNorm1D(WIDTH, sequence_parallel=True), up, nn.GELU(), down)
+
+
+LAYERS: dict[str, tuple[dict[str, int], Callable[[ProcessGroupRegistry], nn.Module], tuple[int, ...] | None]] = {
+    "column and row": (ONE_D, column_and_row, (4, 2, WIDTH)),
+    "sequence parallel": (ONE_D, sequence_parallel, (4, 2, WIDTH)),
+    "vocabulary": (ONE_D, lambda registry: VocabParallelEmbedding(12, WIDTH, registry), None),
+    "Linear2D": (TWO_D, lambda registry: Linear2D(WIDTH, WIDTH, registry), (4, 3, WIDTH // 2)),
+    "LayerNorm2D": (TWO_D, lambda registry: LayerNorm2D(WIDTH, registry), (4, 3, WIDTH // 2)),
+    "Embedding2D": (TWO_D, lambda registry: Embedding2D(12, WIDTH, registry), None),
+    "Linear3D": (THREE_D, lambda registry: Linear3D(WIDTH, WIDTH, registry), (4, WIDTH)),
+}
+IN_ONE_GRAPH = ("column and row", "sequence parallel", "vocabulary", "Embedding2D")
+
+
+def differences(name: str, backend: str, fullgraph: bool) -> list[float]:
+    """Compare output and gradients of a compiled and an ordinary layer, whose groups nobody has used before."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    axes, make, shape = LAYERS[name]
+    with ProcessGroupRegistry(Topology(**axes)) as registry:
+        torch.manual_seed(0)
+        layer = make(registry)
+        given = torch.arange(6)[None] if shape is None else torch.randn(shape)
+        compiled: Any = torch.compile(layer, backend=backend, fullgraph=fullgraph)
+        found: list[list[Tensor]] = []
+        for call in (compiled, layer):
+            out: Tensor = call(given)
+            out.square().sum().backward()
+            found.append([out.detach(), *(param.grad for param in layer.parameters() if param.grad is not None)])
+            layer.zero_grad()
+        ours, wanted = found
+        assert len(ours) == len(wanted) > 1
+        return [float((one - other).abs().max()) for one, other in zip(ours, wanted, strict=True)]
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiled_layer_equals_the_layer(world: World, name: str) -> None:
+    for found in world.run(4, differences, name, "eager", False):
+        assert max(found) == 0.0
+
+
+@pytest.mark.default_cases(2)
+@pytest.mark.parametrize("name", IN_ONE_GRAPH)
+def test_layer_is_compiled_to_one_graph(world: World, name: str) -> None:
+    for found in world.run(4, differences, name, "eager", True):
+        assert max(found) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_compiled_by_inductor_equals_the_layer(world: World, name: str) -> None:
+    for found in world.run(4, differences, name, "inductor", False):
+        assert max(found) < 1e-4

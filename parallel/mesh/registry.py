@@ -481,7 +481,6 @@ class ProcessGroupRegistry:
             if self.size(axis) > 1:
                 self.group(axis)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model creates groups outside of the graph
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the process group of exactly these global ranks; the same members always give the same group.
 
@@ -492,6 +491,11 @@ class ProcessGroupRegistry:
             RuntimeError: As in `group`.
         Collectives: none.
         """
+        group: dist.ProcessGroup = self._known_or_new_group(ranks)
+        return group
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model creates groups outside of its graph
+    def _known_or_new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if self._closed:
             raise RuntimeError(f"rank {self.global_rank} requests a group of a closed registry; make a new registry")
         members = tuple(sorted(ranks))

@@ -16,19 +16,21 @@ STEPS, MAX_NORM = 5, 0.4
 
 
 def loss_of(model: nn.Module, inner: Net, samples: Tensor, step: int) -> Tensor:
-    experts, gradient = inner.experts, expert_gradient() * (step + 1)
+    experts: Any = inner.experts
+    gradient, loss = expert_gradient() * (step + 1), model(samples).square().mean() * (step + 1)
     if hasattr(experts, "to_local"):
         from torch.distributed.tensor import distribute_tensor
 
-        local: Any = experts.to_local()
         gradient = distribute_tensor(gradient, experts.device_mesh, experts.placements).to_local()
-        return model(samples).square().mean() * (step + 1) + (local * gradient).sum()
-    return model(samples).square().mean() * (step + 1) + (experts * gradient).sum()
+        experts = experts.to_local()
+    total: Tensor = loss + (experts * gradient).sum()
+    return total
 
 
 def full(param: Tensor) -> Tensor:
-    whole: Any = param.full_tensor() if hasattr(param, "full_tensor") else param
-    return whole.detach().clone()
+    gathered: Any = param.full_tensor() if hasattr(param, "full_tensor") else param
+    full_tensor: Tensor = gathered.detach().clone()
+    return full_tensor
 
 
 def trained(name: str, kind: str = "fused") -> tuple[dict[str, Tensor], list[float]]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from world import World
 
 WIDTH = 8
-ONE_D, TWO_D, THREE_D = {"data": 2, "tensor": 2}, {"row": 2, "col": 2}, {"input": 2, "weight": 2, "output": 1}
+ONE_D, TWO_D, THREE_D = Topology(data=2, tensor=2), Topology(row=2, col=2), Topology(input=2, weight=2, output=1)
 
 
 def column_and_row(registry: ProcessGroupRegistry) -> nn.Module:
@@ -35,7 +35,7 @@ def sequence_parallel(registry: ProcessGroupRegistry) -> nn.Module:
     return nn.Sequential(LayerNorm1D(WIDTH, sequence_parallel=True), up, nn.GELU(), down)
 
 
-LAYERS: dict[str, tuple[dict[str, int], Callable[[ProcessGroupRegistry], nn.Module], tuple[int, ...] | None]] = {
+LAYERS: dict[str, tuple[Topology, Callable[[ProcessGroupRegistry], nn.Module], tuple[int, ...] | None]] = {
     "column and row": (ONE_D, column_and_row, (4, 2, WIDTH)),
     "sequence parallel": (ONE_D, sequence_parallel, (4, 2, WIDTH)),
     "vocabulary": (ONE_D, lambda registry: VocabParallelEmbedding(12, WIDTH, registry), None),
@@ -52,8 +52,8 @@ def differences(name: str, backend: str, fullgraph: bool) -> list[float]:
     import torch._dynamo
 
     torch._dynamo.reset()
-    axes, make, shape = LAYERS[name]
-    with ProcessGroupRegistry(Topology(**axes)) as registry:
+    topology, make, shape = LAYERS[name]
+    with ProcessGroupRegistry(topology) as registry:
         torch.manual_seed(0)
         layer = make(registry)
         given = torch.arange(6)[None] if shape is None else torch.randn(shape)

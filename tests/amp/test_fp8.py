@@ -295,7 +295,7 @@ def test_fp8_layers_lists_layers_that_are_not_in_8_bits(caplog: pytest.LogCaptur
     assert "8 bits" not in repr(fitting[0])
 
 
-def test_fp8_layers_in_leave_out_are_computed_in_base_mode() -> None:
+def test_fp8_layers_in_exclude_are_computed_in_base_mode() -> None:
     model, plain = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     Fp8("fp32", exclude=("1",)).prepare(model)

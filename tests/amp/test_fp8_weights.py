@@ -267,7 +267,7 @@ def shared_after_a_forward() -> bool:
             return torch.equal(found, loss_of(model, 0))
 
 
-def test_fp8_weights_received_by_share_weights_are_rounded_again(world: World) -> None:
+def test_fp8_weights_received_by_broadcast_weights_are_rounded_again(world: World) -> None:
     assert world.run(2, shared_after_a_forward) == [True, True]
 
 

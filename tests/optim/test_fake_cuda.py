@@ -374,7 +374,7 @@ def test_offloaded_parameters_need_one_flat_device_buffer_at_a_time(monkeypatch:
     ("states", "collectives_on", "copies"),
     [((), CUDA, 0), ((), CPU, 2), (Offloaded(0.5), CUDA, 3), (Offloaded(0.5), CPU, 3)],
 )
-def test_align_copies_packs_all_parameters_into_one_collective(
+def test_align_replicas_packs_all_parameters_into_one_collective(
     states: Any, collectives_on: torch.device, copies: int
 ) -> None:
     """100 parameters and their states: one copy per direction between two devices, and one of offloaded weights to

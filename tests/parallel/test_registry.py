@@ -266,7 +266,7 @@ def meet_what_was_asked_for(seed: int) -> tuple[list[tuple[int, ...]], list[tupl
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_registry_meet_connects_groups_in_the_same_order_on_all_ranks(world: World, seed: int) -> None:
+def test_registry_connect_connects_groups_in_the_same_order_on_all_ranks(world: World, seed: int) -> None:
     by_rank = world.run(8, meet_what_was_asked_for, seed)
     whole = tuple(range(8))
     for rank, (met, asked, again) in enumerate(by_rank):
@@ -293,14 +293,14 @@ def meet_without_rank_1(given_up: Path) -> str:
     return str(error.value)
 
 
-def test_registry_meet_error_names_the_missing_rank(tmp_path: Path) -> None:
+def test_registry_connect_error_names_the_missing_rank(tmp_path: Path) -> None:
     alone = World()
     for message in [found for found in alone.run(4, meet_without_rank_1, tmp_path) if found]:
         assert "rank 1: in no call of meshstep" in message
     alone.close()
 
 
-def test_registry_meet_in_one_process_only_checks_axis_names() -> None:
+def test_registry_connect_in_one_process_only_checks_axis_names() -> None:
     ProcessGroupRegistry(Topology(data=1)).connect("data")
     with pytest.raises(ValueError, match="unknown axis 'tensor'"):
         ProcessGroupRegistry(Topology(data=1)).connect("tensor")

@@ -131,16 +131,16 @@ def equal_in(model: list[dict[str, Tensor]], topology: Topology) -> str:
 
 
 @pytest.mark.parametrize(("mode", "states"), CASES)
-def test_align_copies_gives_all_replicas_the_values_of_first_rank(world: World, mode: str, states: str) -> None:
+def test_align_replicas_gives_all_replicas_the_values_of_first_rank(world: World, mode: str, states: str) -> None:
     assert world.run(4, apart, {"data": 2, "tensor": 2}, mode, states, True) == [""] * 4
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_align_copies_aligns_tied_parameters_of_stages(world: World, mode: str) -> None:
+def test_align_replicas_aligns_tied_parameters_of_stages(world: World, mode: str) -> None:
     assert world.run(4, apart, {"pipe": 2, "tensor": 2}, mode, "whole", True) == [""] * 4
 
 
-def test_replicas_stay_diverged_without_align_copies(world: World) -> None:
+def test_replicas_stay_diverged_without_align_replicas(world: World) -> None:
     """Negative control."""
     assert all(world.run(4, apart, {"data": 2, "tensor": 2}, "bf16", "whole", False)[1:])
 
@@ -159,7 +159,7 @@ def stepped_on_one_rank() -> str:
         return str(error.value)
 
 
-def test_align_copies_of_different_optimizer_states_raises_on_every_rank(world: World) -> None:
+def test_align_replicas_of_different_optimizer_states_raises_on_every_rank(world: World) -> None:
     first, second = world.run(2, stepped_on_one_rank)
     assert first == second
     assert "whole: it (37,) torch.float32, exp_avg (37,) torch.float32 on rank 1, but whole: it (37,)" in first

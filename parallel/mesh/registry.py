@@ -16,6 +16,7 @@ import atexit
 import hashlib
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -491,10 +492,11 @@ class ProcessGroupRegistry:
             RuntimeError: As in `group`.
         Collectives: none.
         """
-        group: dist.ProcessGroup = self._known_or_new_group(ranks)
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes most of a second
+            return self._known_or_new_group(ranks)
+        group: dist.ProcessGroup = torch.compiler.disable(self._known_or_new_group)(ranks)
         return group
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model creates groups outside of its graph
     def _known_or_new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if self._closed:
             raise RuntimeError(f"rank {self.global_rank} requests a group of a closed registry; make a new registry")

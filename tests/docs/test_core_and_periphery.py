@@ -130,6 +130,23 @@ def is_init(name: str, gone: set[str]) -> bool:
     return any(other.startswith(folder) and other != name and other not in gone for other in library(ROOT))
 
 
+class _WithoutNames(ast.NodeTransformer):
+    """Removes names from the lists of exported names, and from the table of former names."""
+
+    def __init__(self, names: Set[str]) -> None:
+        self.names = names
+
+    def visit_List(self, node: ast.List) -> ast.List:
+        node.elts = [item for item in node.elts if not (isinstance(item, ast.Constant) and item.value in self.names)]
+        return node
+
+    def visit_Dict(self, node: ast.Dict) -> ast.Dict:
+        pairs = list(zip(node.keys, node.values, strict=True))
+        kept = [(key, value) for key, value in pairs if not (isinstance(value, ast.Name) and value.id in self.names)]
+        node.keys, node.values = [key for key, _ in kept], [value for _, value in kept]
+        return node
+
+
 def copy_without(gone: set[str], root: Path) -> None:
     """Copy the library without the files ``gone`` and their exports."""
     modules = {name.removesuffix(".py").removesuffix("/__init__") for name in gone}
@@ -147,9 +164,7 @@ def copy_without(gone: set[str], root: Path) -> None:
                 if f"{name.removesuffix('/__init__.py')}/{(node.module or '').replace('.', '/')}" in modules:
                     dropped |= {alias.name for alias in node.names}
                     tree.body.remove(node)
-            text = ast.unparse(tree)
-            for each in dropped:
-                text = text.replace(f"'{each}', ", "").replace(f", '{each}'", "")
+            text = ast.unparse(_WithoutNames(dropped).visit(tree))
         place.write_text(text)
     shutil.copy(ROOT / "src" / "meshstep" / "__init__.py", root / "meshstep" / "__init__.py")
 

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, registry_of, spec_of
 from torch import Tensor, nn
-from transformers_models import made
+from transformers_models import Mesh, loaded, loss_of, made, sgd, tokens_of, weights_of
 from world import World
 
 pytest.importorskip("transformers", reason="needs transformers (the extra 'interop')")
 
 Trained = tuple[list[float], dict[str, Tensor]]
-Mesh = tuple[int, ...]
 MESHES = [(1, 2), (2, 2)]
 
 
@@ -34,44 +32,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return str(path)
 
     return path_of
-
-
-def loaded(path: str, mesh: Mesh | None, dtype: torch.dtype = torch.float64) -> Any:
-    """Load the model: unsharded, or sharded over fsdp x tp, optionally with experts over ep."""
-    import transformers
-    from transformers.distributed import DistributedConfig
-
-    transformers.utils.logging.disable_progress_bar()
-    config = (
-        None
-        if mesh is None
-        else DistributedConfig(**dict(zip(("fsdp_size", "tp_size", "ep_size"), mesh, strict=False)))
-    )
-    options = (
-        {"experts_implementation": "eager"} if "moe" in path else {}
-    )  # other implementations do not support float64
-    return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype, **options)
-
-
-def tokens_of(step: int, rows: int = 4) -> Tensor:
-    return torch.randint(0, 64, (rows, 8), generator=torch.Generator().manual_seed(step))
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the loss in the dtype of the logits; the loss of the model itself is in float32."""
-    logits = model(input_ids=tokens).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().double()
-        for name, param in model.named_parameters()
-    }
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -11,9 +11,8 @@ import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, registry_of
 from meshstep.parallel.layout.annotation import annotation_of
-from test_transformers import loaded, loss_of, sgd, tokens_of, weights_of
 from torch import Tensor, nn
-from transformers_models import made
+from transformers_models import loaded, loss_of, made, sgd, tokens_of, weights_of
 from world import World
 
 pytest.importorskip("transformers", reason="needs transformers (the extra 'interop')")

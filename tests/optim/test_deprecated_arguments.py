@@ -189,8 +189,8 @@ def test_deprecated_exchange_argument_of_sharded_warns() -> None:
     with pytest.warns(
         DeprecationWarning, match=r"write compression=Bf16Compression\(error_feedback=True\) instead"
     ) as caught:
-        sharded = Sharded("data", exchange=Bf16Compression())
+        sharded = Sharded("data", exchange=Bf16Compression())  # type: ignore[call-arg]
     assert sharded == Sharded("data", compression=Bf16Compression())
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
     with pytest.raises(TypeError, match="compression is given twice"):
-        Sharded(compression=Bf16Compression(), exchange=Bf16Compression())
+        Sharded(compression=Bf16Compression(), exchange=Bf16Compression())  # type: ignore[call-arg]

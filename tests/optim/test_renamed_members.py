@@ -159,7 +159,7 @@ def test_former_object_name_returns_same_object_and_warns(package: str, old: str
 def test_unknown_module_attribute_raises() -> None:
     for module in (meshstep, meshstep.optim):
         with pytest.raises(AttributeError, match=rf"module '{module.__name__}' has no attribute 'Pieces'"):
-            module.Pieces  # type: ignore[attr-defined] # noqa: B018
+            module.Pieces  # noqa: B018
 
 
 def instance_of(owner: type) -> Any:

@@ -123,7 +123,7 @@ def test_audit_under_torchrun_prints_findings_as_json(folder: Path) -> None:
     assert done.returncode == 1, done.stderr
     values = json.loads(done.stdout)
     (finding,) = values["findings"]
-    assert not values["right"]
+    assert not values["is_correct"]
     assert sorted(values["proved"]) == ["down.bias", "down.weight", "up.weight"]
     named = {key: finding[key] for key in ("name", "module", "declared", "inferred", "cause", "axes")}
     assert named == {
@@ -144,7 +144,7 @@ def test_audit_with_infer_prints_rules_for_declare(audited: Audited) -> None:
     (rules,) = values["rules"]
     assert rules["ranks"] == [0, 1, 2, 3]
     assert rules["declare"]["up.bias"] == "P('tensor')"
-    assert values["proof"]["right"]
+    assert values["proof"]["is_correct"]
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _REGISTRY_ATTRIBUTES = frozenset(
-    {"topology", "global_rank", "rank", "ranks", "group", "group_of", "device", "device_mesh"}
+    {
+        "topology",
+        "global_rank",
+        "rank",
+        "ranks",
+        "group",
+        "group_of",
+        "create_groups",
+        "connect",
+        "device",
+        "device_mesh",
+    }
 )
 
 

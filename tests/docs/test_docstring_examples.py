@@ -23,7 +23,9 @@ from typing import Any
 import meshstep
 import pytest
 import torch
+from loops import using
 from meshstep import ParallelOptimizer, ProcessGroupRegistry, Topology, declare
+from meshstep.optim.kernels.choice import kernels_chosen
 from meshstep.testing import fake_world
 from torch import nn
 
@@ -322,7 +324,8 @@ def run(code: str, namespace: dict[str, Any], label: str) -> int:
 def test_docstring_example_runs(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = EXAMPLES[label].replace('"cuda"', '"cpu"')
-    with fake_world(RANKS.get(label, 1)), warnings.catch_warnings():
+    kernels = using(kernels_chosen())  # an example calls use_kernels, which must not affect later tests
+    with kernels, fake_world(RANKS.get(label, 1)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         setup = SETUP.get(label, "")
         namespace = Names(code, tmp_path).of_example(setup)

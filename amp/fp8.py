@@ -46,17 +46,17 @@ from .modes import Bf16, Criterion, Fp32, Precision, register_mode
 
 
 def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, data_axes: tuple[str, ...] = ()) -> Tensor:
-    """Return this rank's block [m, n] of ``A @ B``, with A, B and the gradient rounded as by `Fp8Matmul`.
+    """Return this rank's block [m, n] of ``A @ B``, with A, B and the gradient of the product rounded to 8 bits.
 
-    Every 8-bit value is also a value of the operands' dtype. The blocks are rounded, then `summa` broadcasts and
-    multiplies them in this dtype. The result is the result of an 8-bit product, except that the sums are computed in
-    this dtype; time and traffic are those of `summa` in this dtype. Nothing is rounded if a dim of ``b`` is not a
-    multiple of 16.
+    The values are rounded as by `Fp8Matmul`, and stored in the operands' dtype, which represents every 8-bit value
+    exactly. Then `summa` broadcasts and multiplies them in the operands' dtype. The result equals the result of an 8-bit
+    product, except that sums are computed in the operands' dtype. Time and traffic are the same as without rounding.
+    Nothing is rounded if a dim of ``b`` is not a multiple of 16.
 
     Args:
         a, b: Blocks [m, k] and [k, n], both float32 or both bfloat16. In a model that `Fp8` has prepared, the weight
             ``b`` is rounded once per step.
-        grid: The grid of ranks, over which the maxima of all three tensors are all-reduced.
+        grid: The grid of ranks. The largest absolute values of A, B and the gradient are all-reduced over it.
         inner: As in `summa`.
         data_axes: Additional axes of the all-reduce. Default: none.
     Raises:

@@ -248,9 +248,9 @@ class Bf16(Precision):
         stochastic_rounding: If True, the optimizer uses `StochasticRounding` instead of float32 masters and main
             gradients. Default: False.
         main_grads: If True, gradients accumulate in float32. If False, gradients stay bfloat16 until the step reads
-            them. This saves 2 bytes per element and a pass over memory in backward, and suits windows of a single
-            micro-batch. The results are bitwise identical, unless the model uses a weight more than once. Gradient sums
-            of such weights are rounded to bfloat16, as in torch. Default: True.
+            them. This saves 2 bytes per element and a pass over memory in backward, and suits accumulation windows of a
+            single micro-batch. The results are bitwise identical, unless the model uses a weight more than once. Gradient
+            sums of such weights are rounded to bfloat16, as in torch. Default: True.
         split_masters: If True, each float32 master is stored as the weight and a 16-bit remainder, with 2 bytes per
             element instead of 4. With AdamW, weight, remainder and states take 12 bytes per element instead of 14. The
             masters are bitwise identical. The weights are still rounded to nearest, but ties round away from zero

@@ -247,7 +247,7 @@ class StochasticRounding:
         load_shared_numbers_exactly(optimizer)
 
     def _make_keys(self) -> dict[Tensor, str]:
-        """Return the string of each bfloat16 parameter that is hashed into its seed, together with seed and step."""
+        """Return one string per bfloat16 parameter. Its hash with ``seed`` and the step is the seed of the noise."""
         keys: dict[Tensor, str] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):

@@ -146,7 +146,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # type checkers report former names
+if not TYPE_CHECKING:  # hidden from type checkers, so that they report former names as errors
     __getattr__ = renamed_objects(
         __name__,
         {

@@ -262,7 +262,7 @@ class Setup:
         if any(isinstance(placement, Sharded) and placement.gradients for placement in self.placements):
             reasons.append("Sharded(gradients=True) averages them while backward runs: shard the states alone")
         if has_dtensors(params):
-            reasons.append("those of DTensors may be pending sums: declare plain parameters")
+            reasons.append("gradients of DTensors may be partial: declare plain parameters")
         return reasons
 
     def context(self, precision: Precision) -> PlacementContext:

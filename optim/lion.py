@@ -116,7 +116,7 @@ class Lion(torch.optim.Optimizer):
         # Products and sums are rounded separately, because a fused multiply-add rounds the end of a shard differently.
         updates = torch._foreach_mul(momenta, number(b1, 0.0))
         torch._foreach_add_(updates, torch._foreach_mul(grads, 1 - b1))
-        torch._foreach_sign_(updates)  # +0 in a skipped step, so that -0 is added below
+        torch._foreach_sign_(updates)  # +0 in a skipped step; times -0 it is -0, which changes no weight when added
         torch._foreach_mul_(updates, number(-lr, -0.0))
         if group["weight_decay"]:
             torch._foreach_mul_(weights, number(1 - lr * group["weight_decay"], 1.0))

@@ -1,4 +1,4 @@
-"""`ParallelOptimizer`: a torch optimizer that steps by the exact global gradient norm of a model split over a mesh."""
+"""`ParallelOptimizer` wraps a torch optimizer and clips by the exact global gradient norm of a parallel model."""
 
 from __future__ import annotations
 
@@ -438,7 +438,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:
-            raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
+            raise ValueError(
+                "step takes no closure: it uses the gradients of earlier backward calls; call backward, then step"
+            )
         with self._tracked("step"):
             window = self._window
             window.captured = torch.cuda.is_initialized() and check_captured("step", self.not_captured)

@@ -171,7 +171,7 @@ class Hold:
         hold_on_skip: bool = True,
     ) -> None:
         self._move, self._take_back, self._hold_on_skip = move, take_back, hold_on_skip
-        self._verdict: FlagCopy | None = None  # decision of the last period, until it is read
+        self._verdict: FlagCopy | None = None  # whether the last period's steps were skipped, until read
         self._has_moved = False  # whether the schedule moved before the decision was read
         self._taken = TakenSteps(optimizer)
         hook_weakly(optimizer.register_step_pre_hook, self._before_step)
@@ -301,9 +301,9 @@ class WarmupLR(LRScheduler):
             self.watch(optimizer)
 
     def watch(self, optimizer: ParallelOptimizer) -> None:
-        """Move when ``optimizer`` takes a step.
+        """Let `step` move the schedule only if ``optimizer`` took a step.
 
-        Call it if the schedule was created before its torch optimizer was wrapped.
+        Call `watch` if the schedule was created before its torch optimizer was wrapped.
 
         Args:
             optimizer: The `ParallelOptimizer` that wraps the schedule's optimizer.

@@ -157,7 +157,7 @@ class Restoration:
         return self._stored[key]
 
     def _allocate(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor of ``shape`` for a region of a full tensor."""
+        """Return an empty tensor of ``shape``, and add it to `tensors`, to be filled with ``region`` of tensor ``key``."""
         room = torch.empty(shape, dtype=dtype)
         found = self._find(key)
         if found != Stored(region.full_shape, dtype):

@@ -563,7 +563,8 @@ class GradientClipper:
 
     def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
         """Multiply the gradients by the factors of one level in place, and keep their marks of complete gradients."""
-        # One call for all gradients: they may be views of one buffer, whose version counter all writes increment.
+        # All marks are kept in one call: the gradients may be views of one buffer, and a write to one of them increments
+        # the version counter of all, which would remove marks.
         units, named = self._measurers[needs].units, self._named.get(needs.patterns)
         with keep_complete_marks((param, None) for param in self.params):
             widen_gradients(self.params)

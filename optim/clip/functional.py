@@ -282,7 +282,9 @@ def _listed(
 
 
 def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
-    """Compare parameters and gradients that nobody declared to be replicated, in the first call with an inferred registry.
+    """Compare undeclared parameters, which count as replicas, and their gradients over all ranks.
+
+    This is done in the first call with an inferred registry only.
 
     Raises: As `agreed`; ReplicaMismatchError on every rank.
     Collectives: those of `agreed` and one all-reduce, in the first call. Host synchronization: in the first call.
@@ -382,7 +384,9 @@ def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> Clip
     """
     rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
     if rule is None:
-        raise ValueError("max_norm=None: give a threshold or a rule; global_norm(params) measures only")
+        raise ValueError(
+            "max_norm=None: give a threshold or a rule; to measure without clipping, call global_norm(params)"
+        )
     check_packed(rule, reduction)
     if isinstance(max_norm, ClipState):
         return max_norm
@@ -464,10 +468,11 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
         state.remember(key, _CachedNorm(norm, listed.pending, listed.annotations))
         return norm
 
-    # Per group, the collectives depend on the lists of all ranks, and a rank cannot tell if another rank's list changed.
+    # With "per_group", the collectives depend on the parameter lists of all ranks, and a rank cannot tell if another rank's
+    # list changed.
     if not state.checked or reduction == "per_group":
         return make_norm(agreed(make_checked_plan, registry))(listed.gradients)
-    # Packed, later lists are not compared, because lists that depend on local data may differ between ranks.
+    # With "packed", later lists are not compared, because lists that depend on local data may differ between ranks.
     try:
         check_gradients(listed, registry)
         measure = make_norm(listed.plan(registry)) if known is None else known.norm

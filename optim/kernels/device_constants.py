@@ -17,9 +17,9 @@ KEPT = 64
 
 
 class Constants:
-    """Cache of the `KEPT` constants used last.
+    """Cache of 1-dim device tensors with constant values. It holds the `KEPT` tensors that were used last.
 
-    The set may differ between steps, because the parameters with gradients may.
+    Steps may need different tensors, because different parameters may have gradients.
     """
 
     def __init__(self) -> None:

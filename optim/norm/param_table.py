@@ -1,4 +1,4 @@
-"""One record per tensor that the optimizer steps, built once whenever parameters are given to the optimizer."""
+"""One record per tensor that the optimizer steps, made when the optimizer is created or gets another param group."""
 
 from __future__ import annotations
 

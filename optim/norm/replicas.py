@@ -385,10 +385,10 @@ class EqualShards:
         self.plan, self.axes, self.device = plan, [tuple(of_entry) for of_entry in axes], device
 
     def slots(self, numbers: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return this rank's summands of the slots, 1-dim float64.
+        """Return this rank's summands of the slots of all parameters and axes, flattened, float64.
 
         Args:
-            numbers: [entries, 2] int64: `TensorHash` of the weights and gradients.
+            numbers: [entries, 2] int64: the hashes of the weights and of the gradients, from `TensorHash`.
             weights: One weight per entry.
             gradients: One gradient per entry, or None.
         Host synchronization: none on CUDA devices.
@@ -438,7 +438,10 @@ class EqualShards:
 
 
 def _can_compare(weights: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a 0-dim bool: True if equal shards with these values must be replicas. None: there are too few values."""
+    """Return a 0-dim bool: True if equal shards with these values must be replicas.
+
+    Return None if that cannot be known: the gradient is missing, not a dense float tensor, or too small.
+    """
     if gradient is None or gradient.layout is not torch.strided or not gradient.is_floating_point():
         return None
     if gradient.numel() < ENOUGH:

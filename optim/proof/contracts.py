@@ -236,7 +236,7 @@ class KnownParameter:
         return any(len([rank for rank in ranks if rank in self.seen]) > 1 for ranks in topology.groups(axis))
 
     def coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
-        """Return the coordinates along the axis of the ranks that hold the parameter."""
+        """Return the coordinates along ``axis`` at which ranks hold the parameter."""
         return tuple(sorted({topology.coordinate_of(rank, axis) for rank in self.seen}))
 
 

@@ -104,13 +104,13 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
         missing = sum(id(param) not in given for param in own)
         if missing:
             raise ValueError(
-                f"{missing} of the optimizer's {len(own)} parameters are not passed to the clip, and the norm includes all "
+                f"{missing} of the optimizer's {len(own)} parameters are not passed to the clip function, which clips all "
                 "of them; pass model.parameters(), or give ParallelOptimizer a max_norm= in param groups"
             )
         if not accelerator.sync_gradients:
             raise RuntimeError(
-                "the clip was called in the middle of an accumulation window, whose gradients are incomplete; write `if "
-                "accelerator.sync_gradients:` before the clip"
+                "the clip function was called in the middle of an accumulation window, whose gradients are "
+                "incomplete; write `if accelerator.sync_gradients:` before the call"
             )
         if optimizer.last_stats is None:
             _check_not_wrapped(optimizer)

@@ -279,7 +279,7 @@ def _align(rows: Sequence[SteppedTensor], chain: TransformChain, registry: Proce
         ranks = holders_of(row.spec, registry.topology, registry.global_rank)
         if len(ranks) > 1 and row.trained:
             kind = _BroadcastKind(ranks, layout_kind(row.spec, registry.topology))
-            named = {"it": row.tensor, **{key: state[key] for key in sorted(state) if key not in SCALAR_STATE}}
+            named = {"tensor": row.tensor, **{key: state[key] for key in sorted(state) if key not in SCALAR_STATE}}
             found.setdefault(kind, []).extend(named.values())
             what = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in named.items())
             descriptions.setdefault(kind, []).append(f"{row.entry.name}: {what}")
@@ -306,8 +306,8 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
             for mine, other in zip(own, others, strict=False):
                 if mine.partition(": ")[2] != other.partition(": ")[2]:
                     raise ValueError(
-                        f"replicas can't be aligned: {mine} on rank {rank}, but {other} on rank {first}; one replica was "
-                        "stepped and the other was not: load a checkpoint, which gives both a state"
+                        f"replicas can't be aligned: they have {mine} on rank {rank}, but {other} on rank {first}, because "
+                        "only one was stepped; load a checkpoint, so that both have the same optimizer states"
                     )
             if len(own) != len(others):
                 raise ValueError(

@@ -509,7 +509,7 @@ class TransformChain:
     Attributes:
         positions: One position per stepped tensor, in the order of the param groups.
         given: The model parameters, including parameters of which this rank holds no shard.
-        frozen: Model parameters that were frozen before a later param group was added.
+        frozen: Model parameters that were frozen when a param group was added. They cannot be unfrozen.
         pulling_grads: The transforms that override `pull_grads`, from the model to the optimizer.
         catching_up: The transforms that override `catch_up`.
         observers: The step observers, in the order of calls.

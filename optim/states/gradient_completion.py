@@ -183,7 +183,7 @@ class GradientCompletion:
         )
 
     def _look(self, mine: GradientReport, window: Window, averaged: bool) -> None:
-        """Check the gradients of the first window on all ranks, and add partial gradients that their DTensors declare.
+        """Check the gradients of the first window on all ranks, and note which DTensors have partial gradients.
 
         Args:
             mine: This rank's report.

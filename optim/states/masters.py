@@ -160,7 +160,7 @@ class SplitMasters(ParamTransform):
             self._versions, self._loaded = list(map(_version, self._weights)), []
 
     def write_back(self) -> None:
-        """Keep all remainders, because this library has written the weights together with them."""
+        """Note the weights that this library has just written, so that their remainders are kept."""
         self._note_weights()
         if self._loaded:
             self._loaded = _bit_sums(self._weights)

@@ -128,8 +128,9 @@ class PointerTable:
 
     Args:
         params: The tensors.
-        fixed: One column of addresses each for the tensors, three states, and the step counts; 0: there is none.
-        rests: The addresses of remainders; None: no tensor has one.
+        fixed: Five columns of addresses, with one address per tensor: the tensor, its three states, and its step count.
+            The address of a missing state or count is 0.
+        rests: The address of each tensor's remainder, or 0; None: no tensor has a remainder.
     """
 
     def __init__(self, params: Sequence[Tensor], fixed: Sequence[Sequence[int]], rests: Sequence[int] | None) -> None:
@@ -345,11 +346,11 @@ def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, 
 
 
 def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
-    """Return the loops if they support the optimizer; None otherwise.
+    """Return the compiled loops if they support the optimizer and can read ``numbers``; None otherwise.
 
     Args:
         optimizer: The optimizer.
-        numbers: Tensors that the loops would read, or None. They must be plain tensors on the CPU.
+        numbers: Tensors that the loops would read. They can read plain float tensors on the CPU; None is ignored.
     """
 
     def is_read(value: Tensor) -> bool:

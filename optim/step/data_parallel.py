@@ -76,7 +76,7 @@ class GradSyncController(ABC):
         self.on = on
 
     def expect(self, window: Window) -> None:
-        """Let the next micro-batch reduce if it is the last one of its window, in managed accumulation."""
+        """In managed accumulation, set whether the next micro-batch reduces: only the window's last one does."""
         if window.steps is not None:
             self.set(window.next_is_last)
 

@@ -129,11 +129,11 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
         )
     if none and called:
         where = (
-            "they are in param.main_grad: give the module that stores them there, Megatron's DistributedDataParallel, as "
-            "data_parallel="
+            "the gradients are in param.main_grad; give the module that stores them there, Megatron's "
+            "DistributedDataParallel, as data_parallel="
             if any(rank.elsewhere for rank in seen)
             else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
-            "give it other parameters"
+            "replace its parameters"
         )
         raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
 

@@ -94,7 +94,7 @@ class UsedClip:
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Read the explicit clips of a window and the thresholds of param groups. Return True if the facts have changed.
+        """Update `facts` from a window's explicit clips and the groups' ``max_norm``. Return True if they have changed.
 
         Host synchronization: for an explicit threshold in a tensor.
         """

@@ -391,7 +391,7 @@ class Planned:
         return torch.cat([self._to_labels(values), values.sum(-1, keepdim=True)], -1)
 
     def of_local(self, squares: Tensor) -> Tensor:
-        """Return the sum of the squared norms of the parameters that `local` measures, 0-dim."""
+        """Return the sum of ``squares`` over the parameters whose gradients `local` measures, 0-dim."""
         return torch.where(self._own > 0, squares, 0.0).sum()
 
     def fractions(self, counts: Tensor) -> Tensor:

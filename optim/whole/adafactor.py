@@ -161,7 +161,7 @@ class Adafactor(WholeOptimizer):
         }
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """Return u."""
+        """Return u, the scaled gradient, as in the formulas above the class."""
         eps = slot.group["eps"][0]
         if eps is None:
             eps = torch.finfo(slot.param.dtype).eps
@@ -286,7 +286,7 @@ class CAME(WholeOptimizer):
         return {key: toward(slot.state[key], mean, rate) for key, mean in means.items()}
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """Return u."""
+        """Return u, the scaled gradient, as in the formulas above the class."""
         if "exp_avg_sq" in moments:
             return slot.grad * moments["exp_avg_sq"].rsqrt()
         return slot.grad * self._inverse_root(slot, moments, "sq")
@@ -296,7 +296,7 @@ class CAME(WholeOptimizer):
         return outer(self.tensors, slot, (rows / rows.mean(-2, keepdim=True)).rsqrt(), columns.rsqrt())
 
     def _residuals(self, slots: Sequence[Slot], moments: Mapping[int, Moments]) -> Iterator[Request]:
-        """Yield requests for the sum of u^2; for matrices, the sums of u^2, e^2 and e u by rows and columns."""
+        """Yield requests for the sums of u^2, e^2 and e u over rows and columns; without factors, for the sum of u^2."""
         for slot in slots:
             shape, u = self._shape(slot), self._update(slot, moments[slot.position]).double()
             if not is_factored(shape):
@@ -307,7 +307,7 @@ class CAME(WholeOptimizer):
                 yield from row_and_column_sums(slot.position, product, shape)
 
     def _instability(self, slot: Slot, a: Tensor, uu: Sequence[Tensor], sums: Iterator[Tensor]) -> Moments:
-        """Return S and T."""
+        """Return the new S and T of the formulas above the class, by the names of their states."""
         shape, (beta1, _, beta3) = self._shape(slot), slot.group["betas"]
         ee, eu = (next(sums), next(sums)), (next(sums), next(sums))
         found = {}

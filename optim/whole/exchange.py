@@ -125,7 +125,7 @@ class Round:
         self._buffer_index, self._buffers = buffer_index, buffers
         self._own = [index for index, matrix in enumerate(matrices) if matrix.home == self._me]
         self.own = [matrices[index] for index in self._own]
-        # Number of elements between two ranks, to the owner rank and back.
+        # Number of elements that two ranks exchange: to the owner rank, and back from it.
         self._there = self._counts(lambda m: m.sources, lists)
         self._back = self._counts(lambda m: m.holders, 1)
         self._sent = self._places(lambda m: m.sources, lists)

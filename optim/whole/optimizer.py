@@ -154,7 +154,8 @@ class WholeOptimizer(torch.optim.Optimizer):
         times, bound = Counter(entry.name for entry in plan.entries), dict[int, tuple[str, SteppedTensor]]()
         for row in table:
             local = row.model_entry.name
-            # A repeated name belongs to two layers or to a tensor tied on this rank; `bind` raises in the second case.
+            # Tensors of this rank with equal names keep that name. `bind` then raises if they have common elements, as tied
+            # tensors have.
             name = plan.parameter_names[plan.parameter_slots[row.index]] if times[local] == 1 else local
             bound[id(row.tensor)] = name, row
         for part in parts:
@@ -482,7 +483,7 @@ class StepsTaken:
     def of(self, slot: Slot) -> int:
         """Return the number of steps before this one.
 
-        Host synchronization: one in the first step and one after loading; otherwise the wait for the previous step.
+        Host synchronization: on a GPU, it waits for the previous step; in the first step and after loading, for the device.
         """
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:

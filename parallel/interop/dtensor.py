@@ -1,8 +1,8 @@
 """DTensor parameters and their gradients: FSDP2's `fully_shard`, `parallelize_module`, `distribute_tensor`.
 
-The spec of a DTensor follows from its placements if the ranks along each mesh dim are the ranks of axes of the
-topology. The names of the mesh dims need not match. The mesh may be sliced, and a mesh dim may be several axes
-flattened into one. ``registry.device_mesh("data")`` creates a mesh on the registry's groups.
+The spec of a DTensor follows from its placements if each dim of its mesh is an axis of the topology: both must consist
+of the same ranks, and may have different names. The mesh may be sliced, and a mesh dim may be several axes flattened
+into one. ``registry.device_mesh("data")`` creates a mesh on the registry's groups.
 
     fully_shard over data                               (Shard(0),)                    P("data")
     ... of a plain shard declared P("tensor", None)     (Shard(0),)                    P(("tensor", "data"))
@@ -10,10 +10,10 @@ flattened into one. ``registry.device_mesh("data")`` creates a mesh on the regis
     ColwiseParallel and RowwiseParallel weights         (Shard(0),) and (Shard(1),)    P("tensor") and P(None, "tensor")
     SequenceParallel norm, declared partial over it     (Replicate(),)                 P(partial="tensor")
 
-The placements determine the layout over the axes of the mesh, and a declaration determines the layout over all other
-axes. Both are needed. torch replaces the parameters and thereby drops the declarations of their layers. Declare the
-parameters again afterwards, or wrap the change in `keep_specs`. An undeclared DTensor is an error if the topology has a
-model axis that its mesh lacks.
+The placements determine the layout over the axes of the DTensor's mesh. A declaration determines the layout over all
+other axes; without one, a DTensor is an error if its mesh lacks a model axis of the topology. torch replaces the
+parameters and thereby drops the declarations of their layers. Declare the parameters again afterwards, or wrap the
+change in `keep_specs`.
 
 To combine tensor parallelism and `fully_shard` on the same parameters, torch requires slices of one mesh: ``mesh =
 registry.device_mesh("data", "tensor")``, then ``mesh["tensor"]`` and ``mesh["data"]``.

@@ -79,7 +79,7 @@ class Region:
         coordinate: Mapping[str, int],
         name: str = "a tensor",
     ) -> Region:
-        """Return the region of the complete shard that the rank at ``coordinate`` holds.
+        """Return the region that is the entire shard of the rank at ``coordinate``.
 
         A dim that is not a multiple of the axes' sizes is sharded as `torch.chunk` does, axis by axis.
 
@@ -91,8 +91,8 @@ class Region:
             coordinate: Index per axis of the rank.
             name: Name of the tensor in errors.
         Raises:
-            ValueError: ``spec`` gives a shard with another shape than ``shape``; or a block is not a multiple of the axes'
-                sizes.
+            ValueError: ``spec`` gives a shard with another shape than ``shape``; or the size of a block is not a multiple
+                of the axes' sizes.
         """
         try:
             spans = tuple(spec.spans(dim, length, topology, coordinate) for dim, length in enumerate(full))

@@ -55,7 +55,7 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
         P((blocks("tensor", 2), "data"))    # the shard over `tensor` is sharded again over `data`, as one block
 
     Args:
-        axes: A mesh axis, or a tuple of axes, slowest first.
+        axes: A mesh axis, or a tuple of axes, of which the first varies slowest over the chunks of the dim.
         sizes: Number of equal blocks; or one positive integer per block, of which only the ratio matters (for example
             numbers of heads).
 
@@ -65,8 +65,8 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
     ratio: Any = (1,) * sizes if isinstance(sizes, int) and not isinstance(sizes, bool) else sizes
     if not isinstance(ratio, Sequence) or not ratio or not all(type(size) is int and size > 0 for size in ratio):
         raise ValueError(
-            f"blocks({axes!r}, {sizes!r}): sizes must be positive integers; give a number of equal blocks, as 2, or the "
-            "sizes of the blocks, as (4, 1, 1)"
+            f"blocks({axes!r}, {sizes!r}): sizes must be positive integers; give a number of equal blocks, such "
+            "as 2, or the sizes of the blocks, such as (4, 1, 1)"
         )
     divisor = gcd(*ratio)  # normalizes equal ratios to equal objects with equal hashes
     return Blocks((axes,) if isinstance(axes, str) else tuple(axes), tuple(size // divisor for size in ratio))
@@ -148,7 +148,7 @@ Entry = str | Blocks | tuple[Part, ...] | None
 
 
 def parts_of(entry: Entry) -> tuple[Part, ...]:
-    """Return the parts of an entry, slowest first.
+    """Return the parts of an entry of a spec, in order: the first part varies slowest over the chunks of the dim.
 
     Raises:
         ValueError: ``entry`` is not a valid entry of a spec.
@@ -166,7 +166,7 @@ def _is_part(part: object) -> bool:
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
-    """Return all axes of an entry, slowest first.
+    """Return all axes of an entry of a spec, in order: the first axis varies slowest over the chunks of the dim.
 
     Raises:
         ValueError: ``entry`` is not a valid entry of a spec.
@@ -333,7 +333,7 @@ class P:
         return (*self.sharded_axes, *self.partial, *dict(self.owned), *dict(self.tied))
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
-        """Return the axes that shard tensor dim ``dim`` (>= 0), slowest first; () if the dim is not sharded."""
+        """Return the axes that shard tensor dim ``dim`` (>= 0), in the order of `axes_of`; () if the dim is not sharded."""
         return self.entries[dim] if dim < len(self.entries) else ()
 
     def block_sizes(self, axis: str) -> tuple[int, ...]:
@@ -341,7 +341,7 @@ class P:
         return dict(self.blocks).get(axis, (1,))
 
     def joint_dim_axes(self, dim: int) -> tuple[Together, ...]:
-        """Return the axes that shard tensor dim ``dim``, slowest first, as tuples of axes that shard it jointly."""
+        """Return tuples of axes that shard tensor dim ``dim`` jointly, in the order of `axes_of`."""
         found: list[Together] = []
         for axis in self.dim_axes(dim):
             together = next((axes for axes in self.joint_axes if axis in axes), (axis,))

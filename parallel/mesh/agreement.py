@@ -27,7 +27,7 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
 
     Args:
         value: Any object that `pickle` accepts.
-        registry: Its topology's world is the set of ranks.
+        registry: The process groups. The call runs on all ranks of its topology.
     Returns:
         One value per rank. With one rank the list holds ``value`` itself.
     Raises:
@@ -53,7 +53,7 @@ def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T
 
     Args:
         function: Takes no arguments, and must issue no collective.
-        registry: Its topology's world is the set of ranks.
+        registry: The process groups. The call runs on all ranks of its topology.
     Returns:
         The result of ``function()`` on this rank.
     Raises:
@@ -72,7 +72,7 @@ def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGrou
 
     Args:
         function: Returns ``(result, value)``; must issue no collective.
-        registry: Its topology's world is the set of ranks.
+        registry: The process groups. The call runs on all ranks of its topology.
     Returns:
         This rank's ``result``, and the ``value`` of every rank by global rank.
     Raises:
@@ -111,7 +111,7 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
 
     Args:
         settings: By name. Values are compared as the text that `describe` returns.
-        registry: Its topology's world is the set of ranks.
+        registry: The process groups. The call runs on all ranks of its topology.
     Raises:
         ValueError: On every rank, with the first setting that differs and two of its values.
     Collectives: those of `gather_objects`.

@@ -424,11 +424,11 @@ def _is_library(frame: FrameType) -> bool:
     return package in ("torch", "meshstep") or package in sys.stdlib_module_names
 
 
-# Stack frames: only deprecation.py reads them as well -----------------------------------------------------------------
+# Stack frames ---------------------------------------------------------------------------------------------------------
 
 
-# Use these only where another library calls a method of ours, the answer depends on which of its functions does, and no
-# argument tells.
+# Use these functions only where another library calls a method of this library, the result depends on which function
+# calls, and no argument identifies it. No other module except deprecation.py reads stack frames.
 
 
 def calling_module() -> str:

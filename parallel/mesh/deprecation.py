@@ -29,7 +29,7 @@ def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], 
         if name not in renamed:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         new = renamed[name]
-        if not is_called_by_importlib():  # ``from module import name`` looks the name up there first, and then again
+        if not is_called_by_importlib():  # ``from module import name`` looks the name up twice, first in importlib
             warn_deprecated(f"{module}.{name}", f"write {new.__name__} instead")
         return new
 

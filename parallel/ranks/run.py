@@ -279,7 +279,7 @@ class LaunchedRanks(Ranks):
             dist.destroy_process_group()
 
     def _reply(self, function: Callable[..., Any], call: bytes) -> None:
-        """Call the function and post its result once: when it finishes, or when the timeout is over."""
+        """Call the function and post one reply: its result or error, or at the timeout this rank's stack as an error."""
         assert self._of is not None
         key, timeout, once = f"reply/{self._calls}", self._of[1], threading.Lock()
         main = threading.get_ident()

@@ -54,8 +54,8 @@ def test_wrong_use_with_accelerate_raises_clear_errors_on_every_rank(by_rank: li
         told = found["told"]
         assert "accelerate steps this optimizer" in told["clips by itself"]
         assert "call meshstep.optim.take_over_clipping(accelerator, optimizer)" in told["clips by itself"]
-        assert "write `if accelerator.sync_gradients:` before the clip" in told["in a window"]
-        assert "1 of the optimizer's 4 parameters are not passed to the clip" in told["some parameters"]
+        assert "write `if accelerator.sync_gradients:` before the call" in told["in a window"]
+        assert "1 of the optimizer's 4 parameters are not passed to the clip function" in told["some parameters"]
         assert "leave accumulation_steps= of ParallelOptimizer out" in told["windows of both"]
         for when in ("later", "before"):
             told_when = told[f"wrapped {when}"]

@@ -67,7 +67,7 @@ def test_micro_batches_property_counts_since_last_step() -> None:
     assert optimizer_of(model_of()).accumulation_steps is None
 
 
-def test_not_local_names_each_argument_that_reduces_in_backward() -> None:
+def test_not_local_returns_one_reason_per_argument_that_averages_gradients() -> None:
     assert optimizer_of(model_of()).not_local() == []
     (overlap,) = optimizer_of(model_of(), overlap=True).not_local()
     assert overlap.startswith("overlap=True averages them")

@@ -23,5 +23,5 @@ __all__ = [
     "run_ranks",
 ]
 
-if not TYPE_CHECKING:  # type checkers report former names
+if not TYPE_CHECKING:  # hidden from type checkers, so that they report former names as errors
     __getattr__ = renamed_objects(__name__, {"Inferred": InferredLayout})

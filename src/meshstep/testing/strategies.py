@@ -79,14 +79,14 @@ def specs(
     *,
     uneven: bool = False,
 ) -> P:
-    """Draw specs of a tensor. Over each axis the tensor is replicated, or has another of the ``kinds``.
+    """Draw a spec of a tensor. Over each axis the tensor is replicated, or has a layout from ``kinds``.
 
     Data-parallel axes never shard or own the tensor, and only pipeline axes tie it.
 
     Args:
         topology: Provides the axes.
         shape: Shape of the full tensor.
-        kinds: Layouts along an axis to choose from. Default: all. Replicated (``"copied"``) is always possible.
+        kinds: The layouts over one axis to choose from. Default: all. Replicated (``"copied"``) is always possible.
         uneven: Also shard dims that are not a multiple of the axis size. False: shards are equal.
     """
     entries: list[list[str]] = [[] for _ in shape]

@@ -162,4 +162,4 @@ def stepped_on_one_rank() -> str:
 def test_align_replicas_of_different_optimizer_states_raises_on_every_rank(world: World) -> None:
     first, second = world.run(2, stepped_on_one_rank)
     assert first == second
-    assert "whole: it (37,) torch.float32, exp_avg (37,) torch.float32 on rank 1, but whole: it (37,)" in first
+    assert "whole: tensor (37,) torch.float32, exp_avg (37,) torch.float32 on rank 1, but whole: tensor (37,)" in first

@@ -54,7 +54,7 @@ def frozen_then_added(how: str, mode: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split"])
 @pytest.mark.parametrize("how", OPTIONS)
-def test_group_added_after_freezing_trains_and_frozen_parameter_stays(world: World, how: str, mode: str) -> None:
+def test_added_group_trains_and_frozen_parameter_is_unchanged(world: World, how: str, mode: str) -> None:
     a, c = (torch.linspace(0.5, 2, 6).requires_grad_() for _ in range(2))
     first, second = (torch.optim.AdamW([param], lr=0.125, weight_decay=0.5) for param in (a, c))
     for step in range(4):

@@ -237,7 +237,9 @@ def refused(kind: str) -> str:
         ),
     ],
 )
-def test_unsupported_dtensor_layouts_are_rejected(world: World, kind: str, message: str, weight: float) -> None:
+def test_missing_specs_unequal_replicas_and_partial_max_gradients_are_rejected(
+    world: World, kind: str, message: str, weight: float
+) -> None:
     for found in world.run(4, refused, kind):
         assert message in found
         assert found.endswith(f"weights {weight}")

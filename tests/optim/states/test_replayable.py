@@ -157,7 +157,7 @@ def test_replayable_rejects_stochastic_rounding(options: dict[str, Any], which: 
         alone(OPTIMIZERS["fused AdamW"], **options)
 
 
-def test_replayable_optimizer_can_be_pickled_and_copied() -> None:
+def test_placement_can_be_pickled_and_copied_optimizer_replays() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     assert pickle.loads(pickle.dumps(Replayable())) == Replayable()

@@ -149,7 +149,7 @@ def test_windows_that_differ_between_ranks_skip_step_and_raise(world: World, mes
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_windows_that_differ_raise_immediately_with_on_nonfinite_raise(world: World, mesh: dict[str, int]) -> None:
+def test_differing_windows_raise_immediately_if_on_nonfinite_is_raise(world: World, mesh: dict[str, int]) -> None:
     for errors, _, moved, skipped, _ in world.run(4 if len(mesh) == 2 else 2, window_run, mesh, "missing", AT_ONCE):
         assert [step for step, _ in errors] == [BAD]
         assert expected(WINDOWS["missing"][2], mesh) in errors[0][1]
@@ -256,7 +256,7 @@ def costs() -> tuple[int, int]:
         return sum(seen.values()), optimizer.skipped_steps
 
 
-def test_comparing_windows_and_hyper_parameters_needs_no_collective_or_host_read(world: World) -> None:
+def test_step_agreement_adds_no_collective_or_host_synchronization(world: World) -> None:
     assert world.run(2, costs) == [(2, 0)] * 2  # gradients and norm
 
 

@@ -6,15 +6,16 @@ for batch in loader:
     optimizer.step()
     schedule.step()
 
-A schedule moves once per call of its `step`, unless the optimizer took no step since the last call. It holds in the
-middle of an accumulation window, and after a skipped step. The decision to skip is computed on the device, and the host
-must not wait for it::
+To move a schedule means to advance it by one step; to hold it means to leave it unchanged. `schedule.step()` moves the
+schedule if the optimizer took a step since the last call. It holds the schedule in the middle of an accumulation window,
+and after a skipped step. The step decision (skipped or not) is computed on the device. The host reads it late, so that
+it does not have to wait::
 
     host     step k      schedule.step()             step k + 1             schedule.step()
     device   ...step k computes... decision k                 ...step k + 1 computes... decision k + 1
-                                  ^ being copied          ^ read here, before the rate is used
+                                  ^ copy to the host starts ^ the host reads the copy, before the rate is used
 
-On a CPU the decision is known at once, and nothing is deferred.
+On a CPU the decision is read at once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from .parallel_optimizer import ParallelOptimizer
 
 
 def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable[..., None]) -> None:
-    """Register a bound method as a step hook that does not keep its object alive, and is removed with the object.
+    """Register a bound method as a step hook without keeping the method's object alive.
+
+    The hook is removed when the object is garbage-collected.
 
     Args:
         register: ``register_step_pre_hook`` or ``register_step_post_hook`` of an optimizer.
@@ -50,9 +53,9 @@ def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method without keeping its object alive.
+    """Return a function that calls a bound method without keeping the method's object alive.
 
-    It does nothing after the object is gone.
+    After the object was garbage-collected, the function does nothing.
     """
     weak = WeakMethod(method)
 
@@ -67,15 +70,16 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 class TakenSteps:
     """Observes through step hooks whether a `ParallelOptimizer` took or skipped its steps.
 
-    If `step` ran without its hooks (a replayed CUDA graph), the last decision tensor has the value that the replay
-    wrote.
+    A period begins with `start_over` and lasts until the next `start_over`. A replayed CUDA graph runs no hooks, but it
+    overwrites the captured step's `GradStats.skipped`, to which `all_skipped` refers.
 
     Attributes:
-        called: True if `step` was called since `start_over`.
-        in_window: True if all calls of `step` since `start_over` were in the middle of an accumulation window, or
-            raised before they measured anything.
-        all_skipped: 0-dim float32 on the device: 1 if every window that ended since `start_over` was skipped. If none
-            ended, the value of the last period in which one did. None before the first window.
+        called: True if the optimizer's `step` was called in this period.
+        in_window: True if `step` was called in this period, and every call was in the middle of an accumulation window
+            or raised before it measured the gradients.
+        all_skipped: 0-dim float32 on the device: 1 if all steps of this period that ended a window were skipped, else 0.
+            If no window ended in this period, the value of the last period in which one ended. None before the first
+            window ended.
     """
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
@@ -88,12 +92,12 @@ class TakenSteps:
 
     @property
     def in_window(self) -> bool:
-        """Return True if `step` was called since `start_over`, but ended no window."""
+        """Return True if `step` was called in this period, but ended no window."""
         self._look()  # a call that raised did not run the post hook
         return self.called and not self._ended
 
     def start_over(self) -> None:
-        """Begin a new period; the attributes then describe later calls only."""
+        """Begin a new period: later values of the attributes ignore earlier calls of `step`."""
         self.called = self._ended = False
 
     def _before_call(self, *_: object) -> None:
@@ -110,10 +114,10 @@ class TakenSteps:
 
 
 class FlagCopy:
-    """A flag that is being copied from the device to the host.
+    """Asynchronous copy of a 0-dim flag from its device to the host.
 
     Attributes:
-        is_here: True if reading it does not wait.
+        is_here: True if the flag was on the CPU from the start, so that `read` does not wait.
     """
 
     def __init__(self, flag: Tensor) -> None:
@@ -123,18 +127,18 @@ class FlagCopy:
         self._arrived: torch.cuda.Event | None = None
         if flag.is_cuda:
             self._arrived = torch.cuda.Event()
-            # Not the stream of the current device, which may be another device than the flag's.
+            # the stream of the flag's device, which may not be the current device
             self._arrived.record(torch.cuda.current_stream(flag.device))
 
     @property
     def may_wait(self) -> bool:
-        """Return False while a CUDA graph is captured, which forbids waiting for an event."""
+        """Return True if `read` is allowed. During a CUDA graph capture it is not: waiting for an event is forbidden."""
         return self._arrived is None or not torch.cuda.is_current_stream_capturing()
 
     def read(self) -> bool:
-        """Return the value.
+        """Return the flag as a bool.
 
-        Host synchronization: waits until the device has computed it.
+        Host synchronization: waits until the device has computed the flag; none if `is_here`.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -145,18 +149,19 @@ class FlagCopy:
 
 
 class Hold:
-    """Calls ``move`` once per call of `step` that follows a step taken by the optimizer.
+    """Moves a schedule in each call of `step`, unless the optimizer took no step since the last call.
 
-    While the decision is still being copied, a schedule with ``take_back`` moves at once, and `settle` undoes the move
-    if the step was skipped. A schedule without it moves in `settle`, which runs before the optimizer's next `step`. If
-    no hook of the optimizer ran since the last call (a replayed CUDA graph), that may be too late, so `step` waits for
-    the decision.
+    On a GPU the step decision (skipped or not) is not on the host yet when `step` is called. With ``take_back``, `step`
+    moves the schedule at once, and `settle` undoes the move if the decision is "skipped". Without ``take_back``, `settle`
+    moves the schedule if the decision is "taken". `settle` runs before the optimizer's next `step`. A replayed CUDA graph
+    does not run the hook that calls `settle`. So without ``take_back``, `step` waits for the decision if no hook of the
+    optimizer ran since the last call.
 
     Args:
-        optimizer: The optimizer; it keeps neither this object nor the schedule alive.
+        optimizer: The optimizer. Its hooks keep neither this object nor the schedule alive.
         move: Moves the schedule by one step.
-        take_back: Undoes the last move. None: not possible.
-        hold_on_skip: False: skipped steps count too, without host synchronization. Default: True.
+        take_back: Undoes the last move. None: a move cannot be undone.
+        hold_on_skip: False: the schedule also moves after skipped steps, without host synchronization. Default: True.
 
     Collectives: none; all ranks see the same skipped steps.
     Host synchronization: with ``hold_on_skip``, one per step.
@@ -171,13 +176,13 @@ class Hold:
         hold_on_skip: bool = True,
     ) -> None:
         self._move, self._take_back, self._hold_on_skip = move, take_back, hold_on_skip
-        self._verdict: FlagCopy | None = None  # whether the last period's steps were skipped, until read
-        self._has_moved = False  # whether the schedule moved before the decision was read
+        self._verdict: FlagCopy | None = None  # the pending decision: true if the last period's steps were skipped
+        self._has_moved = False  # True if the schedule moved before the pending decision was read
         self._taken = TakenSteps(optimizer)
         hook_weakly(optimizer.register_step_pre_hook, self._before_step)
 
     def step(self) -> None:
-        """Move or hold the schedule.
+        """Move the schedule by one step, or hold it, depending on the optimizer's last steps.
 
         Host synchronization: see the class.
         """
@@ -197,7 +202,7 @@ class Hold:
             self._move()
 
     def settle(self) -> None:
-        """Read a pending decision, and correct the learning rates if necessary.
+        """Read the pending decision if there is one, and move the schedule or undo its last move accordingly.
 
         Host synchronization: one if a decision is pending.
         """
@@ -212,11 +217,11 @@ class Hold:
             self._move()
 
     def forget(self) -> None:
-        """Drop a pending decision, because the schedule was set to another position."""
+        """Discard the pending decision. Call it when the schedule is set to another position."""
         self._verdict = None
 
     def start_over(self) -> None:
-        """Drop a pending decision and begin a new period, because the schedule was set to another position."""
+        """Discard the pending decision, and ignore earlier steps of the optimizer."""
         self.forget()
         self._taken.start_over()
 
@@ -236,12 +241,12 @@ class Hold:
 #                polynomial   (1 - x) ** power
 #                cosine       (1 + cos(pi x)) / 2           with x(t) = min(1, max(0, t - W) / max(1, T - W))
 #
-# The first step has the rate b / (W + 1) instead of 0, which would waste the step. The rate is b at t = W and never above
-# b. A warm-up may be as long as the run or longer. After T the rate remains constant.
+# The first step has the rate b / (W + 1), because a rate of 0 would waste the step. The rate is b at t = W and never
+# above b. A warm-up may be as long as the run or longer. After T steps the rate remains constant.
 
 
 def progress(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Return x: 0 until the end of the warm-up, 1 from the end of the run on."""
+    """Return x(t) for t = ``step``: 0 until the end of the warm-up, then linear up to 1 at the end of the run, then 1."""
     return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
 
 
@@ -249,34 +254,35 @@ def progress(step: int, total_steps: int, warmup_steps: int) -> float:
 
 
 class WarmupLR(LRScheduler):
-    """Base class of the schedules: it has a warm-up and a floor, and moves only when the optimizer took a step.
+    """Base class of the schedules: a warm-up, a decay to a floor, and moves only when the optimizer took a step.
 
-    With a `ParallelOptimizer`, `step` moves only if the optimizer took a step since the last move. It holds in the
-    middle of an accumulation window, and after a step that was skipped because the gradient norm was not finite. On a
-    GPU `step` does not wait for that decision: it moves, and undoes the move before the optimizer's next `step` if the
-    step was skipped. So the host can be one step ahead of the device. `get_last_lr` and `state_dict` wait for the
-    decision; in between, the ``"lr"`` of a param group assumes that the step was taken. On a CPU nothing is deferred.
-    With any other optimizer, each call of `step` moves.
+    With a `ParallelOptimizer`, `step` moves the schedule only if the optimizer took a step since the last move. It holds
+    the schedule in the middle of an accumulation window, and after a skipped step (for example because the gradient norm
+    was not finite). On a GPU `step` does not wait for the step decision. It moves the schedule at once. If the optimizer's
+    step was skipped, the move is undone before the optimizer's next `step`. So the host can be one step ahead of the
+    device. `get_last_lr` and `state_dict` wait for the decision. Until then, ``"lr"`` in the param groups is the rate for
+    a step that was taken. On a CPU the decision is read at once. With any other optimizer, each call of `step` moves the
+    schedule.
 
-    torch's `SequentialLR` may contain schedules of this class. It counts calls, so wrap it in `HoldOnSkip`; otherwise
-    its milestones are early by the number of skipped steps. `ChainedScheduler` must not contain them: its schedules
-    multiply the current rate, and this class overwrites it.
+    torch's `SequentialLR` may contain schedules of this class. `SequentialLR` counts calls, so wrap it in `HoldOnSkip`;
+    otherwise its milestones are early by the number of skipped steps. `ChainedScheduler` must not contain schedules of
+    this class: `ChainedScheduler` multiplies the current rate by factors, and this class overwrites the rate.
 
     Args:
         optimizer: A `ParallelOptimizer`, or any torch optimizer (see `watch`). The base rates are the param groups'
             ``"lr"``, or ``"initial_lr"`` if a schedule has set it; numbers or 0-dim tensors.
         warmup_steps: W, an integer >= 0. Default 0: no warm-up.
         floor: Absolute rate >= 0 at which the decay ends; the warm-up may start below it. Default: 0.
-        hold_on_skip: False: count skipped steps too, without host synchronization. Default: True.
-        last_epoch: -1: start. n >= 0: continue after n + 1 taken steps, with the base rates in the param groups'
-            ``"initial_lr"``, as in torch. Default: -1.
+        hold_on_skip: False: `step` also moves after skipped steps, without host synchronization. Default: True.
+        last_epoch: As in torch. -1: start a run. n >= 0: continue a run after n + 1 taken steps; the base rates are then
+            the param groups' ``"initial_lr"``. Default: -1.
 
     Raises:
         ValueError: An argument is out of range, or the floor is above a base rate; the optimizer is unchanged.
         KeyError: ``last_epoch`` is >= 0 and a param group has no ``"initial_lr"``.
         TypeError: ``optimizer`` is no torch optimizer.
 
-    Collectives: none; all ranks see the same skipped steps, so their schedules agree.
+    Collectives: none. All ranks skip the same steps, so their schedules agree.
     Host synchronization: with ``hold_on_skip`` and a `ParallelOptimizer`, one per step.
     """
 
@@ -331,8 +337,8 @@ class WarmupLR(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate after ``last_epoch`` taken steps, per param group.
 
-        The base rate of a param group added later is its ``"initial_lr"`` or ``"lr"``, multiplied by the current
-        factor.
+        A param group that was added to the optimizer later gets the base rate ``"initial_lr"``, or ``"lr"`` if it has no
+        ``"initial_lr"``; this method then writes ``"initial_lr"``.
 
         Raises:
             ValueError: The base rate of an added param group is below the floor.
@@ -344,13 +350,14 @@ class WarmupLR(LRScheduler):
         return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Move by one step if the optimizer took a step since the last move; see the class.
+        """Move the schedule by one step if the optimizer took a step since the last move; see the class.
 
         Args:
-            epoch: As in torch: move to this position, whatever the optimizer did. None: move by one.
+            epoch: None: move by one step. A number: move to this position, even if the optimizer took no step, as in
+                torch.
 
         Raises:
-            TypeError: `ChainedScheduler` calls it, whose other schedules' rates it would overwrite.
+            TypeError: The caller is a `ChainedScheduler` with other schedules, whose rates would be overwritten.
 
         Collectives: none.
         Host synchronization: see the class.
@@ -375,7 +382,7 @@ class WarmupLR(LRScheduler):
         super().step()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles.
+        """Return the attributes to copy or pickle, without the hooks on the optimizer.
 
         Host synchronization: one if a decision is pending.
         """
@@ -421,9 +428,10 @@ class WarmupLR(LRScheduler):
         return super().get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the rates.
+        """Return the position of the schedule, the base rates and the current rates.
 
-        The formula's other numbers are not included; they come from the constructor, so that a run can be extended.
+        The state does not include the constructor's other arguments, such as ``total_steps``. So a run can be extended
+        by another value of ``total_steps``.
 
         Host synchronization: one if a decision is pending.
         """
@@ -437,16 +445,17 @@ class WarmupLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, and write its rates to the optimizer, before or after the optimizer loads its own state.
+        """Load a state of `state_dict`, and write the learning rates to the optimizer.
 
-        The optimizer's saved rates are used if another schedule had set them (in a `SequentialLR`) and the formula is
-        unchanged. Otherwise the formula's rates are used.
+        Call it before or after the optimizer loads its own state. The rates are usually those of this schedule's formula
+        at the saved position. The saved rates of the optimizer are used instead if another schedule of a `SequentialLR`
+        had set them, and this schedule's formula gives the same rates as when the state was saved.
 
         Args:
             state_dict: The result of `state_dict`.
 
         Raises:
-            ValueError: The state has another number of param groups; nothing is changed.
+            ValueError: The state has a different number of param groups than the optimizer; nothing is changed.
         """
         bases = state_dict["base_lrs"]
         if len(bases) != len(self.optimizer.param_groups):
@@ -466,10 +475,10 @@ class WarmupLR(LRScheduler):
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
-    """Return ``value`` as an int.
+    """Return ``value`` as an int. Errors use ``name`` for it.
 
     Raises:
-        ValueError: ``value`` is no integer >= ``least``.
+        ValueError: ``value`` is no integer >= ``least``, or a bool.
     """
     try:
         number = -math.inf if isinstance(value, bool) else operator.index(value)
@@ -481,7 +490,7 @@ def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
 
 
 def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) -> None:
-    # a ChainedScheduler passes no reference to its schedules, so only the caller of `step` reveals it
+    # A schedule has no reference to the ChainedScheduler that contains it, so the caller of `step` is inspected.
     if chained is not None and len(chained._schedulers) > 1:
         raise TypeError(
             f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} overwrites the rates "
@@ -508,7 +517,7 @@ def _copied(rate: float | Tensor) -> float | Tensor:
 
 
 class ConstantLR(WarmupLR):
-    """The base rate, after a linear warm-up.
+    """Schedule with a linear warm-up, then a constant rate: the base rate.
 
         schedule = ConstantLR(optimizer, warmup_steps=50)
 
@@ -527,7 +536,7 @@ class ConstantLR(WarmupLR):
 
 
 class MultiStepLR(WarmupLR):
-    """Multiplies the rate by gamma at each milestone; the warm-up factor is applied in addition.
+    """Schedule that multiplies the rate by gamma at each milestone, and by the warm-up factor until the warm-up ends.
 
         schedule = MultiStepLR(optimizer, milestones=[300, 600], warmup_steps=50)
 
@@ -536,8 +545,8 @@ class MultiStepLR(WarmupLR):
     ```
 
     Args:
-        milestones: Numbers of taken steps from the start of the run, >= 0, in any order; a repeated milestone counts
-            repeatedly.
+        milestones: Numbers of taken steps since the start of the run, >= 0, in any order. At a milestone that is given n
+            times, the rate is multiplied by gamma ** n.
         gamma: Factor in (0, 1]. Default: 0.1.
         optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
     """
@@ -564,7 +573,7 @@ class MultiStepLR(WarmupLR):
 
 
 class PolynomialLR(WarmupLR):
-    """Decays with a power of the remaining fraction of the run: (1 - x(t)) ** power.
+    """Schedule with a linear warm-up, then a polynomial decay: (1 - x(t)) ** power.
 
         schedule = PolynomialLR(optimizer, total_steps=1000, warmup_steps=50, power=2.0)
 
@@ -604,7 +613,7 @@ class PolynomialLR(WarmupLR):
 
 
 class LinearWarmupLR(PolynomialLR):
-    """Rises linearly to the base rate, then decays linearly to 0.
+    """Schedule that rises linearly to the base rate, then decays linearly to 0.
 
         schedule = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=50)
 
@@ -626,7 +635,7 @@ class LinearWarmupLR(PolynomialLR):
 
 
 class CosineAnnealingLR(WarmupLR):
-    """Decays along half a cosine: (1 + cos(pi x(t))) / 2.
+    """Schedule with a linear warm-up, then a decay along half a cosine: (1 + cos(pi x(t))) / 2.
 
         schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50, eta_min=1e-5)
 
@@ -634,7 +643,8 @@ class CosineAnnealingLR(WarmupLR):
     x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
     ```
 
-    Without warm-up it equals torch's CosineAnnealingLR up to t = total_steps; after that torch's rate rises again.
+    Without warm-up, the rates equal those of torch's CosineAnnealingLR with ``T_max=total_steps``, up to t =
+    total_steps. After that, torch's rate rises again, and this rate remains constant.
 
     Args:
         total_steps: Number of steps in the run, >= 1, including the warm-up.
@@ -668,30 +678,30 @@ class CosineAnnealingLR(WarmupLR):
 
 
 class HoldOnSkip(LRScheduler):
-    """Wrapper that lets any torch schedule move only when its `ParallelOptimizer` took a step.
+    """Wrapper that moves a torch schedule only if its `ParallelOptimizer` took a step.
 
         schedule = HoldOnSkip(OneCycleLR(optimizer, max_lr=0.1, total_steps=1000))
 
-    The schedule holds in the middle of an accumulation window, and when a step was skipped because the gradient norm
-    was not finite. On a GPU the host does not wait for that decision: the schedule moves before the optimizer's next
-    `step`, or when `get_last_lr` or `state_dict` is called. Until then the param groups have the learning rates of the
-    previous step. If a CUDA graph replays the steps, `step` waits.
+    `step` holds the schedule in the middle of an accumulation window, and after a skipped step (for example because the
+    gradient norm was not finite). On a GPU `step` does not wait for the step decision. The schedule moves later: before
+    the optimizer's next `step`, or when `get_last_lr` or `state_dict` is called. Until then the param groups have the
+    learning rates of the previous step. If a CUDA graph replays the optimizer's steps, `step` waits for the decision.
 
     Args:
-        schedule: A torch schedule whose ``step`` takes no argument, created with the `ParallelOptimizer` (the one that
-            `boost` returned if you use a `Booster`). meshstep's schedules hold by themselves and are not supported.
-            Call ``step`` of the wrapper only.
+        schedule: A torch schedule whose ``step`` needs no argument. Create it with the `ParallelOptimizer` (with a
+            `Booster`: the optimizer that `boost` returned). meshstep's schedules do not need this wrapper. Afterwards
+            call ``step`` of the wrapper only.
 
     Raises:
         ValueError: The schedule's optimizer is no `ParallelOptimizer`.
-        TypeError: The schedule's ``step`` needs an argument, as that of `ReduceLROnPlateau` does.
+        TypeError: The schedule's ``step`` needs an argument, such as ``step(metrics)`` of `ReduceLROnPlateau`.
 
-    Collectives: none; all ranks see the same skipped steps, so their schedules agree.
+    Collectives: none. All ranks skip the same steps, so their schedules agree.
     Host synchronization: one per step.
     """
 
     def __init__(self, schedule: LRScheduler) -> None:
-        # torch's constructor is not called, because it would reset the rates to their initial values
+        # LRScheduler.__init__ is not called, because it would reset the rates to their initial values
         if not isinstance(schedule.optimizer, ParallelOptimizer):
             raise ValueError(
                 f"{type(schedule).__name__} was created with a {type(schedule.optimizer).__name__}, which doesn't report "
@@ -713,7 +723,7 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(schedule.optimizer, schedule.step)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles.
+        """Return the attributes to copy or pickle, without the hooks on the optimizer.
 
         Host synchronization: one if a decision is pending.
         """
@@ -726,7 +736,7 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Move by one step if the optimizer took a step since the last call."""
+        """Move the wrapped schedule by one step if the optimizer took a step since the last call."""
         self._hold.step()
 
     def get_last_lr(self) -> list[float | Tensor]:
@@ -746,7 +756,7 @@ class HoldOnSkip(LRScheduler):
         return self.schedule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the wrapped schedule."""
+        """Load a state into the wrapped schedule, and discard a pending move."""
         self._hold.forget()
         self.schedule.load_state_dict(state_dict)
 
@@ -755,13 +765,13 @@ class HoldOnSkip(LRScheduler):
 
 
 def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
-    """Let a schedule write the rates of ``optimizer`` and observe its steps, instead of those of the wrapped optimizer.
+    """Replace a schedule's optimizer, the torch optimizer that ``optimizer`` wraps, by ``optimizer`` itself.
 
-    torch's schedules warn if the `step` of their optimizer was not called. The wrapped optimizer's `step` is not called
-    in the middle of a window, nor if an update is skipped or divided.
+    The schedules inside ``scheduler`` are changed too. torch's schedules warn if the `step` of their optimizer was not
+    called, and a `ParallelOptimizer` does not call the wrapped optimizer's `step` in every step.
 
     Raises:
-        TypeError, ValueError: As `followers`; nothing is changed.
+        TypeError, ValueError: As in `followers`; nothing is changed.
     """
     held = followers(scheduler, optimizer.optimizer)
     _StepNoted(optimizer)
@@ -772,7 +782,7 @@ def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
 
 
 def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]:
-    """Return the schedule and the schedules inside it (`SequentialLR`, `ChainedScheduler`).
+    """Return the schedule, and the schedules that it contains if it is a `SequentialLR` or a `ChainedScheduler`.
 
     Raises:
         TypeError: ``scheduler`` is no torch schedule.
@@ -794,7 +804,7 @@ def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]
 
 
 class _StepNoted(LRScheduler):
-    """A schedule without effect, whose constructor makes torch record the optimizer's steps."""
+    """A schedule without effect on the rates; its constructor, torch's, wraps the optimizer's `step` to record calls."""
 
     def step(self, epoch: int | None = None) -> None:
         """Do nothing."""

@@ -1,14 +1,16 @@
 """Gradient noise scale: the largest useful batch size, estimated from gradients before and after they are averaged.
 
-    E |g_b|^2 = |G|^2 + S / b                     g_b: the mean gradient of b samples; S: the trace of their covariance
+    E |g_b|^2 = |G|^2 + S / b       g_b: mean gradient of b samples; G: its expectation; S: trace of the covariance of
+                                    one sample's gradient
 
     small = mean over data ranks of |local gradient|^2,    x = mean over data ranks of 1 / b
     big   = |averaged gradient|^2,                         y = 1 / (all samples)
 
     S = (small - big) / (x - y)        |G|^2 = (x big - y small) / (x - y)        B_simple = S / |G|^2
 
-Both estimates are unbiased, also if data ranks have batches of different sizes that weight their gradients. Their ratio
-is biased and noisy. So numerator and denominator are averaged separately over measured steps.
+A data rank is a coordinate along the data axes. The estimates of S and |G|^2 are unbiased, also if data ranks have batches
+of different sizes and their gradients are weighted by these sizes. The ratio S / |G|^2 of one step is biased and noisy.
+So S and |G|^2 are averaged separately over measured steps, and then divided.
 
 Reference: McCandlish et al. 2018, "An empirical model of large-batch training", arXiv:1812.06162, appendix A.1.
 """
@@ -43,10 +45,12 @@ class NoiseScale:
         Telemetry(optimizer, noise=NoiseScale(samples=64))
 
     Args:
-        samples: Number of samples of one data rank in an accumulation window, over all its micro-batches; the scale has
-            the same unit. None: the unit is the weight of ``backward(weight=...)``, such as tokens; without weights it
-            is micro-batches if ``accumulation_steps`` is given, else batches of a data rank.
-        decay: Decay of the exponential means over measured steps, >= 0 and < 1. 0: the last step only. Default: 0.9.
+        samples: Number of samples of one data rank in an accumulation window, over all its micro-batches. The measured
+            noise scale is then a number of samples. None: the noise scale has the unit of ``backward(weight=...)``, such
+            as tokens. Without weights, its unit is one micro-batch if ``accumulation_steps`` is given, else one batch of
+            a data rank.
+        decay: Decay of the exponential means over measured steps, >= 0 and < 1. 0: only the last measured step counts.
+            Default: 0.9.
     """
 
     samples: float | None = None
@@ -61,18 +65,19 @@ class NoiseScale:
 
 
 class Estimates(NamedTuple):
-    """Estimates, 0-dim each, of |G|^2 and of S, the trace of the covariance of one sample's gradient."""
+    """Estimates of |G|^2 (``signal``) and S (``trace``) of one step, 0-dim tensors; see the module."""
 
     signal: Tensor
     trace: Tensor
 
 
 def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Tensor) -> Estimates:
-    """Return unbiased estimates; see the module.
+    """Return unbiased estimates of |G|^2 and S. The module's docstring gives the formulas.
 
     Args:
-        small, big: The two squared norms, 0-dim.
-        inverse_small, inverse_big: The mean of 1 / samples of each, 0-dim.
+        small, big: The squared norms before and after averaging over data ranks, 0-dim.
+        inverse_small, inverse_big: x and y: the mean over data ranks of 1 / (a rank's samples), and 1 / (all samples);
+            0-dim.
     """
     difference = inverse_small - inverse_big
     signal = (inverse_small * big - inverse_big * small) / difference
@@ -80,17 +85,18 @@ def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Te
 
 
 class RunningScale:
-    """Exponential means of both estimates. Non-finite estimates, from a step with an overflow, are left out.
+    """Exponential means of the estimates of |G|^2 and S. Non-finite estimates, from a step with an overflow, are left out.
 
     Attributes:
-        means: The means of |G|^2, of S, and of 1, which is the divisor of the other two, [3] float64.
+        means: [3] float64: the exponential means of |G|^2, of S, and of the constant 1. All three start at 0; dividing
+            the first two by the third corrects for that.
     """
 
     def __init__(self, decay: float, device: torch.device) -> None:
         self.decay, self.means = decay, torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, found: Estimates) -> Tensor:
-        """Add estimates and return B_simple, |G|^2 and S of the means, [3] float64.
+        """Add one step's estimates to the means, and return [B_simple, |G|^2, S] of the means, float64.
 
         The result is NaN before the first finite estimate.
 
@@ -103,7 +109,7 @@ class RunningScale:
         return torch.stack([trace / signal, signal / weight, trace / weight])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the means, equal on every rank."""
+        """Return a copy of the means, which are equal on every rank."""
         return {"means": self.means.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -122,10 +128,10 @@ class RunningScale:
 
 # Local sums -----------------------------------------------------------------------------------------------------------
 
-# Measurements of this rank's own tensors: sums of squares, numbers of zeros and of elements too small for float16.
+# Of each of this rank's tensors: the sum of squares, and the numbers of elements that are 0 or too small for float16.
 
 SMALLEST_NORMAL = 2.0**-14
-"""Smallest normal number of float16; smaller numbers have fewer than 11 bits there, or are 0."""
+"""Smallest normal number of float16. Smaller numbers lose precision in float16, or become 0."""
 
 
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
@@ -134,7 +140,7 @@ def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: C
     Args:
         tensors: Tensors on any device and of any float dtype.
         device: Device of the result.
-        constants: Cache for indices into the result.
+        constants: Cache of small device tensors; the indices into the result are kept there.
     """
     dtype = accumulation_dtype(device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -153,17 +159,16 @@ def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: C
 def counts(
     gradients: Sequence[Tensor | None], numels: Sequence[int], device: torch.device, constants: Constants
 ) -> Tensor:
-    """Count the elements of each gradient that are 0, and those below `SMALLEST_NORMAL`.
+    """Count small elements of each gradient, and return the numbers, [2, n] float64 on ``device``.
 
-    Returns [2, n] float64 on ``device``.
-
-    Zeros are included in the second number. A missing gradient counts as zeros.
+    Row 0 has the numbers of elements that are 0. Row 1 has the numbers of elements whose absolute value is below
+    `SMALLEST_NORMAL`, including zeros. A gradient that is None counts as zeros.
 
     Args:
         gradients: The gradients.
-        numels: Numbers of elements of their parameters.
+        numels: Number of elements that a missing gradient would have, per gradient.
         device: Device of the result.
-        constants: Cache for ``numels`` and for indices into the result.
+        constants: Cache of small device tensors; ``numels`` and the indices into the result are kept there.
     """
     dtype = accumulation_dtype(device)
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -182,9 +187,9 @@ def _places(indices: list[int], device: torch.device, constants: Constants) -> T
 
 
 def _counts(gradient: Tensor) -> Tensor:
-    """Return both numbers of one gradient, [2] float64; NaN counts for neither."""
+    """Return the two numbers of `counts` for one gradient, [2] float64. NaN elements are in neither number."""
     flat, dtype = flattened(gradient), accumulation_dtype(gradient.device)
-    # On a CPU, parts that fit in the cache are used, because allocating memory is slower than reading the gradient.
+    # On a CPU, the gradient is processed in parts that fit in the cache: a large temporary tensor would be slower.
     length = SCRATCH if gradient.is_cpu else max(len(flat), 1)
     scratch = torch.empty_like(flat[:length])
     found = []
@@ -196,14 +201,14 @@ def _counts(gradient: Tensor) -> Tensor:
 
 
 def kept(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies for `changes_`: float32 for half-precision tensors, otherwise in the same dtype."""
+    """Return copies of the tensors, for `changes_`: in float32 for half-precision tensors, else in the same dtype."""
     return [tensor.detach().float() if is_half(tensor) else tensor.detach().clone() for tensor in tensors]
 
 
 def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tensor]:
     """Subtract ``after`` from ``before`` in place, and return ``before``.
 
-    A float32 difference is rounded, except between numbers within a factor of two, whose difference is exact.
+    The difference of two elements is exact if they differ by a factor of at most two; otherwise it is rounded.
     """
     if before:
         torch._foreach_sub_(list(before), [tensor.detach() for tensor in after])
@@ -212,12 +217,12 @@ def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tens
 
 # Squared norm of each data rank's gradient before averaging -----------------------------------------------------------
 
-# Partial gradients and gradients of tied parameters are first summed over the other axes, in copies. The result is the
-# gradient with which this data rank alone would step.
+# A data rank's gradient is the gradient of its own samples, before averaging over the data axes. Partial gradients and
+# gradients of tied parameters are first summed over the other axes, in copies.
 
 
 def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
-    """Raise ValueError if the gradients after backward are not those of a single data rank.
+    """Raise ValueError if a data rank's gradients after backward contain gradients of other data ranks.
 
     Collectives: none.
     """
@@ -232,23 +237,24 @@ def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
 
 
 def is_local(entry: ParameterEntry, topology: Topology) -> bool:
-    """Return True if the gradient of a data rank comes from its own samples only.
+    """Return True if a data rank's gradient of the parameter comes from its own samples only, and it is trained.
 
-    It does not if a data axis shards the parameter, as for experts, or owns it.
+    If a data axis shards the parameter (experts) or assigns it to an owner rank, its gradient comes from the samples of
+    several data ranks.
     """
     large = {axis for axis in topology.data_axes if topology.size(axis) > 1}
     return entry.trained and large <= {*sync_axes(entry.spec, topology, True, entry.averaged)}
 
 
 class LocalGradients:
-    """Measures the gradients of single data ranks, for one plan.
+    """Measures the squared gradient norm of each data rank, before gradients are averaged over data ranks.
 
     Args:
         params: The model's parameters, which hold the gradients after backward, in the order of the plan's entries.
         plan: The plan of the parameters.
         registry: The process groups.
         device: Device of the result.
-        constants: Cache of this plan.
+        constants: Cache of small device tensors, for this plan only.
     """
 
     def __init__(
@@ -273,11 +279,11 @@ class LocalGradients:
         self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
 
     def powers(self) -> Tensor:
-        """Return this rank's contribution to the squared norm of its data rank.
+        """Return this rank's contribution to the squared gradient norms of all data ranks, [data ranks] float64.
 
-        The result is [data ranks] float64, with the contribution at the data rank's index.
-
-        The gradients are those after backward: multiplied by the loss scale and summed over the window.
+        The contribution is at the index of this rank's data rank; the other elements are 0. The sum of the results over
+        all ranks has the squared norms. The gradients are those after backward: multiplied by the loss scale, and summed
+        over the accumulation window.
 
         Collectives: with partial gradients, one all-reduce per set of peers and kind of layout.
         Host synchronization: none.
@@ -289,7 +295,7 @@ class LocalGradients:
         return found
 
     def _summed(self) -> dict[int, Tensor | None]:
-        """Return the partial gradients by entry, summed in copies."""
+        """Return the gradients that must be summed over other axes, by entry, summed in copies."""
         copies = {}
         for index in self._pending:
             param = self.params[index]

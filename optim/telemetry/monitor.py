@@ -1,6 +1,7 @@
-"""`Monitor`, which reports a training run every few steps.
+"""`Monitor`, which passes a `Report` of a training run to callbacks every few steps.
 
-It needs one host synchronization per report, and none in between.
+Losses and counts stay on the device between reports. A report needs one host synchronization; steps without a report
+need none.
 
     with JsonLines("run.jsonl") as lines:
         monitor = Monitor(registry, lines, lambda report: bar.set_postfix_str(str(report)), every=20)
@@ -9,7 +10,7 @@ It needs one host synchronization per report, and none in between.
             monitor(optimizer.step(), loss, count=len(x))
         monitor.flush()
 
-Every rank calls the monitor in every step. Its arguments remain on the device until the next report.
+Every rank calls the monitor in every step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .telemetry import Measurement, Telemetry, world_sum
 
 @dataclass(frozen=True)
 class Report:
-    """Numbers of the steps since the last report, on the host.
+    """Numbers that describe the steps since the last report, on the host.
 
         monitor = Monitor(registry, lambda report: print(report.step, report.loss, report.grad_norm))
 
@@ -49,21 +50,24 @@ class Report:
 
     Attributes:
         step: Number of steps so far, including skipped steps.
-        loss: Mean loss since the last report, weighted by the counts; None if no rank gave a loss. A non-finite loss is
-            left out if the step was skipped, unless there are no other losses.
-        grad_norm: Global norm of the last step, unscaled, before clipping; may be inf or NaN.
+        loss: Mean loss since the last report over all ranks, weighted by the counts. A non-finite loss of a step that was
+            skipped because of non-finite gradients is left out. NaN if all losses were left out. None if no rank gave a
+            loss.
+        grad_norm: Global gradient norm of the last step, unscaled and before clipping; may be inf or NaN.
         clip_coef: Clip coefficient of the last step.
         loss_scale: Loss scale of the last step; None in modes without one.
         skipped_steps: Number of skipped steps so far.
-        per_second: Counts (samples, tokens) per second of wall-clock time since the last report, over all data
-            coordinates.
-        unit: The unit of the counts. Default: "samples".
-        group_norms: Norm of each param group in the last step.
-        parameter_norms: Norm by parameter name in the last step, if the optimizer measures them.
-        clipped, skipped: Fractions of clipped and of skipped steps since the last report.
-        utilization: Fraction of the devices' peak, from `Flops`; None without `Flops`.
-        measured_step: The step of `figures`; None if no step was measured since the last report.
-        figures: Measurements of `Telemetry` by name.
+        per_second: Number of samples (or other units; see ``unit``) of all data ranks per second of wall-clock time since
+            the last report.
+        unit: The unit that ``count=`` of the monitor counts. Default: "samples".
+        group_norms: Gradient norm of each param group in the last step.
+        parameter_norms: Gradient norm by parameter name in the last step; empty if the optimizer does not measure them.
+        clipped, skipped: Number of clipped steps and of skipped steps since the last report, as fractions of all steps.
+        utilization: Floating-point operations per second as a fraction of the devices' peak, from `Flops`. None without
+            `Flops`.
+        measured_step: The step that `Telemetry` measured for `figures`. None if it measured no step since the last
+            report.
+        figures: The figures of `Telemetry` by name.
     """
 
     step: int
@@ -83,7 +87,10 @@ class Report:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """Return all numbers except the step, by `printable` name with slashes, as dashboards expect."""
+        """Return all numbers except ``step`` and those that are None, by name, such as ``"grad_norm/total"``.
+
+        Control characters in names are escaped by `printable`.
+        """
         own: dict[str, float | None] = {
             "loss": self.loss,
             "grad_norm/total": self.grad_norm,
@@ -95,7 +102,7 @@ class Report:
             "skipped_fraction": self.skipped,
             "flops_utilization": self.utilization,
         }
-        # the last step's number replaces an older measurement with the same name
+        # a number of the last step replaces a figure of an earlier measured step with the same name
         values: dict[str, float | None] = {**self.figures, **own}
         if len(self.group_norms) > 1:
             values.update({f"grad_norm/group_{index}": norm for index, norm in enumerate(self.group_norms)})
@@ -118,19 +125,19 @@ class Report:
 
 #     utilization = counts per second * flops per count / (devices * peak)
 #
-# Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. Only the operations that the model needs count, without
-# recomputation.
+# Source: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. Operations of activation recomputation do not count.
 
 
 @renamed_fields(per_count="per_unit")
 @dataclass(frozen=True)
 class Flops:
-    """Numbers from which a `Monitor` computes the utilization of the devices.
+    """Numbers from which a `Monitor` computes the model flops utilization of the devices.
 
         monitor = Monitor(registry, unit="tokens", flops=Flops.of_parameters(optimizer, peak=989e12))
 
     Args:
-        per_unit: Floating-point operations of forward and backward of the full model per unit that the monitor counts.
+        per_unit: Floating-point operations in forward and backward of the full model per sample (or other unit) that the
+            monitor counts.
         peak: Peak operations per second of one rank's device, in the dtype of the computation.
 
     Raises:
@@ -147,16 +154,15 @@ class Flops:
 
     @classmethod
     def of_parameters(cls, optimizer: ParallelOptimizer[Any], peak: float, active: float = 1.0) -> Flops:
-        """Return `Flops` with 6 N operations per token.
+        """Return `Flops` with 6 N operations per token: 2 per element of the model in forward, 4 in backward.
 
-        These are two operations per parameter in forward and four in backward, without attention between tokens.
-
-        N is the number of elements in the optimizer's plan, each logical element counted once over all ranks.
+        N is the number of elements of the optimizer's full tensors. The products of queries and keys, and of attention
+        weights and values, are not included.
         Reference: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
         Args:
             optimizer: The optimizer.
-            peak: As in the constructor.
+            peak: Peak operations per second of one rank's device, as in the constructor.
             active: Fraction of the elements that a token uses; below 1 with experts. Default: 1.
         """
         counted = optimizer.plan.counted
@@ -164,7 +170,7 @@ class Flops:
         return cls(6.0 * counted * active, peak)
 
     def utilization(self, per_second: float, registry: ProcessGroupRegistry) -> float:
-        """Return the utilization for a number of counts per second of all ranks together."""
+        """Return the utilization for ``per_second`` units (such as tokens) per second of all data ranks together."""
         return per_second * self.per_unit / (self.peak * registry.topology.world_size)
 
 
@@ -172,7 +178,7 @@ class Flops:
 
 
 class Monitor:
-    """Collects results of steps on the device, and passes a `Report` to its callbacks every few steps.
+    """Collects losses and statistics of steps on the device, and passes a `Report` to callbacks every few steps.
 
         monitor = Monitor(registry, JsonLines("run.jsonl"), every=20)
         monitor(optimizer.step(), loss, count=len(batch))  # in every step
@@ -181,26 +187,28 @@ class Monitor:
 
     Args:
         registry: The process groups; losses and counts are reduced over all ranks.
-        *callbacks: Called with each report, in this order. A callback's method ``begin(step)``, if it has one, is
-            called before the first report, and again after `load_state_dict`. Data that the callback has of later steps
-            belongs to an abandoned run.
+        *callbacks: Each is called with every report, in this order. If a callback has a method ``begin(step)``, it is
+            called before the first report, and again before the first report after `load_state_dict`. ``step`` is the
+            step from which the run continues. The callback should discard its data of later steps, which are of an
+            abandoned run.
         every: Number of steps between reports, >= 1. Default: 10.
-        unit: Unit of the counts. Default: "samples".
-        telemetry: Reports contain its measurements of the last measured step since the previous report. None: no
-            measurements.
-        flops: For the utilization of the devices. None: no utilization.
+        unit: Unit that ``count=`` counts, for names in reports. Default: "samples".
+        telemetry: The reports then contain its figures of the last measured step, if that came after the previous
+            report. None: no figures.
+        flops: The reports then contain the utilization of the devices. None: no utilization.
 
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, or differs between ranks.
-        RuntimeError: On every rank: some ranks create no Monitor (for example because of ``if rank == 0``), and reached
-            another call.
+        RuntimeError: On every rank: some ranks do not create a Monitor (for example because of ``if rank == 0``), and
+            reached another collective call of this library.
 
     Collectives: an object all-gather in the constructor, and one small all-reduce over the world per report (over gloo
         an object all-gather).
     Host synchronization: one per report on rank 0; over gloo on all ranks.
 
     Attributes:
-        step: Number of steps so far. `state_dict` contains it, so that curves continue after a resume.
+        step: Number of steps so far, including skipped steps. `state_dict` contains it, so that step numbers continue
+            after a checkpoint was loaded.
     """
 
     def __init__(
@@ -220,25 +228,26 @@ class Monitor:
         self.step = 0
         self._begun, self._began_at = False, 0
         self._reported: Measurement | None = None
-        self._device = registry.device  # device of the sums; the first loss moves them to its own device
+        self._device = registry.device  # device of the sums; a loss on another device moves them there
         self._skipped = self._zero()
-        self._window, self._window_count = self._zero(), 0.0  # sums of loss * count and of count in this window
+        # sums of loss * count and of count in this accumulation window
+        self._window, self._window_count = self._zero(), 0.0
         self._start_over()
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
 
     def _follow(self, value: object) -> None:
-        """Move the sums to the device of ``value`` if that is a tensor on another device than the CPU."""
+        """Move the sums to the device of ``value`` if it is a tensor on another device, except if it is on the CPU."""
         if isinstance(value, Tensor) and value.device not in (self._device, torch.device("cpu")):
             self._device = value.device
             for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out", "_clipped", "_skipped_before"):
                 setattr(self, name, getattr(self, name).to(self._device, accumulation_dtype(self._device)))
 
     def _start_over(self) -> None:
-        # sums of loss * count, of the counts with a loss, and of the counts whose loss is left out
+        # since the last report: sums of loss * count, of counts with a loss, and of counts whose loss was left out
         self._loss, self._loss_count, self._left_out = self._zero(), self._zero(), self._zero()
-        # number of clipped steps since the last report, and of skipped steps before it
+        # number of clipped steps since the last report, and of skipped steps before the last report
         self._clipped, self._skipped_before = self._zero(), self._skipped.clone()
         self._count, self._steps = 0.0, 0
         self._since = time.perf_counter()
@@ -246,20 +255,20 @@ class Monitor:
 
     @torch.no_grad()
     def __call__(self, stats: GradStats | None, loss: Tensor | float | None = None, count: float = 1) -> None:
-        """Record one step or micro-batch, and report if it is time.
+        """Record one micro-batch and, if ``stats`` is given, one step. Every ``every`` steps, call `flush`.
 
         Args:
-            stats: The result of `ParallelOptimizer.step`; None in the middle of an accumulation window, which counts as
-                no step.
-            loss: Mean over this rank's batch, 0-dim; None on a rank without a loss, such as a first pipeline stage.
-            count: Number of samples (or other units) in the batch, equal on ranks that share a data coordinate.
+            stats: The result of `ParallelOptimizer.step`. None in the middle of an accumulation window: the loss and the
+                count are recorded, but no step.
+            loss: Mean loss of this rank's batch, 0-dim. None on a rank without a loss, such as a first pipeline stage.
+            count: Number of samples (or other units) in the batch, equal on ranks with the same data coordinate.
                 Default: 1.
 
         Raises:
             RuntimeError: A CUDA graph is being captured.
 
-        Collectives: those of a report, when it is time; otherwise none.
-        Host synchronization: one per report, otherwise none.
+        Collectives: those of `flush` in every ``every``-th step; otherwise none.
+        Host synchronization: that of `flush` in every ``every``-th step; otherwise none.
         """
         if is_captured():
             raise RuntimeError(
@@ -284,7 +293,11 @@ class Monitor:
             self.flush()
 
     def _close_window(self, stats: GradStats) -> None:
-        """Add the window's losses to the sums, except a non-finite loss of a skipped step, which would spoil the mean."""
+        """Add the window's losses to the sums.
+
+        If the gradients and the loss were non-finite, add only the count, to ``_left_out``: the loss would make the mean
+        non-finite.
+        """
         left_out = stats.found_inf.bool() & ~self._window.isfinite()
         count = self._window.new_full((), self._window_count)
         self._loss += torch.where(left_out, 0.0, self._window)
@@ -294,31 +307,31 @@ class Monitor:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Report the steps since the last report; do nothing if there are none.
+        """Report the steps since the last report to the callbacks on rank 0; do nothing if there were no steps.
 
         Call it on all ranks at the end of an epoch or of training.
 
-        Collectives: those of a report.
-        Host synchronization: one per report.
+        Collectives: one all-reduce over the world, or over gloo an object all-gather.
+        Host synchronization: one on rank 0; over gloo on all ranks.
         """
         if self._last is not None:
             self._report(self._last)
             self._start_over()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the numbers of steps and of skipped steps, equal on all ranks, for a checkpoint's ``extra=``.
+        """Return the numbers of steps and of skipped steps, which are equal on all ranks, for a checkpoint's ``extra=``.
 
-        Losses since the last report are not included; call `flush` before.
+        Losses since the last report are not included. To report them, call `flush` first.
 
         Host synchronization: one.
         """
         return {"step": self.step, "skipped_steps": int(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue counting from a `state_dict`; everything collected since then is dropped.
+        """Load the numbers of steps and of skipped steps, and discard losses and counts that were not reported yet.
 
         Raises:
-            ValueError: ``state`` is no state of a Monitor; nothing is changed.
+            ValueError: ``state`` is not a state of a Monitor; nothing is changed.
         """
         try:
             fields({"step": check_count, "skipped_steps": check_count})(state, "state")
@@ -364,7 +377,7 @@ class Monitor:
         self._tell(report)
 
     def _measured(self) -> Measurement | None:
-        """Return the measurement since the last report; None if there is none."""
+        """Return the last measurement of ``telemetry`` if it is newer than the last report, else None."""
         found = None if self.telemetry is None else self.telemetry.last
         if found is self._reported:
             return None
@@ -380,9 +393,9 @@ class Monitor:
         self._begun = True
 
     def _sums(self) -> Tensor:
-        """Return the sums over the world, [4].
+        """Return four sums over all ranks, [4]: loss * count, counts with a loss, counts with a left-out loss, all counts.
 
-        They are loss * count, counts with a loss, counts whose loss is left out, and all counts.
+        Each data rank's counts are included once in the last sum. In the other sums, every rank with a loss is included.
         """
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)
@@ -391,5 +404,5 @@ class Monitor:
         with in_call(self.registry, "Monitor"):
             if topology.world_size == 1 or self.registry.device.type != "cpu":
                 return world_sum(sums, self.registry)
-            # if only some ranks report, gloo would abort the process when two different all-reduces meet
+            # gloo would abort the process if only some ranks report and their all-reduce meets another all-reduce
             return sums.new_tensor(gather_objects(sums.tolist(), self.registry)).sum(0)

@@ -1,13 +1,14 @@
-"""`Telemetry`, which measures weights, gradients and updates of the full tensors every few steps.
+"""`Telemetry`, which measures the norms of full weights, gradients and updates every few steps.
 
     telemetry = Telemetry(optimizer, every=50)
     monitor = Monitor(registry, JsonLines("run.jsonl"), telemetry=telemetry)
 
-It observes the optimizer's own steps (`meshstep.optim.states.chain`): after the gradient reduction and before clipping,
-and before and after the update. Each rank measures its shards and divides by their replication factors. The results are
-summed by logical parameter in one packed all-reduce:
+A figure is one measured number, such as ``update_norm/total``. `Telemetry` is a `StepObserver`: `ParallelOptimizer.step`
+calls it after the gradient reduction and before clipping, and around the update. Each rank measures its shards and
+divides the results by the shards' replication factors. The sums over all shards of a logical parameter come from one
+packed all-reduce:
 
-    [ |w|^2  |g|^2  |dw|^2  zeros  small ] of each parameter | window's weight | |g_local|^2 of each data rank
+    [ |w|^2  |g|^2  |dw|^2  zeros  small ] of each parameter | weights of the window | |g_local|^2 of each data rank
 """
 
 from __future__ import annotations
@@ -53,21 +54,26 @@ from .gradient_noise import (
     squares,
 )
 
-# Labels: per parameter, per layer, per param group, or by globs -------------------------------------------------------
+# Labels: one per parameter, per layer, per param group, or per glob ---------------------------------------------------
 
 
 By = Literal["parameter", "layer", "group"] | Mapping[str, str]
-"""``"layer"``: all parameters of one module. A mapping: labels to globs over parameter names; the first match counts."""
+"""The parameters that share a label: a figure is given per label.
+
+``"parameter"``: each parameter has its own label. ``"layer"``: all direct parameters of a module share a label.
+``"group"``: all parameters of a param group do. A mapping from labels to globs over parameter names: each parameter gets
+the first label whose glob matches, or no label.
+"""
 
 TOTAL = "total"
 
 
 def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list[int | None]]:
-    """Return the labels, and the index of each logical parameter's label (None: it has none).
+    """Return the list of labels, and for each logical parameter the index of its label, or None without a label.
 
     Args:
-        params: Name and param group of each logical parameter.
-        by: The kind of labels.
+        params: Name and index of the param group, per logical parameter.
+        by: The kind of labels; see `By`.
 
     Raises:
         ValueError: A glob matches nothing, or a label is ``"total"``.
@@ -112,12 +118,12 @@ def _label(name: str, group: int, by: object) -> str:
 
 
 class Slots:
-    """Sums of values by slot, bitwise identical on every rank.
+    """Sums groups of values in a fixed order. The group of a value is given by its slot, an index into the results.
 
-    ``index_add_`` on a GPU would add in an arbitrary order.
+    Equal values give bitwise identical sums on every rank. (``index_add_`` on a GPU would add in an arbitrary order.)
 
     Args:
-        slots: Slot of each value; None: the value belongs to no slot.
+        slots: Slot of each value. None: the value is in no sum.
         count: Number of slots.
         device: Device of the values.
     """
@@ -133,7 +139,7 @@ class Slots:
         self._members = torch.tensor(rows, dtype=torch.int64).reshape(count, longest).to(device)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Sum [..., values] to [..., slots].
+        """Return the sums per slot, [..., slots], of ``values`` of shape [..., number of values].
 
         Host synchronization: none.
         """
@@ -142,7 +148,7 @@ class Slots:
 
 
 def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """Return the sum over all ranks, on the device of ``packed``.
+    """Return the sum of ``packed`` over all ranks, on the device of ``packed``. With one rank, return ``packed`` itself.
 
     Collectives: an all-reduce if there are several ranks.
     """
@@ -157,9 +163,10 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
 
 #     u = W v,    w = W^T u,    sigma = |w| / |u|,    v <- w / |w|
 #
-# Each rank multiplies the rectangles that it contributes, so that replicated elements count once. The products of all
-# matrices are summed over the world together. v is kept between measurements. So sigma, which is never too large, follows
-# the weights even with few iterations. A tensor with more than two dims is the matrix [first dim, all other dims].
+# Each element of a matrix is assigned to one of the ranks that hold it, so that replicated elements count once. A rank
+# multiplies the rectangles that are assigned to it. One all-reduce sums the products of all matrices. The next
+# measurement starts from the last v, so that few iterations per measurement are enough. sigma is never larger than the
+# largest singular value. A tensor with more than two dims is used as the matrix [first dim, all other dims].
 #
 # Reference: Miyato et al. 2018, "Spectral normalization for generative adversarial networks", arXiv:1802.05957, which
 # also keeps u and v.
@@ -172,8 +179,8 @@ class SpectralNorms:
         Telemetry(optimizer, spectral=SpectralNorms(("*.weight",)))
 
     Args:
-        globs: Globs over parameter names; vectors are left out. Default: all matrices.
-        iterations: Number of iterations per measurement, >= 1. Default: 2.
+        globs: Globs over parameter names; 1-dim parameters are left out. Default: all matrices.
+        iterations: Number of power iterations per measurement, >= 1. Default: 2.
     """
 
     globs: tuple[str, ...] = ("*",)
@@ -189,23 +196,25 @@ class SpectralNorms:
 
 
 class PowerIteration:
-    """Power iteration for the matrices of one plan.
+    """Estimates the largest singular values of sharded matrices by power iteration.
 
     Args:
-        named: Per stepped tensor: the full tensor's name, the stepped tensor, and its region; see `WholeTensors.of`.
+        named: (name of the full matrix, stepped tensor, region of the full matrix) per stepped tensor; see
+            `WholeTensors.of`.
         registry: The process groups.
-        iterations: Number of iterations per call.
+        iterations: Number of power iterations per call.
         device: Device of the results.
 
     Raises:
         ValueError: As `WholeTensors.of`.
 
     Collectives: as in `WholeTensors.of`.
-    Memory: on every rank, one row per matrix; during a call, two rows and one column per matrix.
+    Memory: on every rank, one row per matrix in float64; during a call, two rows and one column per matrix.
 
     Attributes:
         names: Names of the matrices, in the same order on all ranks.
-        vectors: v by name: float64, with the shape of all dims except the first, bitwise identical on every rank.
+        vectors: The current vector v of each matrix, by name: float64, with the shape of all dims except the first,
+            bitwise identical on every rank.
     """
 
     def __init__(
@@ -228,10 +237,10 @@ class PowerIteration:
         self.vectors = {matrix.name: _start(matrix).to(device) for matrix in self._matrices}
 
     def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return sigma of each matrix, [matrices] float64.
+        """Return the estimated largest singular value of each matrix, [matrices] float64, and update `vectors`.
 
         Args:
-            pieces: The current stepped tensors, in the order of ``named``.
+            pieces: The current stepped tensors, in the order of the constructor's ``named``.
 
         Collectives: two all-reduces over the world per iteration, for all matrices together.
         Host synchronization: none.
@@ -248,7 +257,13 @@ class PowerIteration:
         return torch.stack([*found.values()]) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
     def _products(self, pieces: Sequence[Tensor], vectors: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
-        """Return W v, or W^T u, of each matrix by name, summed over the world."""
+        """Return W v of each matrix, or W^T u if ``transposed``, by name, summed over the world.
+
+        Args:
+            pieces: The stepped tensors.
+            vectors: v, or u if ``transposed``, by name.
+            transposed: See above.
+        """
         results: dict[str, Tensor] = {}
         for matrix in self._matrices:
             shape = matrix.shape[1:] if transposed else matrix.shape[:1]
@@ -268,14 +283,14 @@ class PowerIteration:
         return {name: next(parts).view(product.shape) for name, product in results.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the vectors by name, equal on every rank and in every layout."""
+        """Return copies of `vectors`. They are equal on every rank, and can be loaded in another layout."""
         return {name: vector.clone() for name, vector in self.vectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the vectors of all matrices that still exist.
+        """Load the vectors of matrices that have the same name and shape as in ``state``; keep the other vectors.
 
         Raises:
-            ValueError: A value is no finite tensor; nothing is changed.
+            ValueError: A value in ``state`` is not a finite tensor; nothing is changed.
         """
         self.check_state(state)
         for name, vector in self.vectors.items():
@@ -289,7 +304,7 @@ class PowerIteration:
 
 
 def _start(matrix: LogicalTensor) -> Tensor:
-    """Return a random unit vector, seeded by the matrix's name: equal on every rank and in every layout."""
+    """Return a random unit vector v. The seed is a hash of the matrix's name, so v is equal on every rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
     vector = torch.randn(matrix.shape[1:], generator=generator, dtype=torch.float64)
     return vector.div_(torch.linalg.vector_norm(vector).clamp_min(1e-300))
@@ -300,32 +315,34 @@ def _length(vector: Tensor) -> Tensor:
     return length
 
 
-# Measurement plan, which all ranks build together, and again when parameters are added --------------------------------
+# Measurement plan: built by all ranks together, and rebuilt when parameters are added to the optimizer ----------------
 
 KINDS = ("param_norm", "grad_norm", "update_norm", "grad_zeros", "grad_underflow")
 
 
 class Planned:
-    """Tensors and sums of the measurements, for the optimizer's current plan.
+    """The measurement plan: which tensors `Telemetry` measures, and how the results are summed per label.
 
     Args:
         optimizer: The optimizer.
         by, spectral, noise: As in `Telemetry`.
 
     Raises:
-        ValueError: On every rank: a glob matches nothing, a matrix has shards of unequal sizes, or no gradient comes
-            from the samples of a single data rank.
+        ValueError: On every rank: a glob matches nothing, a matrix has shards of unequal sizes, or, with ``noise``, every
+            gradient comes from the samples of several data ranks.
 
     Collectives: object all-gathers and one all-reduce.
     Host synchronization: yes.
 
     Attributes:
-        plan: Plan of the stepped tensors, with the names of all logical parameters.
-        measured: The tensors that hold the gradients, in the order of the plan's entries. ``values()`` returns the
-            stepped tensors.
+        plan: `ReductionPlan` of the stepped tensors, with the names of all logical parameters.
+        values: Function that returns the stepped tensors, in the order of the plan's entries.
+        measured: The tensors whose ``.grad`` is measured, in the order of the plan's entries.
         numels: Number of elements of each gradient; 0 for a frozen parameter.
-        labels: Labels of the figures, the full model's last.
-        local: Measures the gradient of each data rank; None if it is not needed.
+        labels: Labels of the figures. The last one is ``"total"``, for the full model.
+        matrices: Indices of the stepped tensors that belong to matrices whose singular values are measured.
+        spectral: The power iteration for these matrices. None: singular values are not measured.
+        local: Measures the gradient norm of each data rank. None: the noise scale is not measured.
         left_out: Names of the parameters that the noise scale does not include.
     """
 
@@ -351,13 +368,13 @@ class Planned:
         self.labels = (*labels, TOTAL)
         self._to_labels = Slots(where, len(labels), device)
 
-        # frozen parameters have no gradients, so their zeros are not counted
+        # a frozen parameter has no gradient, which would count as zeros
         self.numels = [row.grad_tensor.numel() if row.trained else 0 for row in table]
         elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
         self._elements = self.to_labels(self.summed(elements))
 
         fits = [matches_any(spectral.globs if spectral else (), name) for name in names]
-        # A full shape is unknown if shards have unequal sizes; `PowerIteration` raises for such a matrix.
+        # The shape is None if shards have unequal sizes. Such a tensor is included, and `PowerIteration` raises for it.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
         self.spectral = None if spectral is None else self._power_iteration(table, spectral)
@@ -383,26 +400,31 @@ class Planned:
         self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
 
     def to_parameters(self, values: Tensor) -> Tensor:
-        """Return [..., entries] summed to [..., logical parameters], each shard divided by its replication factor."""
+        """Return the sums per logical parameter, [..., logical parameters], of this rank's shards.
+
+        Args:
+            values: One value per entry of the plan, [..., entries]. Each is divided by the entry's replication factor, so
+                that the sum of the results over all ranks counts every shard once.
+        """
         return self._to_parameters(values * self._weights)
 
     def to_labels(self, values: Tensor) -> Tensor:
-        """Return [..., logical parameters] summed to [..., labels], with the full model's sum last."""
+        """Return the sums per label, [..., labels], of ``values`` per logical parameter. The last sum is over all."""
         return torch.cat([self._to_labels(values), values.sum(-1, keepdim=True)], -1)
 
     def of_local(self, squares: Tensor) -> Tensor:
-        """Return the sum of ``squares`` over the parameters whose gradients `local` measures, 0-dim."""
+        """Return the sum of ``squares``, one per logical parameter, over the parameters that `local` measures, 0-dim."""
         return torch.where(self._own > 0, squares, 0.0).sum()
 
     def fractions(self, counts: Tensor) -> Tensor:
-        """Return counts of elements, [..., labels], as fractions of all trainable elements.
+        """Return ``counts`` of elements per label, [..., labels], divided by the label's number of trainable elements.
 
-        The result is NaN for a label without any.
+        The result is NaN for a label without trainable elements.
         """
         return counts / self._elements
 
     def summed(self, packed: Tensor) -> Tensor:
-        """Return the sum over the world.
+        """Return the sum of ``packed`` over all ranks.
 
         Collectives: one all-reduce; none with one rank.
         """
@@ -421,8 +443,8 @@ class Measurement:
         print(dict(zip(telemetry.last.names, telemetry.last.values.tolist())))
 
     Args:
-        step: Number of the step, counted from 1.
-        names: Names of the figures, with slashes as dashboards expect: ``"update_norm/total"``.
+        step: Number of the step, counted from 1, including skipped steps.
+        names: Names of the figures, such as ``"update_norm/total"``. Dashboards group names by the part before the slash.
         values: The figures, [figures] float64.
     """
 
@@ -443,47 +465,54 @@ class Measurement:
 
 @renamed_members(left_out="excluded_params")
 class Telemetry(StepObserver):
-    """Measures an optimizer's steps every few steps. Every rank creates one, at the same point.
+    """Measures weights, gradients and updates in every ``every``-th step of an optimizer.
 
         telemetry = Telemetry(optimizer, every=50)
 
-    Each figure is given for the full model (``.../total``) and for every label:
+    Every rank creates a `Telemetry` at the same point of the program. A figure is one measured number. These figures are
+    given for the full model (label ``total``) and for every label, with names such as ``param_norm/total``:
 
-    * ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the full tensors. The weights are those before the
-      step (master weights if there are any). The gradient is the unscaled, averaged one before clipping. The update is
-      the change by the step, 0 if it was skipped.
+    * ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the full tensors. The weights are the ones before the
+      step (master weights if there are any). The gradient is unscaled, averaged, and not clipped yet. The update is the
+      difference of the weights after and before the step, 0 in a skipped step.
     * ``update_ratio``: ``update_norm`` divided by ``param_norm``.
     * ``grad_zeros``: Fraction of the trainable elements whose gradient is 0 or missing.
-    * ``grad_underflow``: Fraction of the trainable elements with a gradient below 2^-14, the smallest normal number of
-      float16, including zeros. It is measured in the stored gradient: multiplied by the loss scale, averaged over data
-      ranks, summed over the window. In fp16 it is the fraction that the loss scale does not save; in other modes, the
-      fraction that fp16 without a loss scale would lose.
+    * ``grad_underflow``: Fraction of the trainable elements whose stored gradient is smaller in absolute value than
+      2^-14, the smallest normal number of float16. Zeros are included. The stored gradient is multiplied by the loss
+      scale, averaged over data ranks, and summed over the accumulation window. In fp16, the fraction shows how many
+      elements are too small despite the loss scale. In other modes, it shows how many elements would be too small in fp16
+      without a loss scale.
+
+    These figures exist once:
+
     * ``spectral_norm/<name>``: With `SpectralNorms`, the largest singular value of the weights before the step.
-    * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, over all parameters except
-      `excluded_params`.
+    * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, the gradient noise scale and the
+      two estimates of which it is the ratio, over all parameters except `excluded_params`.
 
     Args:
         optimizer: The optimizer, with any precision and state placement.
-        every: Number of steps between measured steps, >= 1, including skipped steps. Default: 50.
+        every: One step in ``every`` is measured; an integer >= 1. Skipped steps are counted. Default: 50.
         by: Kind of labels; see `By`. Default: "layer".
-        spectral: Measure largest singular values. None: not measured.
-        noise: Measure the gradient noise scale. None: not measured.
+        spectral: Options to measure the largest singular values of matrices. None: not measured.
+        noise: Options to measure the gradient noise scale. None: not measured.
 
     Raises:
         ValueError: On every rank: an argument is out of range or differs between ranks, a glob matches nothing, or the
-            optimizer already has a Telemetry. Or ``noise=`` is given although gradients are averaged during backward,
-            or there is only one data rank.
+            optimizer already has a Telemetry. With ``noise=`` also: gradients are averaged during backward, or there is
+            only one data rank.
 
-    Collectives: object all-gathers in the constructor and after `add_param_group`. In a measured step, one all-reduce
-        over the world, with ``noise=`` also one per kind of partial gradients, and with ``spectral=`` two per
-        iteration. None in other steps.
-    Host synchronization: none in addition to those of `Offloaded`.
+    Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
+        `add_param_group`. In a measured step, one all-reduce over the world. With ``noise=``, in addition one all-reduce
+        per set of peers and kind of partial gradients. With ``spectral=``, in addition two all-reduces per iteration.
+        None in other steps.
+    Host synchronization: none, except in the constructor and the first measured step after `add_param_group`, and those
+        of `Offloaded`.
     Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes
         per logical parameter.
 
     Attributes:
-        step: Number of steps so far.
-        last: The last measurement, on the device; None before the first one.
+        step: Number of steps so far, including skipped steps.
+        last: The `Measurement` of the last measured step. None before the first one.
     """
 
     def __init__(
@@ -530,13 +559,13 @@ class Telemetry(StepObserver):
     def excluded_params(self) -> tuple[str, ...]:
         """Return the names of the parameters that the noise scale does not include.
 
-        These are frozen parameters, and parameters that a data axis shards or owns, such as experts: their gradients
-        come from the samples of several ranks.
+        These are frozen parameters, and parameters that are sharded over a data axis or have an owner rank along one,
+        such as experts. Their gradients come from the samples of several data ranks.
         """
         return self._planned.left_out
 
     def close(self) -> None:
-        """Stop measuring. A second call does nothing."""
+        """Stop measuring the optimizer's steps. A second call does nothing."""
         self.optimizer.remove_observer(self)
 
     # Events of a step ------------------------------------------------------------------------------------------------
@@ -577,7 +606,9 @@ class Telemetry(StepObserver):
             self._window = torch.cat([self._window, weights.view(-1), self._local])
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Measure before and after the update.
+        """Call ``update(request)``, and in a measured step measure the weights before and after the call.
+
+        The results are in `last`.
 
         Collectives: see the class.
         """
@@ -606,7 +637,14 @@ class Telemetry(StepObserver):
     # Figures ---------------------------------------------------------------------------------------------------------
 
     def _figures(self, rows: Tensor, window: Tensor, sigmas: Tensor | None) -> Measurement:
-        """Return the measurement for sums over all ranks."""
+        """Return the `Measurement` of this step.
+
+        Args:
+            rows: Per row |w|^2, |g|^2, |dw|^2, zeros and small elements; per column one logical parameter. Summed over all
+                ranks; |g|^2 still contains the loss scale and the window's weight.
+            window: The other sums over all ranks: weights of the window, weights per data rank, |g_local|^2.
+            sigmas: The largest singular values, or None.
+        """
         planned = self._planned
         place = place_of(planned.registry)
         inverse = inverse_weight(window[: place.stages], place.data_ranks, self._count)
@@ -631,7 +669,7 @@ class Telemetry(StepObserver):
         assert self.noise is not None
         assert self._planned.local is not None
         ranks = self._planned.local.data_ranks
-        # only the pipeline stage that computes the loss has the weight of a data rank
+        # only the pipeline stage that computes the loss knows the weight; the other stages have 0
         samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
         scale = 1.0 if self._scale is None else self._scale.to(powers)
         weighted = samples.sum() != 0
@@ -645,9 +683,9 @@ class Telemetry(StepObserver):
     # State -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, the means of the noise scale and the vectors of the power iteration.
+        """Return the number of steps, the means for the noise scale and the vectors of the power iteration.
 
-        It is equal on all ranks and in every layout; save it in a checkpoint's ``extra=``.
+        The state is equal on all ranks, and can be loaded in another layout. Save it in a checkpoint's ``extra=``.
 
         Host synchronization: none.
         """
@@ -659,10 +697,10 @@ class Telemetry(StepObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, in any layout.
+        """Load a state of `state_dict`, which may come from another layout.
 
         Raises:
-            ValueError: ``state`` is no state of a Telemetry; nothing is changed.
+            ValueError: ``state`` is not a state of a Telemetry; nothing is changed.
         """
         if not {"step", "noise", "spectral"} <= state.keys():
             raise ValueError(f"a state with the keys {[*state]} is no state of a Telemetry; give its state_dict()")

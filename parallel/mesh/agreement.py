@@ -18,9 +18,9 @@ V = TypeVar("V")
 
 
 def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
-    """Gather ``value`` from every rank and return the values by global rank.
+    """Gather ``value`` from every rank and return the list of values, indexed by global rank.
 
-    Every rank must call this function at the same point. It pickles the value and synchronizes with the host: use it
+    Every rank must call this function at the same point. It pickles the value and synchronizes with the host. Use it
     during set-up, not in every step.
 
         gather_objects(registry.global_rank, registry)  # [0]; on 2 ranks [0, 1]
@@ -71,10 +71,10 @@ def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGrou
     """Call ``function()`` as `on_all_ranks` does, and gather the second item of its result in the same collective.
 
     Args:
-        function: Returns ``(result, value)``; must issue no collective.
+        function: Takes no arguments and returns ``(result, value)``. It must issue no collective.
         registry: The process groups. The call runs on all ranks of its topology.
     Returns:
-        This rank's ``result``, and the ``value`` of every rank by global rank.
+        This rank's ``result``, and the list of every rank's ``value``, indexed by global rank.
     Raises:
         Exception: As in `on_all_ranks`.
     Collectives: those of `gather_objects`.
@@ -82,7 +82,7 @@ def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGrou
     """
     try:
         (result, value), error = function(), None
-    except Exception as caught:  # any type, because the other ranks would wait in the gather below
+    except Exception as caught:  # any type: without this rank, the other ranks would wait in the gather below
         result, value, error = None, None, caught
     reports = gather_objects((value, None if error is None else (type(error).__name__, str(error))), registry)
     if error is not None:
@@ -105,12 +105,12 @@ _SAME_KIND: dict[str, type[Exception]] = {
 
 
 def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -> None:
-    """Check that every setting has the same value on all ranks that have a setting of its name.
+    """Raise ValueError on every rank if a setting has different values on two ranks.
 
-    Every rank must call this function at the same point.
+    Every rank must call this function at the same point. A rank may lack a setting; it is then not compared there.
 
     Args:
-        settings: By name. Values are compared as the text that `describe` returns.
+        settings: Value per name. Two values count as equal if `describe` returns the same text for both.
         registry: The process groups. The call runs on all ranks of its topology.
     Raises:
         ValueError: On every rank, with the first setting that differs and two of its values.
@@ -121,7 +121,7 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
 
 
 def described(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings as texts that `check_all_say_the_same` compares."""
+    """Return the text that `describe` returns for each setting, by name, for `check_all_say_the_same`."""
     return {name: describe(value) for name, value in settings.items()}
 
 
@@ -129,7 +129,7 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
     """Raise ValueError for the first setting that differs between two ranks.
 
     Args:
-        by_rank: Per global rank, the result of `described`. Ranks without a setting of some name are not compared.
+        by_rank: Per global rank, the result of `described`. A setting is compared between the ranks that have it.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, settings in enumerate(by_rank):
@@ -143,13 +143,15 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def describe(value: object, depth: int = 4) -> str:
-    """Return a text for ``value`` that is the same in every process, for comparing arguments between ranks.
+    """Return a text that is equal on two ranks if their values are equal, for comparing arguments between ranks.
 
-    1 and 1.0 have the same text. Objects are shown by type name and attributes.
+    The text has no memory addresses. 1 and 1.0 have the same text. An object is shown by its type name and attributes, and
+    a tensor of more than 16 elements by its shape alone.
 
     Args:
         value: Any object.
-        depth: Nesting depth of objects whose attributes are shown; deeper objects are shown by type name alone.
+        depth: Number of nested levels of objects that are shown with attributes. Objects below these levels are shown by
+            their type name alone.
     Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device.
     """
     if isinstance(value, float):

@@ -1,11 +1,11 @@
-"""Track the public call that each rank is in, and report the calls of all ranks when a collective fails.
+"""Track the call of this library that each rank is in, and report the calls of all ranks when a collective fails.
 
     with track_call("save_checkpoint", registry):
         ...                                # if a collective fails, the RuntimeError lists the call of every rank
 
-Tracking needs no communication: the name and number of a call stay in this process. When a collective fails, the rank
-requests the current calls of other ranks through the default store. A thread in every process responds, also if the process
-is in no collective or in code outside this library. Stopped and dead processes do not respond.
+Tracking needs no communication: each process keeps the name and number of its own call. When a collective fails on a rank,
+the rank requests the current calls of the other ranks through the store of the default process group. A thread in
+every process responds, even while the process runs code outside this library. Stopped and dead processes do not respond.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # num
 
 
 class Answering:
-    """Background thread that responds to requests of other ranks while the default group is unchanged.
+    """Background thread that responds to requests of other ranks, until the default process group is replaced or destroyed.
 
     Args:
         world: The default process group.
-        doing: Returns the response, a description of the current call.
+        doing: Returns the response: a text that describes the current call of this process.
     """
 
     def __init__(self, world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
@@ -61,11 +61,11 @@ class Answering:
         self._thread.start()
 
     def is_of_now(self) -> bool:
-        """Return True if the default group is still the group of this object."""
+        """Return True if the default process group is still the ``world`` that was passed to the constructor."""
         return dist.is_initialized() and self._world() is dist.group.WORLD
 
     def stop(self) -> None:
-        """Stop the thread, which must not run while the interpreter exits."""
+        """Stop the thread and wait at most two seconds for its end. It must not run while the interpreter exits."""
         self._stop.set()
         self._thread.join(2 * POLL_INTERVAL)
 
@@ -84,8 +84,8 @@ class Answering:
         """Request the calls of all other ranks, and store each response in ``found`` when it arrives.
 
         Args:
-            rank: This rank.
-            found: Output: response per rank. Ranks that do not respond within `RESPONSE_TIMEOUT` are missing.
+            rank: Global rank of this process.
+            found: Output: response by global rank. Ranks that do not respond within `RESPONSE_TIMEOUT` are missing.
         Raises:
             RuntimeError: The process that serves the store has exited. Earlier responses are in ``found``.
         """
@@ -125,7 +125,7 @@ class _Server:
             self._socket.close()
 
     def check(self) -> None:
-        """Raise RuntimeError if the process has exited."""
+        """Raise RuntimeError if the process that serves the store has exited."""
         try:
             is_closed = self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -140,13 +140,13 @@ _answering: Answering | None = None
 
 
 def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
-    """Start the thread that responds to other ranks.
+    """Start the thread that responds to other ranks, unless it already runs for the current default process group.
 
     Args:
         world: The default process group.
-        doing: Returns the response.
+        doing: Returns the response, as in `Answering`.
     Returns:
-        False if the thread runs already for the current default group, else True.
+        True if this call started the thread.
     """
     global _answering
     if _answering is not None and _answering.is_of_now():
@@ -156,10 +156,13 @@ def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
 
 
 def request_answers(rank: int) -> dict[int, str] | None:
-    """Return the responses of other ranks by rank; None if the store does not respond, or no thread was started.
+    """Request the current calls of all other ranks, and wait up to five seconds for the responses.
 
     Args:
-        rank: This rank. Ranks that do not respond are missing in the result.
+        rank: Global rank of this process.
+    Returns:
+        Response by global rank, without ranks that did not respond. None: the store did not respond, or `start_answering`
+        was not called for the current default process group.
     """
     answering = _answering
     if answering is None or not answering.is_of_now():
@@ -195,11 +198,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
-    """A call of the public interface.
+    """A call of a public function, method or constructor.
 
     Args:
-        name: Name of the function or method.
-        number: Number of the call among the calls of this name in its thread, from 1.
+        name: Name of the function or method, or of the constructed class.
+        number: 1 for the first call of this name in its thread, 2 for the second, and so on.
     """
 
     name: str
@@ -210,7 +213,7 @@ class Call(NamedTuple):
 
 
 class Caller(Protocol):
-    """The interface of a registry that a call needs: its ranks, and this rank."""
+    """The attributes of a registry that `track_call` reads: the topology of all ranks, and the rank of this process."""
 
     topology: Topology
     global_rank: int
@@ -223,7 +226,7 @@ class _ThreadCalls:
         thread: Identifier of the thread.
         counts: Number of calls per name since the default group was created.
         current: The current outermost call, or None.
-        last: Name, number and error type (None: no error) of the last finished call, or None before the first.
+        last: Name, number and error type (None: no error) of the last finished call. None: no call has finished.
     """
 
     __slots__ = ("__weakref__", "counts", "current", "last", "thread")
@@ -250,16 +253,16 @@ _current_thread = _CurrentThread()
 
 
 class track_call:
-    """Context manager of a public call: if a collective fails in it, the error lists the current call of every rank.
+    """Context manager around a public call: if a collective fails in the block, the error lists the call of every rank.
 
-    Within another call of the same thread it has no effect.
+    Inside another `track_call` block of the same thread it has no effect, so only the outermost call is tracked.
 
     Args:
         name: Name of the call.
-        registry: Its topology's world is the set of ranks that make the call.
+        registry: The process groups. All ranks of its topology are expected to make the call.
     Raises:
-        RuntimeError: A collective or the store failed: a timeout or a lost connection. Gathering the calls of other ranks
-            takes a few seconds.
+        RuntimeError: A collective or the store failed in the block, by a timeout or a lost connection. Before raising, this
+            rank waits a few seconds for the calls of the other ranks. With one rank the original error is raised.
     Collectives: none.
     Host synchronization: none.
     """
@@ -280,7 +283,7 @@ class track_call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        calls = self._calls  # of the thread that entered, because a generator may be closed in another thread
+        calls = self._calls  # of the thread that entered the block: a generator may be closed in another thread
         if calls is None:
             return
         try:
@@ -302,7 +305,7 @@ def in_call(registry: Caller, name: str) -> track_call:
 
 
 def public_call(method: F) -> F:
-    """Decorate a method of an object with a ``registry``, so that it is tracked as a call of its name."""
+    """Decorate a method, so that each call runs in ``track_call(method.__name__, self.registry)``."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -313,10 +316,10 @@ def public_call(method: F) -> F:
 
 
 def public_constructor(init: F) -> F:
-    """Decorate ``__init__``, so that it is tracked as a call with the name of its class.
+    """Decorate ``__init__``, so that `track_call` tracks it as a call with the name of the constructed class.
 
-    The registry is the second positional argument after ``self``, or the keyword argument ``registry``. Calls without a
-    registry are not tracked.
+    The registry is the second positional argument after ``self``, or the keyword argument ``registry``. A call without a
+    registry is not tracked.
     """
 
     @wraps(init)
@@ -335,7 +338,7 @@ def current_call() -> str | None:
 
 
 def check_same_call(calls: Sequence[str | None]) -> None:
-    """Raise RuntimeError unless all ranks are in a call of the same name.
+    """Raise RuntimeError unless all ranks are in public calls of the same name.
 
     Args:
         calls: Per global rank, the result of `current_call`.
@@ -351,7 +354,8 @@ def check_same_call(calls: Sequence[str | None]) -> None:
 def is_transport_error(error: BaseException | None) -> bool:
     """Return True if ``error`` is a failure of a collective or of the store.
 
-    gloo raises plain RuntimeErrors, which are detected by their text. Errors that `track_call` raised return False.
+    Failures of gloo are plain RuntimeErrors, so they are detected by their text. For an error that `track_call` raised, the
+    function returns False.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -393,7 +397,7 @@ def _strip_cpp_trace(error: BaseException) -> BaseException:
 
 
 def _describe_activity() -> str:
-    """Return a description of the current calls of all threads, and of the user's code in the main thread."""
+    """Return a text with the current public call of each thread, or with the user's line if the main thread has no call."""
     main = threading.main_thread().ident or 0
     threads = {calls.thread: calls for ref in _by_thread.valuerefs() if (calls := ref()) is not None}
     current = {thread: calls.current.call for thread, calls in threads.items() if calls.current is not None}
@@ -411,7 +415,10 @@ def _describe_activity() -> str:
 
 
 def _locate_user_code(frame: FrameType | None) -> str:
-    """Return file, line and function of the innermost frame of user code, or ``"ending"`` without a frame."""
+    """Return a text with the position of user code: the innermost frame outside torch, meshstep and the standard library.
+
+    The text has file, line and function. It is ``"ending"`` if ``frame`` is None: the thread has ended.
+    """
     while frame is not None and frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
     if frame is None:
@@ -427,19 +434,19 @@ def _is_library(frame: FrameType) -> bool:
 # Stack frames ---------------------------------------------------------------------------------------------------------
 
 
-# Use these functions only where another library calls a method of this library, the result depends on which function
-# calls, and no argument identifies it. No other module except deprecation.py reads stack frames.
+# Use these functions only if another library calls a method of this library, the result depends on the calling function,
+# and no argument identifies that function. Except for this module and deprecation.py, no module reads stack frames.
 
 
 def calling_module() -> str:
-    """Return the name of the module that called the function which calls this."""
+    """Return the name of the module that called the caller of this function."""
     return str(sys._getframe(2).f_globals.get("__name__"))
 
 
 def receiver_of_caller(method: Callable[..., object]) -> Any:
-    """Return the ``self`` of the call of ``method`` that called the function which calls this; None: another function did.
+    """Return the ``self`` of ``method`` if ``method`` called the caller of this function; else None.
 
-    The locals of other functions are not read, because that would keep them alive.
+    The local variables of other functions are not read, because reading them would keep them alive.
     """
     frame = sys._getframe(2)
     return frame.f_locals["self"] if frame.f_code is getattr(method, "__code__", None) else None
@@ -457,9 +464,10 @@ def _ordinal(number: int) -> str:
 
 
 def answer_questions(world: dist.ProcessGroup) -> None:
-    """Start responding to other ranks with the current calls of this process.
+    """Start the thread that tells other ranks the current calls of this process.
 
-    The first call per default group starts the thread and resets the numbers of all calls. Further calls have no effect.
+    The first call per default process group starts the thread, and restarts the numbering of calls in every thread. Further
+    calls have no effect.
     """
     if start_answering(world, _describe_activity):
         for ref in _by_thread.valuerefs():

@@ -45,7 +45,7 @@ from .registry import ProcessGroupRegistry
 
 # Linear maps ----------------------------------------------------------------------------------------------------------
 
-# Each map as a plain function, and one autograd function that pairs a map with its adjoint.
+# Each map is a plain function. `_LinearMap` is one autograd function for all pairs of a map and its adjoint.
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Over:
         axes: Mesh axes of the group.
         dim: Tensor dim (>= 0) along which the map splits or concatenates. Default: the first.
         root: Index of the root in the group, for `broadcast` and `reduce_to_root`. Default: the first rank.
-        call: Name of the public call that the map is part of. It appears in the error of a rank whose collective fails.
+        call: Name of the public call that applies the map. If the collective fails, the error has this name.
     """
 
     registry: ProcessGroupRegistry
@@ -79,7 +79,7 @@ class Over:
         return self.registry.rank(*self.axes)
 
     def piece(self, tensor: Tensor) -> int:
-        """Return the length along the dim of one rank's shard of ``tensor``.
+        """Return the length of one rank's shard of ``tensor`` along `dim`.
 
         Raises:
             ValueError: The dim's length is not a multiple of the group size.
@@ -98,7 +98,7 @@ Map_ = TypeVar("Map_", bound=Callable[..., Tensor])
 
 
 def _collective(function: Map_) -> Map_:
-    """Track the map as the public call ``over.call``, so that the error of a failed collective names that call."""
+    """Decorate a map, so that `track_call` tracks it as the call ``over.call``; not while torch.compile traces it."""
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
@@ -118,17 +118,17 @@ class Cut:
     sizes: list[int]
 
 
-# The maps are not differentiable and out of place, and need groups of more than one rank.
+# The maps return a new tensor, are not differentiable by themselves, and need a group of more than one rank.
 
 
 def identity(tensor: Tensor, over: Over) -> Tensor:
-    """Return a view of the tensor, because an autograd function must not return its input itself."""
+    """Return a view of all of ``tensor``. It is not ``tensor`` itself, which an autograd function must not return."""
     return tensor.view_as(tensor)
 
 
 @_collective
 def all_reduce(tensor: Tensor, over: Over) -> Tensor:
-    """Return the sum over the group, with the shape of ``tensor``."""
+    """Return the sum of ``tensor`` over the ranks of the group, with the shape of ``tensor``."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=over.group)
     return total
@@ -136,7 +136,7 @@ def all_reduce(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def all_gather(tensor: Tensor, over: Over) -> Tensor:
-    """Concatenate the shards of all ranks along the dim: [..., length, ...] -> [..., size * length, ...]."""
+    """Concatenate the shards of all ranks along ``over.dim``: [..., length, ...] -> [..., size * length, ...]."""
     pieces = tensor.new_empty((over.size, *tensor.shape))
     # Flat views, because gloo rejects buffers with the extra dim.
     all_gather_flat(pieces.view(-1), tensor.contiguous().view(-1), over.group)
@@ -145,7 +145,10 @@ def all_gather(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
-    """Return this rank's shard of the sum over the group: [..., size * length, ...] -> [..., length, ...]."""
+    """Return this rank's shard along ``over.dim`` of the sum of ``tensor`` over the group.
+
+    Shapes: [..., size * length, ...] -> [..., length, ...].
+    """
     length = over.piece(tensor)
     before, after = tensor.shape[: over.dim], tensor.shape[over.dim + 1 :]
     pieces = tensor.reshape(*before, over.size, length, *after).movedim(over.dim, 0).contiguous()
@@ -155,7 +158,10 @@ def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
 
 
 def own_slice(tensor: Tensor, over: Over) -> Tensor:
-    """Return this rank's shard along the dim, without a collective: [..., size * length, ...] -> [..., length, ...]."""
+    """Return this rank's shard along ``over.dim``, without a collective.
+
+    Shapes: [..., size * length, ...] -> [..., length, ...].
+    """
     length = over.piece(tensor)
     return tensor.narrow(over.dim, over.rank * length, length).contiguous()
 
@@ -164,7 +170,7 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
     """Return the root's tensor. Other ranks pass any tensor of the same shape and dtype."""
     if over.rank == over.root:
-        # Detached, because torch 2.13 would give the gradient the parameter's grad_dtype on the root only.
+        # Detached: otherwise torch 2.13 gives the gradient the parameter's grad_dtype on the root, but not on other ranks.
         received = tensor.detach().contiguous()
     else:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -174,7 +180,7 @@ def broadcast(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
-    """Return the sum over the group on the root, and zeros on other ranks."""
+    """Return the sum of ``tensor`` over the group on the root rank, and zeros on other ranks."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.reduce(total, group_dst=over.root, group=over.group)
     return total if over.rank == over.root else total.zero_()
@@ -187,8 +193,8 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
     Args:
         tensor: Its dim ``cut.dim`` has length ``sum(cut.sizes)``.
         over: The group.
-        cut: Sections to send, per receiving rank.
-        joined: Sections to receive, per sending rank, and the dim along which they are concatenated.
+        cut: The dim to split, and the length of the section for each receiving rank.
+        joined: The dim along which received sections are concatenated, and the length of the section from each rank.
     """
     sent = tensor.split(cut.sizes, cut.dim)
     shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
@@ -202,7 +208,7 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
 
 
 class _LinearMap(torch.autograd.Function):
-    """Autograd function of ``forward_map``; its backward applies the adjoint, ``backward_map``, as a `_LinearMap` too."""
+    """Autograd function that applies ``forward_map``. Its backward applies the adjoint ``backward_map``, differentiably."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
@@ -215,7 +221,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
-    """Apply ``forward_map`` with ``backward_map`` as its backward. Return ``tensor`` itself over a group of size 1."""
+    """Apply ``forward_map`` with ``backward_map`` as its backward; return ``tensor`` itself if the group has size 1."""
     if over.size == 1:
         return tensor
     result: Tensor = _LinearMap.apply(tensor, forward_map, backward_map, over)
@@ -223,7 +229,7 @@ def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Te
 
 
 def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int, call: str) -> Over:
-    """Return the `Over` of a map that splits or concatenates ``dim``, which may be negative.
+    """Return the `Over` of a map that splits or concatenates ``tensor`` along ``dim``, which may be negative.
 
     Raises:
         ValueError: ``dim`` is out of range for ``tensor``.
@@ -275,7 +281,7 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
 
 
 def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
-    """Apply a map that concatenates shards. With ``length`` uneven shards are padded, and the result is narrowed to it."""
+    """Apply a map that concatenates shards. Unless ``length`` is None, pad the shard, and narrow the result to ``length``."""
     if length is None:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(length, over)
@@ -289,7 +295,7 @@ def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over
 
 
 def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
-    """Apply a map that splits a dim. With ``uneven`` the dim is padded, and the result is narrowed to this rank's chunk."""
+    """Apply a map that splits a dim. If ``uneven``, pad the dim before, and narrow the result to this rank's chunk."""
     if not uneven:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(tensor.size(over.dim), over)
@@ -298,7 +304,7 @@ def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, unev
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
-    """Return the length of the first chunk that `torch.chunk` makes of ``length``, and of this rank's chunk.
+    """Return two lengths of chunks that `torch.chunk` makes of ``length``: of the first chunk, and of this rank's chunk.
 
     Raises:
         ValueError: ``over`` has several axes.
@@ -335,8 +341,8 @@ def gather_from(
     Returns:
         The full tensor, on every rank.
     Raises:
-        ValueError: ``dim`` is out of range; or ``length`` is given, and the shard is not this rank's chunk of it or there
-            are several axes.
+        ValueError: ``dim`` is out of range; or ``length`` is given with several axes, or with a shard whose length is not
+            that of this rank's chunk of ``length``.
     Collectives: one all-gather in forward, none in backward.
     Host synchronization: none.
     """
@@ -353,8 +359,8 @@ def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: 
         registry: Provides the process group.
         axes: Mesh axes of the group.
         dim: Tensor dim to shard; may be negative.
-        uneven: Make the chunks of `torch.chunk` over one axis. False: the dim must be a multiple of the group size. Do not
-            use it for the batch dim, because ranks would average over different numbers of samples.
+        uneven: True: shards are the chunks of `torch.chunk`, over one axis. False: the dim must be a multiple of the group
+            size. Do not pass True for the batch dim, because ranks would average over different numbers of samples.
     Returns:
         The shard; ``tensor`` itself if the group has size 1.
     Raises:
@@ -401,7 +407,8 @@ def reduce_scatter_to(
         registry: Provides the process group.
         axes: Mesh axes of the group.
         dim: Tensor dim to shard; may be negative.
-        uneven: Make the chunks of `torch.chunk` over one axis. False: the dim must be a multiple of the group size.
+        uneven: True: shards are the chunks of `torch.chunk`, over one axis. False: the dim must be a multiple of the group
+            size.
     Returns:
         The shard; ``tensor`` itself if the group has size 1.
     Raises:
@@ -420,8 +427,8 @@ def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, r
         weight = broadcast_from(weight, registry, "row", root=0)
 
     Args:
-        tensor: On the root, the tensor to send. On other ranks, any tensor of the same shape and dtype. It *must require
-            grad if the root's tensor does*: otherwise the reduce in backward is not called there, and the root waits.
+        tensor: On the root, the tensor to send. On other ranks, any tensor of the same shape and dtype, which *must require
+            grad if the root's tensor does*. Otherwise those ranks do not call the reduce in backward, and the root waits.
         registry: Provides the process group.
         axes: Mesh axes of the group.
         root: Index of the root in the group. Default: the first rank.
@@ -462,14 +469,16 @@ def all_to_all(
         concat_dim: Tensor dim along which received sections are concatenated. None: ``split_dim``.
         split_sizes: Length along ``split_dim`` of the section for each rank, in the order of the group. None: equal
             sections. If ``concat_dim`` differs from ``split_dim``, all ranks must pass the same sizes.
-        concat_sizes: Length along ``concat_dim`` of the section from each rank, as the sender's tensor has it. None: the
-            length of this rank's own section for every rank. If the lengths are not known, exchange them first.
+        concat_sizes: Length along ``concat_dim`` of the section that each rank sends to this rank. None: every section is
+            as long as the section of this rank. If the lengths are not known, exchange them first.
     Returns:
         The received sections, concatenated in the order of the group.
     Raises:
-        ValueError: Sizes have another length than the group, or do not add up to the dim's length; ``concat_sizes`` is
-            missing; a dim is out of range; or the dim is not a multiple of the group size and ``split_sizes`` is None.
-    Collectives: one all-to-all in forward, one in backward with the sizes exchanged.
+        ValueError: The number of sizes differs from the group size; a size is negative; ``split_sizes`` do not add up to
+            the dim's length; ``concat_sizes`` has another length for this rank's own section than ``split_sizes``, or is
+            missing although ``split_sizes`` is given for the same dim; a dim is out of range; or ``split_sizes`` is None
+            and the dim is not a multiple of the group size.
+    Collectives: one all-to-all in forward; in backward one more, which sends the gradients of the sections back.
     Host synchronization: none.
     """
     over = along(tensor, registry, axes, split_dim, "all_to_all")

@@ -1,4 +1,4 @@
-"""Former public names, which work for one more version with a DeprecationWarning at the line of the user."""
+"""Former public names, which work for one more version. Using one issues a DeprecationWarning at the user's line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
 
 def warn_deprecated(old: str, advice: str) -> None:
-    """Warn that ``old`` is deprecated, with an advice for a replacement, at the innermost line outside this package."""
+    """Issue a DeprecationWarning for the former name ``old`` at the innermost line outside this package.
+
+    Args:
+        old: The former name.
+        advice: Text after the colon, for example ``"write final instead"``.
+    """
     warnings.warn(f"{old} is deprecated: {advice}", DeprecationWarning, stacklevel=level_of_caller())
 
 
 def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module in which classes and functions have new names.
+    """Return a ``__getattr__`` for a module, which returns renamed classes and functions by their former names and warns.
 
     Args:
         module: Name of the module.
-        renamed: The object by its former name.
+        renamed: Per former name, the class or function.
     """
 
     def find(name: str) -> Any:
@@ -37,13 +42,13 @@ def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], 
 
 
 def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
-    """Return a class decorator for attributes and methods with new names.
+    """Return a class decorator that adds the former names of renamed attributes and methods to the class.
 
         @renamed_members(parted="replicas_diverged")
         class GradStats: ...
 
-    The former name reads and sets the attribute with the new name. A subclass that overrides a method or an attribute under
-    its former name overrides the new one, with a warning at the definition of the subclass.
+    Reading or setting a former name reads or sets the attribute with the new name, and warns. If a subclass defines a
+    method or an attribute with a former name, it overrides the one with the new name, and the class definition warns.
 
     Args:
         renamed: New name by former name.
@@ -71,7 +76,7 @@ def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
 
 
 class _FormerMember:
-    """A descriptor with the former name of a member."""
+    """Descriptor for the former name of an attribute or a method."""
 
     def __init__(self, owner: type, old: str, new: str) -> None:
         self.owner, self.old, self.new = owner, old, new
@@ -79,7 +84,7 @@ class _FormerMember:
     def __get__(self, instance: Any, cls: type) -> Any:
         if instance is not None:
             overriding = [base for base in cls.__mro__ if self.old in vars(base) and base is not self.owner]
-            if overriding:  # an override with the former name calls the method of its base class by `super`
+            if overriding:  # a method that a subclass defined with the former name calls its base class through `super`
                 return getattr(super(overriding[-1], instance), self.new)
         warn_deprecated(f"{self.owner.__name__}.{self.old}", f"write {self.new} instead")
         return getattr(cls if instance is None else instance, self.new)
@@ -90,7 +95,7 @@ class _FormerMember:
 
 
 def renamed_fields(**renamed: str) -> Callable[[AnyClass], AnyClass]:
-    """Return a decorator for a dataclass whose fields have new names: attributes and arguments of the constructor.
+    """Return a decorator that lets a dataclass accept former names of its fields, as attributes and in the constructor.
 
     Args:
         renamed: New name by former name.
@@ -99,7 +104,7 @@ def renamed_fields(**renamed: str) -> Callable[[AnyClass], AnyClass]:
 
 
 def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
-    """Return a decorator for a function, or for a class, whose keyword arguments have new names.
+    """Return a decorator that lets a function, or the constructor of a class, accept former names of keyword arguments.
 
         @renamed_arguments(last="final")
         def step(closure=None, *, final=False): ...
@@ -107,7 +112,7 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
     Args:
         renamed: New name by former name.
     Raises:
-        TypeError: In a call that gives an argument by both names.
+        TypeError: The decorated function is called with both names of an argument.
     """
 
     def decorate(function: Any) -> Any:
@@ -138,9 +143,9 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
 
 
 def level_of_caller() -> int:
-    """Return the ``stacklevel`` with which the caller warns about the innermost frame outside this package.
+    """Return the ``stacklevel`` for a warning of the calling function at the innermost frame outside this package.
 
-    torch, which wraps `step`, and the standard library's ``abc``, which creates classes, count as parts of the package.
+    Frames of torch, which wraps `step`, and of the standard library's ``abc``, which creates classes, are skipped too.
     """
     skipped = (__name__.split(".")[0], "torch", "abc")
     frame, level = sys._getframe(1), 1
@@ -150,5 +155,5 @@ def level_of_caller() -> int:
 
 
 def is_called_by_importlib() -> bool:
-    """Return True if the innermost frame outside this package is the import system's."""
+    """Return True if the innermost frame outside this package belongs to the import system."""
     return sys._getframe(level_of_caller() - 1).f_globals.get("__name__") == "importlib._bootstrap"

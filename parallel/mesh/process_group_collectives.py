@@ -1,6 +1,6 @@
 """Collectives over one process group: flat all-gather and reduce-scatter, and an all-gather of small objects.
 
-`all_gather_objects` needs one collective for small objects, where `torch.distributed.all_gather_object` always needs two.
+For small objects, `all_gather_objects` issues one all-gather; `torch.distributed.all_gather_object` always issues two.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, asy
         whole: 1-dim output, of ``group.size()`` times as many elements as ``own``.
         own: 1-dim tensor of this rank, of the same length on all ranks.
         group: The process group.
-        async_op: Return without waiting. False: wait for the collective.
+        async_op: True: return before the collective has finished. False: as torch's synchronous collectives.
     Returns:
-        The work object with ``async_op``, else None.
+        torch's work object if ``async_op``, else None.
     Collectives: one all-gather.
     """
     return getattr(dist, ALL_GATHER)(whole, own, group=group, async_op=async_op)
@@ -43,9 +43,9 @@ def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *,
         own: 1-dim output.
         whole: 1-dim tensor of ``group.size()`` times as many elements as ``own``.
         group: The process group.
-        async_op: Return without waiting. False: wait for the collective.
+        async_op: True: return before the collective has finished. False: as torch's synchronous collectives.
     Returns:
-        The work object with ``async_op``, else None.
+        torch's work object if ``async_op``, else None.
     Collectives: one reduce-scatter.
     """
     return getattr(dist, REDUCE_SCATTER)(own, whole, group=group, async_op=async_op)
@@ -57,16 +57,16 @@ T = TypeVar("T")
 
 # Size of the first message, in bytes.
 LARGEST = 2**13  # maximum per rank
-TOGETHER = 2**22  # maximum of all ranks together
-LEAST = 2**6  # minimum per rank, which takes precedence over the maxima
+TOGETHER = 2**22  # maximum of the sum over all ranks
+LEAST = 2**6  # minimum per rank; it is used even if the sum over all ranks then exceeds the maximum
 _LENGTH = 8  # bytes of the length field before an object
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:
     """Gather ``value`` from every rank of ``group`` and return the values in the order of the group.
 
-    All ranks send a first message of one size, which starts with the length of the pickled object. If an object is longer
-    than the message, all ranks send a second message, as long as the longest remainder.
+    First, all ranks send messages of the same fixed size, which start with the length of the pickled object. If any rank's
+    object does not fit, all ranks send a second message, whose size is that of the longest remainder.
 
     Args:
         value: Any object that `pickle` accepts.
@@ -74,8 +74,8 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
         device: Device of the messages if the group has no CPU backend: a CUDA device for NCCL.
     Returns:
         One value per rank.
-    Collectives: one all-gather; on the CPU a gather to the first rank and a broadcast. They are repeated if a pickled
-    object of any rank has more than 8 KiB; with more than 512 ranks this limit is smaller.
+    Collectives: per message one all-gather, or on the CPU a gather to the first rank and a broadcast. There is a second
+    message if the pickled object of any rank exceeds about 8 KiB; with more than 512 ranks this limit is smaller.
     Host synchronization: yes.
     """
     if "cpu:" in dist.get_backend_config(group):
@@ -95,7 +95,7 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
 
 
 def _gather_bytes(message: bytes, room: int, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """Gather the message of every rank, each padded with zeros to ``room`` bytes."""
+    """Pad ``message`` with zeros to ``room`` bytes, gather it from every rank, and return the padded messages."""
     own = torch.frombuffer(bytearray(message.ljust(room, b"\0")), dtype=torch.uint8).to(device)
     found = bytearray(room * group.size())
     here = torch.frombuffer(found, dtype=torch.uint8)
@@ -114,10 +114,10 @@ def _all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> No
 
 
 def _gather_and_broadcast(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Run an all-gather as a gather to the first rank and a broadcast, which is faster over gloo.
+    """Gather ``own`` of all ranks into ``everything``, by a gather to the first rank and a broadcast.
 
-    gloo's all-gather is a ring, in which n ranks wait for each other n - 1 times. With 8 ranks on one core the ring takes
-    6 ms; gather and broadcast, which is a tree, take 2.3 ms.
+    Over gloo this is faster than an all-gather, which is a ring of n - 1 sequential exchanges between n ranks. With 8 ranks
+    on one core the ring takes 6 ms; the gather and the broadcast, which are trees, take 2.3 ms.
     """
     of_each = list(everything.view(group.size(), -1)) if group.rank() == 0 else None
     distributed_c10d.gather(own, of_each, group=group, group_dst=0)

@@ -1,8 +1,7 @@
 """Read, restore, check and seed the global random number generators of this process.
 
-The generators are Python's, torch's CPU generator, NumPy's, and the generator of torch's current GPU. The GPU generator is
-skipped before CUDA is initialised. NumPy's generator is skipped until another module imports NumPy: before that, no code
-can draw from it.
+The generators are those of Python, of torch for the CPU, of NumPy, and of torch for the current GPU. The GPU generator is
+skipped before CUDA is initialised. NumPy's generator is skipped while no module has imported NumPy.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def random_state() -> dict[str, Any]:
     """Return the states of all generators, in containers that ``torch.load(weights_only=True)`` reads.
 
     Returns:
-        The states by generator: ``"python"``, ``"cpu"``, and ``"numpy"`` and ``"cuda"`` if these are in use.
+        State per generator: ``"python"``, ``"cpu"`` (torch), and ``"numpy"`` and ``"cuda"`` unless they are skipped.
     Host synchronization: once, for the state of the GPU generator.
     """
     state = cpu_random_state()
@@ -32,7 +31,7 @@ def random_state() -> dict[str, Any]:
 
 
 def cpu_random_state() -> dict[str, Any]:
-    """Return the states as `random_state` does, without the GPU generator.
+    """Return the states of the CPU generators, in the form that `random_state` returns.
 
     Host synchronization: none.
     """
@@ -47,7 +46,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Restore the states that `random_state` or `cpu_random_state` returned.
 
     Args:
-        state: By generator. States of generators that this process does not have (NumPy, CUDA) are ignored.
+        state: State per generator. The NumPy state is ignored if NumPy is not imported, and the CUDA state if CUDA is not
+            available.
     """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -59,10 +59,9 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def check_random_state(state: object) -> None:
-    """Raise ValueError if `set_random_state` can't restore ``state``; the global generators are unchanged.
+    """Raise ValueError if `set_random_state` can't restore ``state``. The global generators stay unchanged.
 
-    Each state is restored into a temporary generator. States of generators that this process does not have are not
-    checked.
+    Each state is restored into a temporary generator. States that `set_random_state` would ignore are not restored.
     """
     fields({"python": items(check_count, list_of(check_count), anything), "cpu": anything})(state, "the random state")
     assert isinstance(state, dict)
@@ -88,7 +87,9 @@ def check_random_state(state: object) -> None:
 
 @contextmanager
 def cpu_random_state_kept() -> Iterator[None]:
-    """Restore the CPU generators at the end of the ``with`` block, so that draws in the block leave no trace.
+    """Context manager that restores the states of the CPU generators when the ``with`` block ends.
+
+    Random numbers that are drawn in the block therefore do not change the numbers drawn after it.
 
     Host synchronization: none.
     """

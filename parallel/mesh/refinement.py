@@ -1,11 +1,12 @@
-"""The common refinement of several device meshes over the same ranks: axes of which every mesh dim is a product.
+"""The common refinement of several device meshes over the same ranks: axes such that every mesh dim is a product of axes.
 
     mesh     dims                   strides     dims as products of the axes edp=2, data_1=2, tensor=2
     dense    (data=4, tensor=2)     2, 1        data = edp x data_1      tensor
     experts  (edp=2, expert=4)      4, 1        edp                      expert = data_1 x tensor
 
-A rank number is read as a mixed-radix number. A dim of size n and stride s covers the digits from s to s * n. The axes are
-the intervals between the sorted bounds of all dims; each bound must divide the next one.
+The stride of a dim is the difference between neighbouring ranks along it. A dim of size n and stride s covers the interval
+from s to s * n of the rank number, read as a mixed-radix number. The bounds s and s * n of all dims, sorted, are the bounds
+of the axes: an axis lies between each two consecutive bounds, and each bound must divide the next one.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Ranks = tuple[int, ...]
 
 
 class Dim(NamedTuple):
-    """A dim of a device mesh at one rank's coordinate.
+    """A dim of a device mesh, with the ranks of one rank's group along it.
 
     Args:
-        mesh: Index of the mesh.
+        mesh: Index of the mesh among all meshes.
         name: Name of the dim.
-        ranks: Global ranks along the dim, in its order.
+        ranks: Global ranks of the group along the dim, in the order of the dim.
     """
 
     mesh: int
@@ -59,7 +60,7 @@ def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
 
 
 def dims_of(meshes: Sequence[DeviceMesh]) -> list[Dim]:
-    """Return the dims of all meshes that contain this rank.
+    """Return the dims of those meshes that contain this rank.
 
     Raises:
         ValueError: A mesh has no dim names.
@@ -85,20 +86,21 @@ def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
 def refined(
     views: Sequence[Sequence[Dim]], name_of: Callable[[Ranks], str] | None = None
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return the axes of the common refinement and the aliases for mesh dims.
+    """Return the axes of the common refinement, and an alias for each mesh dim that is not an axis itself.
 
-    An axis that equals a mesh dim has the name of the first such dim; further names of it become aliases. Any other axis is
-    named after the first dim that contains it, with its position in that dim: ``data_1``.
+    An axis with the ranks of a mesh dim gets the name of the first such dim, and other names of it become aliases. Any
+    other axis is named after the first dim of which it is a factor, with its position in that dim: ``data_1``.
 
     Args:
-        views: Per global rank, the dims that contain it, as `agreed_dims` returns them.
-        name_of: Returns the name of an axis along which no dim lies, from the first ranks along it. None (default): such
-            an axis is an error.
+        views: Per global rank, the mesh dims at this rank, as `agreed_dims` returns them.
+        name_of: Returns the name of an axis that is a factor of no mesh dim. It gets the ranks of the axis's first group.
+            None (default): such an axis is an error.
     Returns:
-        Size per axis, slowest first; and per alias the axes of which it is the product.
+        Size per axis, slowest axis first; and axes per alias, in order.
     Raises:
-        ValueError: The groups along a dim have different sizes or strides, or are not a grid; dims do not nest; dims with
-            the same name differ; or ranks are along no dim of any mesh.
+        ValueError: The groups along a dim have different sizes or strides, or are not a grid; a bound of a dim does not
+            divide the next larger bound; two dims with the same name consist of different axes; or an axis is a factor of
+            no mesh dim, and ``name_of`` is None.
     """
     world = len(views)
     steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}
@@ -117,7 +119,7 @@ def refined(
     atoms = list(pairwise(digits))[::-1]  # slowest first
 
     def atoms_of(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Return the indices of the atoms whose product the steps are, in the order of the steps."""
+        """Return the indices of the axes (atoms) that a dim with these (size, stride) pairs consists of, in order."""
         parts = (
             i
             for size, stride in found
@@ -161,7 +163,11 @@ def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list
 
 
 def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int, int]]:
-    """Return the (size, stride) pairs, slowest first, of the grid that every group along a dim is."""
+    """Return the (size, stride) pairs of the grid that the groups along a dim form, slowest pair first.
+
+    Raises:
+        ValueError: The groups have different sizes or strides, or are not a grid.
+    """
     first, (_, name) = groups[0], dim
     for group in groups:
         if [rank - group[0] for rank in group] != [rank - first[0] for rank in first]:
@@ -180,11 +186,7 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
 
 
 def steps_of(ranks: Ranks) -> list[tuple[int, int]] | None:
-    """Return (size, stride) pairs, slowest first, of the grid that lists these ranks in row-major order.
-
-    Returns:
-        The pairs, or None if the ranks are not such a grid.
-    """
+    """Return the (size, stride) pairs, slowest first, of a grid with ``ranks`` in row-major order; None if there is none."""
     offsets = [rank - ranks[0] for rank in ranks]
     steps: list[tuple[int, int]] = []
     done = 1

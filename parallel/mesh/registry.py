@@ -42,20 +42,21 @@ from .topology import Role, Topology
 # only if all ranks create groups in the same order. Ranks that need different groups have no such order:
 #
 # * ranks that create groups in different orders deadlock (torch's documentation warns about it);
-# * the group's name, under which its members connect in the store, is a hash that includes the number of groups that *this
-#   rank* created before (seen in torch 2.13 and 2.15). Ranks in different groups have different numbers, so they wait under
-#   different names even if they create groups in the same order.
+# * members of a group connect in the store under the group's name. In torch 2.13 and 2.15 this name is a hash that includes
+#   the number of groups that *this rank* created before. Members that created different numbers of groups therefore wait
+#   under different names, even if every rank creates its groups in the same order.
 #
 # An agreed order, such as a ticket per request in the store, would not be safe either. A rank would first have to create
 # groups that other ranks requested, while a member of these groups may wait for this rank in another collective.
 #
 # Therefore creation does not synchronize. The caller passes the name, gloo connects each pair of ranks at its first
 # message, and an option makes NCCL create its communicator at the first collective (by default torch 2.15 creates it with
-# the group). The rest of the creation is local: it takes under a millisecond, and the order does not matter.
+# the group). The other steps of the creation need no other rank: they take under a millisecond, in any order.
 #
 # Members connect in the first collective of the group. If a member never calls it, the collective fails after the group's
-# timeout. These first collectives need one order: over NCCL a rank can be in only one bootstrap at a time, and a bootstrap
-# takes GPU memory. `ProcessGroupRegistry.connect` runs them early, in the same order on all ranks.
+# timeout. The first collectives of several groups must have the same order on all ranks: over NCCL a rank can create only
+# one communicator at a time, which also takes GPU memory. `ProcessGroupRegistry.connect` runs the first collectives early,
+# in the same order on all ranks.
 
 # Disables two settings that synchronize at creation: gloo's eager full mesh, and torch's optional barrier.
 _LAZY_ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "0"}
@@ -75,7 +76,7 @@ def new_local_group(
 
     Args:
         ranks: Global ranks of the members, ascending; this rank is one of them.
-        name: Name of the group: the same on every member, and never used before in this default store.
+        name: Name of the group: the same on every member, and never used before in the store of the default group.
         timeout: Timeout of the group's collectives. None: the timeout of the default group.
         backend: As in `torch.distributed.new_group`. None: the backend of the default group.
         device: Device of the group's tensors; a CUDA device is bound to the group. None: torch chooses the device by
@@ -127,9 +128,9 @@ def cuda_device(world: dist.ProcessGroup | None) -> torch.device:
 
 
 def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | None:
-    """Return options that make NCCL create the communicator at the first collective, or None if none are needed.
+    """Return options that make NCCL create the communicator in the group's first collective; None if none are needed.
 
-    By default torch 2.15 creates the communicator with the group, which synchronizes all members.
+    By default torch 2.15 creates the communicator together with the group, which synchronizes all members.
     """
     if "nccl" not in str(backend or dist.get_backend_config()) or not dist.is_nccl_available():
         return None
@@ -143,9 +144,9 @@ def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | No
 
 
 def _default_timeout() -> timedelta | None:
-    """Return the current timeout of the default group, or None if it has none (a fake group).
+    """Return the current timeout of the default group, or None if the group has no timeout (torch's fake backend).
 
-    Without it torch would use the backend's own default of several minutes.
+    Without an explicit timeout, torch would give new groups the backend's default of several minutes.
     """
     world = dist.group.WORLD
     backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
@@ -197,8 +198,8 @@ def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
 
 # Default group --------------------------------------------------------------------------------------------------------
 
-# Relation of a registry to the default process group: both have the same number of ranks, and a job may have several
-# registries, each with a name that is the same on all ranks.
+# A registry has as many ranks as the default process group. A job may have several registries. Each has a name, which is
+# the same on all ranks.
 
 _fake_registries = itertools.count()
 
@@ -239,13 +240,13 @@ def _suggestion(topology: Topology, world_size: int) -> str:
 
 
 def agreed_name(topology: Topology, rank: int) -> str:
-    """Return a name for this rank's next registry; the name is the same on all ranks.
+    """Return the name of the next registry of global rank ``rank``. It is the same on all ranks.
 
-    Registries are numbered per rank in the order of their construction. The first rank to construct a number writes its
-    topology into the default store, and other ranks compare theirs.
+    Each rank numbers its registries in the order of construction. The first rank that constructs a registry with a number
+    writes its topology into the store of the default group. Every other rank compares its own topology with it.
 
     Raises:
-        ValueError: Another rank constructed its registry of the same number with another topology.
+        ValueError: Another rank constructed the registry with the same number for another topology.
     """
     if is_fake():
         # In a fake world there is only this process, and the store may not respond.
@@ -274,7 +275,7 @@ if TYPE_CHECKING:
 
 
 class Groups(Protocol):
-    """The interface of a registry that `sub_mesh` needs."""
+    """The attributes and methods of a registry that `sub_mesh` uses."""
 
     topology: Topology
 
@@ -285,11 +286,11 @@ class Groups(Protocol):
 
 
 def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
-    """Return the device mesh of the ranks that differ from this rank only along the axes in ``dims``.
+    """Return torch's `DeviceMesh` of the ranks that differ from this rank only along the axes in ``dims``.
 
     Args:
         registry: Provides ranks and process groups.
-        dims: Per dim of the mesh, the axes that it consists of.
+        dims: Per dim of the mesh, the axes of which it consists. The process groups along these dims are created.
     Raises:
         ValueError: The axes of a dim are not in the order of the topology, or an axis is unknown.
     """
@@ -317,9 +318,9 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
 
 # Exit of a process with live groups: gloo's threads must finish before the interpreter does ---------------------------
 
-# After a collective, gloo's thread frees its tensors, for which it may need the interpreter lock. If the interpreter has
-# already exited, torch aborts the process with "terminate called without an active exception" (SIGABRT), although all work
-# was done. Destroying a group without other references is safe, because torch then waits for the threads. But the
+# After a collective, a thread of gloo frees the collective's tensors, and may need the interpreter lock for it. If the
+# interpreter has already exited, torch aborts the process with "terminate called without an active exception" (SIGABRT),
+# although all work was done. torch waits for gloo's threads when the last reference to a group is dropped. But the
 # registry, optimizer and layers of a script hold references to groups until the script ends.
 
 MOMENT = 0.05  # seconds; enough for a waiting thread to get the interpreter lock
@@ -327,7 +328,10 @@ MOMENT = 0.05  # seconds; enough for a waiting thread to get the interpreter loc
 
 @cache
 def let_threads_finish() -> None:
-    """Register an exit handler that releases the interpreter lock for `MOMENT`. Further calls have no effect."""
+    """Register an exit handler that sleeps for `MOMENT`, so that gloo's threads get the interpreter lock.
+
+    Further calls have no effect.
+    """
     atexit.register(time.sleep, MOMENT)
 
 
@@ -353,22 +357,22 @@ def check_registry(registry: object) -> None:
 @renamed_members(meet="connect")
 @renamed_arguments(apart="exclusive_groups")
 class ProcessGroupRegistry:
-    """This rank's coordinate in a topology, and its process groups.
+    """This rank's coordinate in a topology, and the process groups of this rank along the axes.
 
     Every rank of the world must construct its registries in the same order, with the same topologies. The constructor
-    compares the topology with other ranks through the default store, and does not wait for them.
+    compares the topology with that of other ranks in the store of the default process group, without waiting for them.
 
         registry = ProcessGroupRegistry(Topology(data=2, tensor=4))
         dist.all_reduce(x, group=registry.group("tensor"))
 
     Args:
-        topology: It must have as many ranks as the default process group. A topology of one rank does not need
-            ``torch.distributed``.
+        topology: The mesh axes, with as many ranks in all as the default process group. A topology of one rank does not
+            need ``torch.distributed``.
         timeout: Timeout of collectives on the groups created here. None: the timeout of the default group. The default
             group itself always keeps its timeout.
         backend: Backend of the groups created here. None: the backend of the default group.
-        exclusive_groups: Use only groups created here, for example for collectives in another thread. False: the default
-            group is used for the group of all ranks if it has the same backend.
+        exclusive_groups: True: use only groups that this registry creates, for example for collectives in another thread.
+            False: use the default group as the group of all ranks, if ``backend`` is None or the backend of that group.
 
     Attributes:
         topology: As passed.
@@ -471,7 +475,7 @@ class ProcessGroupRegistry:
         return self._by_axes[axes]
 
     def create_groups(self, *axes: str) -> None:
-        """Create this rank's process group along each axis now, so that a compiled model finds it in one graph.
+        """Create this rank's process group along each axis now, so that `torch.compile` needs no graph break to create it.
 
         Args:
             axes: Names of axes or aliases. Axes of size 1 need no group.
@@ -483,7 +487,7 @@ class ProcessGroupRegistry:
                 self.group(axis)
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the process group of exactly these global ranks; the same members always give the same group.
+        """Return the process group whose members are exactly ``ranks``; the first call with these members creates it.
 
         Args:
             ranks: Global ranks in any order; this rank must be one of them.
@@ -518,7 +522,7 @@ class ProcessGroupRegistry:
         return group
 
     def connect(self, *groups: str | tuple[str, ...]) -> None:
-        """Connect the members of groups now, by an all-reduce of one element on each group that is not connected yet.
+        """Connect the members of process groups now, by an all-reduce of one element per group that is not connected yet.
 
             registry.connect("tensor", ("row", "col"))
 
@@ -527,12 +531,12 @@ class ProcessGroupRegistry:
         here instead of in the first step. `ParallelOptimizer` calls ``connect`` for its own groups and for the axes of its
         specs.
 
-        Every rank of the world must call ``connect``; then it cannot deadlock. It connects only groups that all members
-        have created, in the sorted order of their members, which is the same order on all ranks.
+        Every rank of the world must call ``connect``. It connects the groups that all of their members have created, in the
+        sorted order of the members. This order is the same on all ranks, so the all-reduces cannot deadlock.
 
         Args:
-            groups: Axes of groups to create first: a name, or a tuple of names for a group along several axes; the same on
-                every rank. Groups created earlier are connected too.
+            groups: Groups to create first, if they do not exist: an axis, or a tuple of axes for a group along several
+                axes. Pass the same on every rank. Groups that were created earlier are connected too.
         Raises:
             ValueError: As in `group`.
             RuntimeError: The registry is closed, or another rank did not call ``connect`` within the timeout.
@@ -558,7 +562,7 @@ class ProcessGroupRegistry:
 
             mesh = registry.device_mesh("data", "tensor")
 
-        The mesh can be used until the registry is closed. Only the groups of its dims are created.
+        The mesh can be used until the registry is closed. The call creates the process group of each dim, and no other.
 
         Args:
             axes: One entry per dim of the mesh: an axis, or a tuple of axes that form one dim. A dim of several axes is
@@ -571,9 +575,9 @@ class ProcessGroupRegistry:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
-        """Return a registry whose axes are the dims of ``mesh``, on the mesh's own process groups.
+        """Return a registry whose axes are the dims of ``mesh``. It uses the process groups of the mesh for these axes.
 
-        `close` does not destroy the groups of the mesh.
+        `close` does not destroy these groups.
 
             mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
             registry = ProcessGroupRegistry.from_device_mesh(mesh)
@@ -610,13 +614,15 @@ class ProcessGroupRegistry:
             self._groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
     def close(self, *, abort: bool = False) -> None:
-        """Destroy the groups created here, but not the default group. A second call has no effect.
+        """Destroy the process groups that this registry created; not the default group, nor groups passed to `adopt`.
+
+        A closed registry returns no groups. A second call has no effect.
 
         Groups are destroyed in the sorted order of their members, which is the same order on all ranks.
 
         Args:
-            abort: Abort pending NCCL collectives, which other ranks may never call. False: wait for them. A ``with`` block
-                that ends with an error closes the registry with ``abort=True``.
+            abort: True: abort pending NCCL collectives, because other ranks may never call them. False: wait for them. A
+                ``with`` block of the registry that ends with an error calls ``close(abort=True)``.
         """
         if not self._closed and self._world is dist.group.WORLD:
             for _, group in sorted(self._made.items()):
@@ -629,8 +635,10 @@ class ProcessGroupRegistry:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments only. Unpickling returns an open registry of this process with the same arguments, or a new
-        registry if there is none."""
+        """Pickle the topology, the timeout and the backend.
+
+        Unpickling returns an open registry of this process with the same three arguments, or else constructs a new one.
+        """
         return _of_topology, (self.topology, self._timeout, self._backend)
 
     def __enter__(self) -> ProcessGroupRegistry:

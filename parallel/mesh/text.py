@@ -48,7 +48,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with every character that is not printable as an escape: ``\\x1b``, ``\\n``.
+    """Replace every unprintable character of ``text`` by an escape such as ``\\x1b`` or ``\\n``, and return the result.
 
     Use it for text from a file and for parameter names: a terminal would execute control characters in them.
     """
@@ -58,11 +58,11 @@ def printable(text: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """Return a text such as ``"a, b and 7 more"``: the first names, made `printable`, and the number of omitted ones.
+    """Return a text such as ``"a, b and 7 more"``: the first names, made `printable`, and the number of omitted names.
 
     Args:
-        names: No names at all give an empty text.
-        most: Largest number of names to show.
+        names: The names. Without names the text is empty.
+        most: Largest number of names to show. Default: 5.
     """
     names = [printable(name) for name in names]
     shown = ", ".join(names[:most])
@@ -76,8 +76,8 @@ def some(names: Iterable[str], most: int = 5) -> str:
 #     row 0     0 1    row 0     4 5
 #     row 1     2 3    row 1     6 7
 #
-# The two fastest axes span a block, and the slower axes number the blocks. Axes of size 1 are not in the grid. Long axes
-# are elided, so that the text fits on a screen and takes the same time for a world of a million ranks.
+# The two fastest axes span a block, and there is one block per coordinate of the slower axes. Axes of size 1 are not shown.
+# Of long axes only some coordinates are shown, so that the text fits on a screen and costs the same for a million ranks.
 
 _WIDTH = 100
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
@@ -238,7 +238,7 @@ _WRAPPED = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wr
 
 
 def without_wrappers(name: str) -> str:
-    """Return the name that a module or parameter has without the wrappers of torch and DeepSpeed around modules.
+    """Remove the components that wrapper modules of torch and DeepSpeed add to a module or parameter name.
 
     >>> without_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'

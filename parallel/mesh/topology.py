@@ -40,7 +40,8 @@ def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]
     Returns:
         Size per axis, and axes per alias.
     Raises:
-        ValueError: An entry has another form, a name is there twice, or a name is reserved.
+        ValueError: An entry has another form, a name is used twice, or an axis has a reserved name (``self``, ``roles``,
+            ``aliases``).
     """
     axes: dict[str, int] = {}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -84,13 +85,13 @@ Aliases = Mapping[str, tuple[str, ...]]
 def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]) -> tuple[Role, ...]:
     """Return the role of each axis.
 
-    The role is the explicit role of the axis or of an alias that contains it; else the usual role of these names; else
-    ``"model"``.
+    An axis has the role that ``explicit`` has for its name or for an alias that contains it. Otherwise it has the default
+    role of these names (see `Topology`), and if they have none, ``"model"``.
 
     Args:
-        axes: All axes.
+        axes: Names of all axes.
         aliases: Axes per alias.
-        explicit: Role per axis or alias.
+        explicit: Role per axis or alias, as passed to `Topology`.
     Raises:
         ValueError: ``explicit`` has an unknown role or an unknown axis; or an axis has two roles.
     """
@@ -123,7 +124,7 @@ def names_of(axis: str, aliases: Aliases) -> tuple[str, ...]:
 
 
 def default_role(axis: str, aliases: Aliases) -> Role | None:
-    """Return the role that an axis has without ``roles=``, or None if its names have different roles."""
+    """Return the role that an axis has without ``roles=``; None if its name and aliases have different default roles."""
     try:
         return _role(axis, names_of(axis, aliases), {})
     except ValueError:
@@ -168,19 +169,20 @@ class ByRole:
     def expert_axes_without_role(self) -> tuple[str, ...]:
         """Return the expert axes larger than 1 whose role is not given.
 
-        An expert axis has the name or an alias ``expert``, ``experts`` or ``ep``. It is listed if ``roles=`` does not
-        mention it and none of its names has a usual role. Such an axis is a model axis: its ranks are assumed to see the
-        same samples, and gradients of replicas are not averaged over it. If its ranks see different samples, as in most
-        expert-parallel models, its role must be ``"data"``.
+        The name or an alias of an expert axis is ``expert``, ``experts`` or ``ep``. The axis is returned if ``roles=`` does
+        not name it, and neither its name nor an alias has a default role. Such an axis is a model axis: gradients of
+        replicas are not averaged over it, which is correct only if its ranks see the same samples. If its ranks see
+        different samples, as in most expert-parallel models, pass ``roles={axis: "data"}``.
         """
         names = {axis: {*self._names(axis)} for axis in self.axes if axis not in self._explicit}
         experts = (axis for axis, own in names.items() if not own.isdisjoint(_EXPERT) and own.isdisjoint(_ROLE_BY_NAME))
         return tuple(axis for axis in experts if self.size(axis) > 1)
 
     def is_batch_only_axis(self, axis: str) -> bool:
-        """Return True if a model issues no collectives over ``axis``, judging by the names, unless its specs name the axis.
+        """Return True if the name of ``axis`` implies that ranks along it differ only in their samples.
 
-        This holds for the usual data-parallel names, unless the axis or an alias of it is ``cp`` or ``context``.
+        The name must be a default name of data-parallel axes, and neither the axis nor an alias of it may be ``cp`` or
+        ``context``. A model then issues no collectives over the axis, unless a spec names the axis.
         """
         return _ROLE_BY_NAME.get(axis) == "data" and {*self._names(axis)}.isdisjoint(_SEQUENCE)
 
@@ -193,8 +195,8 @@ class ByRole:
 
 # Aliases, names for several axes: for example ``data`` for ``edp x mid``, and ``expert`` for ``mid x tensor`` ---------
 
-# With aliases one topology describes two meshes of the same ranks: its axes are the common refinement, and the dims of
-# both meshes are aliases. The first axis of an alias is the slowest, as in ``torch.arange(n).reshape(sizes)``.
+# With aliases one topology describes two meshes of the same ranks: each dim of a mesh is an axis, or an alias for several
+# axes. The first axis of an alias is the slowest, as in ``torch.arange(n).reshape(sizes)``.
 
 
 def resolve_aliases(
@@ -203,7 +205,7 @@ def resolve_aliases(
     """Check aliases and return them as (alias, axes) pairs.
 
     Args:
-        aliases: Per alias an axis or a tuple of axes.
+        aliases: Per alias, an axis or a tuple of axes.
         axes: All axes, slowest first.
     Raises:
         ValueError: An alias is not an identifier, or is the name of an axis; or it has no axes, an unknown axis, an axis
@@ -254,7 +256,7 @@ class Coordinate(dict[str, int]):
 
 
 def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Convert coordinates of an alias to coordinates of its axes, whose product they must be.
+    """Convert a set of coordinates of an alias to one set of coordinates per axis, of which it must be the product.
 
         >>> by_axis((2, 3), {"edp": 2, "mid": 2})
         [('edp', (1,)), ('mid', (0, 1))]
@@ -291,9 +293,9 @@ class Peers(Sequence[int]):
     The operations above take O(axes). Iteration, ``==`` and ``hash`` take O(ranks).
 
     Args:
-        base: The first rank. Each rank is ``base`` plus a multiple of each stride.
-        dims: (size, stride) per axis, largest stride first. Each stride is larger than the sum of the offsets that the
-            axes after it reach.
+        base: The first rank. Each rank is ``base`` plus, for each axis, a multiple 0..size-1 of the stride.
+        dims: (size, stride) per axis, largest stride first. Each stride is larger than the sum of the largest multiples of
+            all strides after it, so that ranks ascend.
     """
 
     __slots__ = ("_base", "_dims", "_len")
@@ -333,7 +335,7 @@ class Peers(Sequence[int]):
         Args:
             value: A global rank.
             start: First index to consider.
-            stop: Index after the last to consider. None: the end.
+            stop: Index after the last index to consider. None: the end.
         Raises:
             ValueError: ``value`` is not in the sequence between these indices.
         """
@@ -389,7 +391,7 @@ _REGISTRY_ATTRIBUTES = frozenset(
 
 
 class _Axis(NamedTuple):
-    """Size and role of an axis, and the distance between the ranks of neighbouring coordinates."""
+    """Size, stride and role of an axis. The stride is the difference of the ranks at neighbouring coordinates."""
 
     size: int
     stride: int
@@ -439,7 +441,7 @@ class Topology(ByRole):
     yourself: by default it is a model axis (see `expert_axes_without_role`).
 
     Args:
-        roles: Role per axis, or per alias for all of its axes, where it differs from the default. None: default roles.
+        roles: Role per axis, or per alias for all of its axes. Axes that are not named here, and None: the default roles.
         aliases: Names for several axes, valid wherever an axis is: ``{"data": ("edp", "mid")}``. The axes of an alias are
             in the topology's order. An axis may be in several aliases. By default there are none.
         **axes: Number of coordinates per axis, slowest axis first. Without axes the world has one rank.
@@ -503,7 +505,7 @@ class Topology(ByRole):
             text: ``axis=size`` and ``alias=axis+axis`` entries, separated by commas or white space. Empty: one rank.
             roles: As in the constructor. None: default roles.
         Raises:
-            ValueError: An entry has another form, or a name is there twice; or as the constructor.
+            ValueError: An entry has another form, or a name is used twice; or as in the constructor.
         """
         axes, aliases = parse_topology(text)
         return cls(roles=roles, aliases=aliases, **axes)
@@ -517,15 +519,17 @@ class Topology(ByRole):
             Topology.of_meshes(dense, experts)      # meshes (data=4, tensor=2) and (edp=2, expert=4)
             # Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})
 
-        An axis that equals a mesh dim has the name of the first such dim; further names of it become aliases. Any other
-        axis is named after the first dim that contains it, with its position in that dim.
+        The axes are the largest such that every mesh dim is a product of axes. An axis with the ranks of a mesh dim gets
+        the name of the first such dim, and other names of it become aliases. Any other axis is named after the first dim
+        of which it is a factor, with its position in that dim.
 
         Args:
             meshes: torch's device meshes with dim names, in the same order on all ranks of the world.
             roles: As in the constructor. None: default roles.
         Raises:
-            ValueError: On every rank: a mesh has no dim names; the groups along a dim are not a grid of equal strides;
-                dims do not nest; dims with the same name differ; ranks are in no mesh; or as the constructor.
+            ValueError: On every rank: a mesh has no dim names; the groups along a dim have different sizes or strides, or
+                are not a grid; no common axes exist; dims with the same name have different ranks; an axis is part of no
+                mesh dim; or as in the constructor.
         Collectives: one object all-gather over the world.
         Host synchronization: yes.
         """
@@ -562,7 +566,7 @@ class Topology(ByRole):
         return atoms
 
     def size(self, *axes: str) -> int:
-        """Return the number of coordinates on these axes together: the product of their sizes, 1 for no axes.
+        """Return the product of the sizes of ``axes``; 1 without axes.
 
         Args:
             axes: Names of axes or aliases.
@@ -640,7 +644,7 @@ class Topology(ByRole):
             Topology(data=2, tensor=4).rank(data=1, tensor=3)       # 7
 
         Args:
-            coordinate: Index per axis or alias. Every axis must be there, by itself or in an alias.
+            coordinate: Index per axis or alias. Every axis must be named, directly or by an alias that contains it.
         Raises:
             ValueError: An axis is missing or unknown, or an index is out of range.
         """
@@ -670,7 +674,7 @@ class Topology(ByRole):
         return Peers(base, self._dims(atoms))
 
     def filter(self, **coordinate: int) -> Iterator[int]:
-        """Iterate over the ranks at these coordinates, ascending; over all ranks without coordinates.
+        """Iterate over the ranks at ``coordinate``, ascending; without arguments, over all ranks.
 
         >>> list(Topology(data=2, tensor=2).filter(tensor=1))
         [1, 3]
@@ -701,7 +705,7 @@ class Topology(ByRole):
         return (tuple(base + offset for offset in offsets) for base in Peers(0, self._dims(rest)))
 
     def table(self, rank: int | None = None) -> str:
-        """Return a text with the grid of ranks and the groups along each axis; long lists are elided.
+        """Return a text with the grid of ranks and the groups along each axis. Long lists are shortened with ``...``.
 
             print(Topology(data=2, tensor=4).table())
 
@@ -753,13 +757,14 @@ def _join_names(names: Iterable[str]) -> str:
 
 
 def axes_along(ranks: tuple[int, ...], topology: Topology) -> tuple[str, ...] | None:
-    """Return the axes larger than 1 along which ``ranks`` are a group in row-major order, slowest first.
+    """Return the axes of a process group that another library created, slowest axis first.
 
     Args:
         ranks: Global ranks in the order of the group.
-        topology: The axes to choose from.
+        topology: Provides the axes.
     Returns:
-        The axes, or None if no axes give these ranks in this order.
+        The axes larger than 1 whose row-major order gives exactly ``ranks``, or None if there are no such axes. They need
+        not be in the order of the topology.
     """
     strides = {topology.peers(0, axis)[1]: axis for axis in topology.axes if topology.size(axis) > 1}
     found: tuple[str, ...] = ()

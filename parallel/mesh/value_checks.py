@@ -13,7 +13,7 @@ MAX_COUNT = 2**53
 """Largest valid count. Devices count steps in float64, which represents every integer up to this one."""
 
 Check = Callable[[object, str], None]
-"""``check(value, field)`` raises ValueError with the name ``field`` if ``value`` is not as expected."""
+"""A function ``check(value, field)``. It raises a ValueError that names ``field`` if ``value`` is not as expected."""
 
 
 def wrong(field: str, value: object, expected: str) -> ValueError:
@@ -21,7 +21,7 @@ def wrong(field: str, value: object, expected: str) -> ValueError:
 
     Args:
         field: Name of the field.
-        value: The value that was found.
+        value: The incorrect value.
         expected: Description of a correct value, for example ``"an integer"``.
     """
     return ValueError(f"{field} is {_shown(value)}; expected {expected}")
@@ -140,7 +140,7 @@ def fields(checks: Mapping[str, Check]) -> Check:
 
 
 def check_like(value: object, like: object, field: str) -> None:
-    """Raise ValueError if ``value`` can't replace ``like`` because its kind differs.
+    """Raise ValueError if ``value`` can't replace ``like``, because its type, shape or keys do not fit:
 
         like                                  accepted value
         bool                                  a bool or None
@@ -148,7 +148,8 @@ def check_like(value: object, like: object, field: str) -> None:
         number, or tensor of one element      a number or a tensor of one element; NaN only if like is NaN
         string                                a string
         tensor                                a tensor of the same shape
-        dict                                  a dict with all string keys of like; values are checked by key
+        dict with string keys                 a dict with at least these keys; values are checked by key
+        any other dict                        a dict; its other keys and values are checked like the first item
         list or tuple                         a list or tuple of the same length, checked item by item
         any other type                        an object of the same type
 
@@ -221,7 +222,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# Types of numeric arguments: strings and bools are rejected, although ``float`` accepts them --------------------------
+# Types of numeric arguments: strings and bools are rejected, although ``float()`` accepts them ------------------------
 
 
 def check_scalar(value: object, name: str, write: str = "a number") -> None:

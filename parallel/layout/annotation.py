@@ -1,4 +1,4 @@
-"""The layout of a parameter, stored as an attribute of the tensor: layers and users set it, the library reads it."""
+"""The layout of a parameter, stored in an `Annotation` that is an attribute of the parameter tensor."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class Annotation:
     Args:
         spec: The layout.
         name: Name of the parameter in errors. None: no name.
-        mesh_axes: For the local tensor of a DTensor, the dims of its device mesh: torch reduces the gradient over them.
-        declared: False if the spec was only derived from DTensor placements, which describe ``mesh_axes`` alone.
-        full_shape: Shape of the full tensor. None: unknown. Uneven shards need it, because a local shape does not
-            determine it.
-        dims: (mesh dim, axes) pairs for mesh dims that are not named like an axis or alias of the topology.
+        mesh_axes: For the local tensor of a DTensor, the dims of the DTensor's device mesh. torch reduces the gradient over
+            these dims. Empty for other parameters.
+        declared: False if the spec was only derived from DTensor placements, which describe the layout over ``mesh_axes``
+            and over no other axis.
+        full_shape: Shape of the full tensor. None: unknown. It is needed for uneven shards, whose local shapes do not
+            determine the full shape.
+        dims: (mesh dim, axes) pairs of those mesh dims whose names are no axes or aliases of the topology.
         source: ``"layer"`` (set by `annotate`), ``"rule"`` (set by a rule of `declare`) or ``"default"`` (set by the rule
             ``"*"``, or not declared).
     """
@@ -59,9 +61,9 @@ class Annotation:
         )
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the model axes larger than 1 over which the layout is unknown.
+        """Return the model axes larger than 1 over which the layout is unknown; () if the layout was declared.
 
-        These exist only if the layout was derived from DTensor placements, on a mesh without these axes.
+        The layout over a model axis is unknown if the spec was derived from DTensor placements on a mesh without this axis.
         """
         if self.declared:
             return ()
@@ -72,8 +74,8 @@ class Annotation:
 def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tuple[int, ...] | None = None) -> None:
     """Attach a layout to one parameter. Layers call this function for their own parameters.
 
-    The layout is an attribute of the tensor. ``copy.deepcopy`` and wrappers that create new parameters drop it: call
-    `declare` on the copy again. A parameter without a layout is an error where the layout is needed.
+    The layout is an attribute of the tensor. ``copy.deepcopy`` and wrappers that create new parameters drop it; then call
+    `declare` again. Functions that need the layout raise an error for a parameter without one.
 
         annotate(self.weight, P("tensor", None), "weight")
 
@@ -81,8 +83,8 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
         param: The parameter, on this rank.
         spec: Its layout.
         name: Name of the parameter in errors. None: errors show the shape.
-        full_shape: Shape of the full tensor, which checkpoints need if a dim is not a multiple of its axes' sizes.
-            None: all shards are equal.
+        full_shape: Shape of the full tensor. Pass it if a dim is not a multiple of its axes' sizes, because checkpoints
+            need it then. None: all shards have the same shape.
     Raises:
         ValueError: The spec has more entries than the parameter has dims.
     """
@@ -96,7 +98,7 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
 
 
 def attach(param: Tensor, annotation: Annotation) -> None:
-    """Set the annotation of ``param``, without checks."""
+    """Set the annotation of ``param`` without checking it."""
     setattr(param, ATTRIBUTE, annotation)
 
 
@@ -107,13 +109,13 @@ def annotation_of(param: Tensor) -> Annotation | None:
 
 
 def label_of(param: Tensor, kind: str = "parameter") -> str:
-    """Return the name of a parameter for messages, or its kind and shape if it has no name."""
+    """Return the annotated name of a parameter for messages; without a name, ``kind`` and the shape."""
     annotation = annotation_of(param)
     return (annotation.name if annotation else None) or f"a {kind} of shape {tuple(param.shape)}"
 
 
 def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
-    """Declare the layout of every parameter of ``module``, and record the qualified names for errors.
+    """Set the layout of every parameter of ``module`` by rules, and store each parameter's qualified name for errors.
 
         declare(model, {"*": P(), "head.weight": P("tensor", None), "layers.*.mlp.bias": P("tensor")})
 
@@ -128,11 +130,11 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
 
     Args:
         module: The model, or a part of it.
-        rules: Layout per full name or pattern. None: every layout must be declared already, and only names are recorded.
+        rules: Layout per full name or pattern. None: only store the names; every parameter must have a layout already.
     Raises:
         ValueError: A rule matches no parameter; a parameter has no layout and no matching rule; two equally specific rules
-            disagree; a pattern disagrees with a rule of an earlier call; or a spec has more entries than its parameter has
-            dims.
+            give a parameter different layouts; a pattern gives another layout than a rule of an earlier call; or a spec has
+            more entries than its parameter has dims.
     """
     rules = dict(rules or {})
     params = dict(module.named_parameters())
@@ -172,10 +174,10 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
 
 
 def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name: str) -> bool:
-    """Return True if a declared parameter keeps its layout despite ``rule``, its most specific rule (None: no rule).
+    """Return True if the parameter keeps its existing layout, although ``rule`` is its most specific rule (None: no rule).
 
     Raises:
-        ValueError: ``rule`` is a pattern that disagrees with a rule of an earlier call.
+        ValueError: ``rule`` is a pattern, and gives another layout than a rule of an earlier call.
     """
     if rule == name:
         return False
@@ -223,8 +225,8 @@ def copy_annotation(source: Tensor, target: Tensor) -> None:
         setattr(target, ATTRIBUTE, annotation)
 
 
-# Exchange format of the partial gradients of DTensors -----------------------------------------------------------------
+# Axes of partial gradients of DTensors, in a form that ranks can exchange ---------------------------------------------
 
 Sums = Mapping[tuple[tuple[int, ...], int], tuple[str, ...]]
-"""Axes with partial gradients per DTensor, which is identified by the ranks of its mesh and its index among the mesh's
-parameters."""
+"""Per DTensor parameter, the axes over which its gradient is partial. The key identifies the parameter: the ranks of its
+device mesh, and its index among the parameters on meshes of these ranks."""

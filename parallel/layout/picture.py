@@ -1,8 +1,8 @@
 """Draw the shards of typical parameters on a topology: ``python -m meshstep.parallel data=2 row=2 col=2 --svg ranks.svg``.
 
-Each panel shows a parameter of the layers whose axes the topology has, recognized by name. Each card shows a rank: the
-full tensor as a grid, in which the cells of the rank's shard are filled. Equal shards have the same colour. The cells are
-computed by the spec (`P.spans`, `P.holds`).
+There is a panel per parameter, for the parameters of those parallel layers whose axis names the topology has. A panel has
+one card per rank: the full tensor as a grid, in which the cells of this rank's shard are filled. Equal shards have the same
+colour. `P.spans` and `P.holds` give the cells.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Shown(NamedTuple):
 
 
 def parameters(topology: Topology) -> list[Shown]:
-    """Return the parameters of all layers whose axes the topology has, and a replicated parameter."""
+    """Return the parameters of all layers whose axis names the topology has, and then a replicated parameter."""
     names = {*topology.axes, *topology.aliases}
     found = []
     if {"row", "col"} <= names:
@@ -138,7 +138,7 @@ def parameters(topology: Topology) -> list[Shown]:
 
 
 def held(shown: Shown, topology: Topology, rank: int) -> Cells:
-    """Return the cells of the full tensor that a rank holds. A dim has one cell per shard along it."""
+    """Return the cells of the full tensor that a rank holds. Along each dim there is one cell per shard."""
     coordinate = topology.coordinate(rank)
     if not shown.spec.holds(coordinate, topology):
         return frozenset()
@@ -189,7 +189,7 @@ def draw(topology: Topology) -> str:
 
 
 def blocks_of(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes that number the blocks, and the two fastest axes, which span a block; without axes of size 1."""
+    """Return the axes larger than 1 in two tuples: first the slower axes, then the two fastest, which span a block."""
     axes = tuple(axis for axis in topology.axes if topology.size(axis) > 1)
     return axes[:-2], axes[-2:]
 
@@ -202,7 +202,7 @@ def block_shape(topology: Topology) -> tuple[int, int]:
 
 
 def names_above(topology: Topology) -> float:
-    """Return the height of the labels above a block, in pixels: its slow coordinates and its columns."""
+    """Return the height of the labels above a block, in pixels: coordinates of slow axes, and column numbers."""
     return 42 if blocks_of(topology)[0] else 24
 
 

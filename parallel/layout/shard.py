@@ -1,9 +1,9 @@
-"""The shard of a full tensor that a rank holds: its elements as rectangles, its shape, and cutting and joining tensors.
+"""The elements of a full tensor that a rank holds, as rectangles; shapes of shards; and `shard`, `unshard` and `join`.
 
-A rank holds one shard of a parameter: a rectangle, or one rectangle per block of a fused weight. Of an optimizer state a
-rank may hold only a contiguous run of the flattened (row-major) shard. A run is a stack of rectangles too: the end of
-a row, complete rows, and the start of a row. Because every layout consists of rectangles, a checkpoint can be loaded with
-another layout.
+A rank's shard of a parameter is a rectangle of the full tensor, or one rectangle per block of a fused weight. Of an
+optimizer state a rank may hold only a *run*: consecutive elements of the flattened (row-major) shard. A run consists of
+rectangles too: the end of a row, complete rows, and the start of a row. Because every layout consists of rectangles, a
+checkpoint can be loaded with another layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor: its offset and its size per dim."""
+    """A rectangle of a tensor: its first index and its length per dim."""
 
     offsets: Shape
     sizes: Shape
@@ -50,7 +50,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a full tensor that a rank holds: a run of one flattened shard.
+    """The elements of a full tensor that a rank holds: a run, which is consecutive elements of its flattened shard.
 
         region = Region.of_shard((8, 4), (4, 4), P("tensor"), topology, topology.coordinate(1))
         region.offsets, region.shape    # (4, 0), (4, 4)
@@ -58,10 +58,10 @@ class Region:
 
     Args:
         full_shape: Shape of the full tensor.
-        spans: Per dim, the (offset, length) spans of the shard's elements, in the order of the shard. A dim has several
-            spans if it consists of blocks.
-        start: First element of the run in the flattened shard.
-        stop: Element after the run. The run is the complete shard if it is 0 to the number of the shard's elements.
+        spans: Per dim, the (offset, length) spans in the full tensor of the shard's elements, in the order of the shard. A
+            dim has several spans if it consists of blocks.
+        start: Index of the run's first element in the flattened shard.
+        stop: Index after the run's last element. The run is the entire shard if it has all elements of the shard.
     """
 
     full_shape: Shape
@@ -122,7 +122,7 @@ class Region:
         return self.stop - self.start
 
     def of(self, full: Tensor) -> Tensor:
-        """Return the complete shard of the full tensor, regardless of ``start`` and ``stop``.
+        """Return the entire shard of the full tensor; ``start`` and ``stop`` are ignored.
 
         The result is a view of ``full`` if no dim consists of several blocks, else a copy.
         """
@@ -132,16 +132,17 @@ class Region:
         return full
 
     def run(self, start: int, numel: int) -> Region:
-        """Return the region of ``numel`` elements from element ``start`` of this run."""
+        """Return the part of this region that has ``numel`` elements, from element ``start`` of its run on."""
         return replace(self, start=self.start + start, stop=self.start + start + numel)
 
     def parts(self, tensor: Tensor) -> dict[Shape, Tensor]:
-        """Split ``tensor``, which has this region's elements, into rectangles of the full tensor.
+        """Split a tensor with the elements of this region into rectangles of the full tensor.
 
         Args:
-            tensor: The shard in its shape, or the run in any shape, row-major.
+            tensor: The entire shard in its shape; or the elements of the run in row-major order, in any shape.
         Returns:
-            Rectangle per offset in the full tensor. The rectangles are views if ``tensor`` is contiguous.
+            Tensor per rectangle. The key is the rectangle's offset in the full tensor. The tensors are views of ``tensor``
+            if it is contiguous.
         """
         if tensor.shape == self.shape:
             if not self.numel:
@@ -155,8 +156,14 @@ class Region:
         return found
 
     def _rectangles(self, box: Box, part: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """Split the tensor ``part`` with the elements of ``box``, a rectangle of the shard, into rectangles of the full
-        tensor by offset."""
+        """Split a rectangle of the shard into rectangles of the full tensor.
+
+        Args:
+            box: The rectangle, in indices of the shard.
+            part: Tensor with the elements of ``box``.
+        Returns:
+            (offset in the full tensor, view of ``part``) pairs.
+        """
         by_dim = []
         for spans, first, length in zip(self.spans, box.offsets, box.sizes, strict=True):
             found, at = [], -first  # start of the span, relative to the box
@@ -182,9 +189,10 @@ class Region:
         return any(box.overlaps(other_box) for box in self.boxes() for other_box in other.boxes())
 
     def __str__(self) -> str:
-        """Return offsets and lengths as short text: ``0,4+8,4``.
+        """Return the offsets and lengths of the shard as a short text: ``0,4+8,4``.
 
-        A run has its start and stop added, ``0,4+8,4:3-9``; spans of blocks are separated, ``0|8,4+4|4,4``.
+        If the run is not the entire shard, its start and stop follow: ``0,4+8,4:3-9``. Several spans of a dim are separated
+        by ``|``: ``0|8,4+4|4,4``.
         """
         run = "" if self.numel == prod(self.shape) else f":{self.start}-{self.stop}"
         offsets, lengths = (
@@ -194,16 +202,16 @@ class Region:
 
 
 def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) -> Tensor:
-    """Reorder the elements of a dim that consists of concatenated shards into the order of the full tensor.
+    """Reorder a tensor of concatenated shards into the full tensor; differentiable.
 
-    Differentiable.
+    The orders differ if the dim consists of blocks, because each shard has elements of every block.
 
     Args:
-        tensor: Its dim ``dim`` has the elements of all shards, one shard after the other.
-        dim: The tensor dim.
-        pieces: Per shard, its spans of the full dim.
+        tensor: All shards, concatenated along ``dim``.
+        dim: The sharded tensor dim.
+        pieces: Per shard, its (offset, length) spans of the full dim.
     Returns:
-        The reordered tensor; ``tensor`` itself if its elements are in order.
+        The reordered tensor; ``tensor`` itself if its elements are already in the order of the full tensor.
     """
     runs, at = [], 0
     for offset, length in (span for spans in pieces for span in spans):
@@ -215,14 +223,14 @@ def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) 
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Iterate over the rectangles of elements ``start`` to ``stop`` of a flattened tensor, at most 2 * dims - 1 of them.
+    """Split consecutive elements of a flattened tensor into rectangles of the tensor: at most 2 * dims - 1.
 
-    Elements 2 to 9 of shape [3, 4] are three rectangles: ``..## / #### / #...``
+    Of a tensor of shape [3, 4], the elements from 2 up to (not including) 9 are three rectangles: ``..## / #### / #...``
 
     Args:
         shape: Shape of the tensor.
-        start: First element.
-        stop: Element after the last.
+        start: Index of the first element.
+        stop: Index after the last element.
     """
     if start >= stop:
         return
@@ -250,9 +258,9 @@ def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 # A dim that is sharded over axes (a, b) is divided into ``size(a) * size(b)`` equal chunks. A rank's shard is chunk
 # number ``coordinate[a] * size(b) + coordinate[b]``: the first axis is the slowest. If the dim consists of blocks, the
-# shard is the concatenation of that chunk of every block. With uneven shards, a dim that is not a multiple is sharded
-# over a as `torch.chunk` does, then each chunk over b. The `tied` and `partial` axes of a spec affect gradients only,
-# not shards.
+# shard is the concatenation of the chunks with this number of all blocks. A dim whose length is not a multiple of the
+# number of chunks has uneven shards: `torch.chunk` over a, then `torch.chunk` of each chunk over b. The `tied` and
+# `partial` axes of a spec do not change the shards.
 
 
 def local_shape(
@@ -318,10 +326,11 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
         full: The full tensor, equal on all ranks.
         spec: Layout of the tensor.
         registry: Provides the topology and this rank's coordinate.
-        uneven: Shard a dim that is not a multiple of its axes' sizes as `torch.chunk` does. False: such a dim is an error.
-            Use it for parameters and features, not for the batch dim: means of unequal batches do not average to the mean.
+        uneven: True: shard a dim that is not a multiple of its axes' sizes as `torch.chunk` does. False: such a dim is an
+            error. Do not pass True for a sharded batch dim: the average of means over unequal batches is not the mean over
+            all samples.
     Returns:
-        The shard. If the spec has owned axes and this rank is not an owner: an empty tensor of shape (0,).
+        The shard, contiguous. An empty tensor of shape (0,) if the spec has owned axes and this rank is not an owner.
     Raises:
         ValueError: A dim is not a multiple of its axes' sizes, and ``uneven`` is False; or the spec has an unknown axis or
             too many entries.
@@ -344,15 +353,15 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
         full_grad = unshard(weight.grad, P("tensor", None), registry)
 
     Args:
-        local: This rank's shard of a parameter or gradient; shards may be uneven. Ranks that are not owners may pass None,
-            and their tensors are ignored.
+        local: This rank's shard of a parameter or gradient; shards may be uneven. If the spec has owned axes, ranks that
+            are not owners may pass None; a tensor that they pass is ignored.
         spec: Layout of the tensor.
         registry: Provides the process groups.
     Raises:
         ValueError: The shard of an owner is None; the shapes of the shards do not fit the spec; or the spec has an unknown
             axis or too many entries.
-    Collectives: two all-gathers over the sharded axes, of shapes and of shards. With owned axes, first two broadcasts over
-    these axes, of shape and dtype and of the shard.
+    Collectives: two all-gathers over the sharded axes: of the shapes, and of the shards. If the spec has owned axes, before
+    them two broadcasts over the owned axes: of the shard's shape and dtype, and of the shard.
     Host synchronization: yes.
     """
     spec = spec.resolve(registry.topology)
@@ -378,17 +387,17 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
 
 @torch.no_grad()
 def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor:
-    """Return the full tensor from the shards of all ranks, without communication; not differentiable.
+    """Return the full tensor from a list of the shards of all ranks, without communication; not differentiable.
 
-    For a small model, gather all shards on the CPU with one `gather_objects`, then join them. `unshard` needs collectives
-    per tensor.
+    For a small model, gather the shards of all parameters with one `gather_objects`, then join each parameter. `unshard`
+    would issue collectives for each parameter.
 
         by_rank = gather_objects({name: param.cpu() for name, param in model.named_parameters()}, registry)
         weight = join([shards["weight"] for shards in by_rank], P("tensor", None), registry.topology)
 
     Args:
-        pieces: Shard per global rank, or None for a rank without a shard. Shards may be uneven. Of several replicas the
-            first is used.
+        pieces: Per global rank, its shard, or None for a rank without a shard. Shards may be uneven. Of several replicas of
+            a shard, the first is used.
         spec: Layout of the tensor.
         topology: Provides the axes.
     Raises:
@@ -433,8 +442,9 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
         registry: Provides this rank's coordinate.
         axis: The mesh axis that shards the dim.
     Returns:
-        The local indices, with 0 for elements of other ranks; and a bool mask, True for elements of other ranks. An index
-        out of range of the full dim is out of range of the shard on every rank, so the lookup fails as in a dense model.
+        The indices into this rank's shard, with 0 in place of indices into shards of other ranks; and a bool mask that is
+        True at these places. An index out of range of the full dim becomes out of range of the shard on every rank, so that
+        a lookup fails as in the dense model.
     """
     ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
@@ -442,14 +452,14 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
 
 
 def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
-    """Broadcast the owner's shard over the owned axes and return it; None if the owner's shard is None."""
+    """Broadcast the owner's shard over the owned axes, and return it on every rank; None if the owner passed None."""
     spec.validate(len(spec.entries), registry.topology)
     axes = tuple(axis for axis, _ in spec.owned)
     if registry.size(*axes) == 1:
         return local
     owner = registry.topology.rank(**{**registry.coordinate, **owner_of(spec.owned, registry.coordinate)})
     over = Over(registry, axes, root=registry.ranks(*axes).index(owner), call="unshard")
-    # The header is sent even if the owner has None, so that all ranks raise and no rank waits.
+    # The header is sent even if the owner's shard is None, so that all ranks raise and no rank waits.
     header: list[Any] = [None if local is None else (local.shape, local.dtype)]
     dist.broadcast_object_list(header, group_src=over.root, group=over.group, device=registry.device)
     if header[0] is None:
@@ -461,10 +471,10 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
 
 
 def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """Rearrange equal shards into the full tensor: [group, *local] -> full.
+    """Rearrange stacked shards of equal shape into the full tensor: [group size, *shard shape] -> full shape.
 
-    The group is row-major over ``axes``. For P(("col", "row"), None) over (row, col) the einops pattern is
-    ``(row col) d0 d1 -> (col row d0) d1``.
+    The ranks of the group are in row-major order over ``axes``. With axes (row, col) and P(("col", "row"), None), the
+    einops pattern is ``(row col) d0 d1 -> (col row d0) d1``.
     """
     names = {axis: f"a{number}" for number, axis in enumerate(registry.topology.axes)}
     dims = range(pieces.dim() - 1)
@@ -485,7 +495,10 @@ def _join_uneven(
     axes: tuple[str, ...],
     topology: Topology,
 ) -> Tensor:
-    """Return the full tensor of shards over ``axes``. The length of a dim is the sum of the lengths along its axes."""
+    """Join shards over ``axes`` of any shapes, with the ``coordinates`` of their ranks, and return the full tensor.
+
+    The length of a dim of the full tensor is the sum of the shards' lengths along the axes that shard the dim.
+    """
     shape = []
     for dim in range(pieces[0].dim()):
         others = [axis for axis in axes if axis not in spec.dim_axes(dim)]
@@ -501,7 +514,7 @@ def _join_uneven(
 
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
-    """Iterate over the spans of each shard of dim ``dim``, of ``length`` in the full tensor, in the order of the shards."""
+    """Yield the spans of each shard of dim ``dim``, which has ``length`` in the full tensor, in the order of the shards."""
     axes = spec.resolve(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

@@ -27,8 +27,9 @@ from ..mesh.topology import Topology, by_axis
 
 # Blocks: a dim that consists of several concatenated tensors, each of which is sharded separately ---------------------
 
-# An example is a fused weight: gate and up of a gated MLP in one matrix, or q, k and v. Sharded as one tensor over two
-# ranks, the first rank would have all of gate and the second all of up. But each rank needs its shard of both:
+# An example is a fused weight: the gate and up weights of a gated MLP in one matrix, or q, k and v. If such a matrix were
+# sharded over two ranks as one block, the first rank would hold the gate weight, and the second the up weight. But each
+# rank needs its shard of both:
 #
 #     blocks("tensor", 2)             tensor=2    gggguuuu -> gguu | gguu
 #     blocks("tensor", (4, 1, 1))     tensor=2    qqqqqqqqkkvv -> qqqqkv | qqqqkv
@@ -39,14 +40,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Part of an entry of a spec: ``axes`` shard each block of a dim, and block lengths have the ratio ``sizes``."""
+    """Part of an entry of a spec: ``axes`` shard each block of the dim; the block lengths have the ratio ``sizes``."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
 def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
-    """Return an entry of `P` for a dim of blocks, each of which is sharded over ``axes``.
+    """Return an entry of `P` for a dim that consists of several blocks, each of which is sharded over ``axes``.
 
     A rank's shard of the dim is the concatenation of its shards of all blocks.
 
@@ -56,8 +57,8 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
 
     Args:
         axes: A mesh axis, or a tuple of axes, of which the first varies slowest over the chunks of the dim.
-        sizes: Number of equal blocks; or one positive integer per block, of which only the ratio matters (for example
-            numbers of heads).
+        sizes: Number of equal blocks; or one positive integer per block, such as its number of heads. The lengths of the
+            blocks have the ratio of these integers.
 
     Raises:
         ValueError: ``sizes`` is neither a positive integer nor a sequence of positive integers.
@@ -73,21 +74,23 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
 
 
 def blocks_repr(axis: str, sizes: tuple[int, ...]) -> str:
-    """Return the source text of ``blocks(axis, sizes)``."""
+    """Return the source text of the call ``blocks(axis, sizes)``, for `repr`."""
     return f"blocks({axis!r}, {len(sizes) if set(sizes) == {1} else sizes})"
 
 
 def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, ...]) -> tuple[Span, ...]:
-    """Return shard number ``index`` of ``parts`` shards of the elements in ``spans``.
+    """Split the elements in ``spans`` into ``parts`` shards, and return the spans of shard number ``index``.
 
     Args:
-        spans: The elements to shard, in order.
+        spans: (offset, length) spans of the elements to shard, in order.
         parts: Number of shards.
         index: Number of the shard, from 0.
-        sizes: Ratio of the block lengths. With several blocks, the shard is the concatenation of the shards of all blocks.
-            A single block that is not a multiple of ``parts`` is sharded as `torch.chunk` does.
+        sizes: Ratio of the lengths of the blocks in ``spans``. With several blocks, the shard is the concatenation of its
+            shards of all blocks. A single block whose length is not a multiple of ``parts`` is sharded as `torch.chunk`
+            does.
     Raises:
-        ValueError: There are several blocks, and the length of a block is not a multiple of ``parts``.
+        ValueError: There are several blocks, and the total length does not have the ratio ``sizes``, or the length of a
+            block is not a multiple of ``parts``.
     """
     total = sum(length for _, length in spans)
     if len(sizes) == 1:
@@ -125,7 +128,7 @@ def _narrow(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge adjacent spans and drop empty spans; if all spans are empty, keep one."""
+    """Merge adjacent spans, drop empty spans, and return the rest; one empty span if all are empty."""
     found: list[Span] = []
     for offset, length in spans:
         if found and (not length or sum(found[-1]) == offset):
@@ -139,7 +142,7 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 # Entries --------------------------------------------------------------------------------------------------------------
 
-# The entry of one tensor dim: axes that shard it one after the other, jointly, or block by block.
+# An entry of a spec gives the axes that shard a tensor dim: one after the other, jointly, or block by block.
 
 Together = tuple[str, ...]
 """Axes that shard a dim jointly, like one axis whose size is the product of their sizes."""
@@ -189,7 +192,7 @@ def unwrap_axis(axes: str | Together) -> str | Together:
 
 
 def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Iterate over (axis, block sizes) pairs of the axes that shard several blocks."""
+    """Iterate over the axes of an entry that shard a dim of several blocks, as (axis, block sizes) pairs."""
     for part in parts_of(entry):
         if isinstance(part, Blocks) and len(part.sizes) > 1:
             yield from ((axis, part.sizes) for axis in part.axes)
@@ -203,7 +206,10 @@ of another axis, only ranks with equal coordinates on both axes hold it."""
 
 
 def owner_of(owned: Owned, coordinate: Mapping[str, int]) -> dict[str, int]:
-    """Return the coordinates on the owned axes of the owner, which differs from ``coordinate`` only on these axes."""
+    """Return the owner's coordinates on the owned axes, as {axis: coordinate}.
+
+    On all other axes the owner has the same coordinates as the rank at ``coordinate``.
+    """
     return {axis: coordinate[at] if isinstance(at, str) else at for axis, at in owned}
 
 
@@ -213,14 +219,14 @@ def owns(owned: Owned, coordinate: Mapping[str, int]) -> bool:
 
 
 def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, int | str]:
-    """Return ``owned`` with every alias replaced by its axes.
+    """Replace every alias in ``owned`` by its axes, and return the result as {axis: coordinate or axis}.
 
     Args:
-        owned: Pairs of axes or aliases.
+        owned: (axis or alias, coordinate or name) pairs, as in `P`.
         topology: Provides the sizes of the axes.
         aliases: Axes per alias.
     Raises:
-        ValueError: An alias follows another axis or alias, and the sizes of their axes differ.
+        ValueError: The owner along an alias is given by another axis or alias, and the sizes of their axes differ.
     """
     pairs = (pair for axis, at in owned for pair in _by_axis((axis, at), topology, aliases))
     return dict(pairs)
@@ -264,7 +270,8 @@ class P:
     Args:
         entries: One entry per tensor dim: the mesh axis that shards it, a tuple of axes (slowest first), or None. Dims
             after the last entry are not sharded. Instead of an axis, an entry may have `blocks`, or a nested tuple of axes
-            that shard the dim jointly. Joint sharding differs only if the dim is not a multiple of the axes' sizes.
+            that shard the dim jointly, like one axis whose size is the product of their sizes. Joint sharding differs from
+            sharding axis by axis only if the dim is not a multiple of the axes' sizes.
         partial: Axis or axes over which the gradient is partial at the end of backward: it must still be summed. None: no
             axis.
         owned: ``{axis: coordinate}``: only ranks with this coordinate on the axis hold the parameter. ``{axis: other}``:
@@ -279,8 +286,8 @@ class P:
         partial, owned, tied: As passed, as sorted tuples.
 
     Raises:
-        ValueError: An axis is named twice; an entry is not an axis name, a tuple of names or None; an owner follows an axis
-            that does not shard the parameter; or a tied axis has no coordinates.
+        ValueError: An axis is named twice; an entry is not of a form above; ``other`` in ``owned`` does not shard the
+            parameter; or a tied axis has no coordinates.
     """
 
     entries: tuple[tuple[str, ...], ...]
@@ -337,11 +344,14 @@ class P:
         return self.entries[dim] if dim < len(self.entries) else ()
 
     def block_sizes(self, axis: str) -> tuple[int, ...]:
-        """Return the ratio of the block lengths that ``axis`` shards; (1,) if it shards the dim as one block."""
+        """Return the ratio of the lengths of the blocks that ``axis`` shards; (1,) if it shards a dim as one block."""
         return dict(self.blocks).get(axis, (1,))
 
     def joint_dim_axes(self, dim: int) -> tuple[Together, ...]:
-        """Return tuples of axes that shard tensor dim ``dim`` jointly, in the order of `axes_of`."""
+        """Return the axes that shard tensor dim ``dim`` in tuples, each of axes that shard it jointly; slowest first.
+
+        An axis that shards the dim alone is a tuple of one axis.
+        """
         found: list[Together] = []
         for axis in self.dim_axes(dim):
             together = next((axes for axes in self.joint_axes if axis in axes), (axis,))
@@ -359,7 +369,8 @@ class P:
         """Return a copy of the spec with other sharded axes.
 
         Args:
-            dims: Per tensor dim, its axes as `joint_dim_axes` returns them. Axes that shard blocks keep their block sizes.
+            dims: Per tensor dim, its new axes, as `joint_dim_axes` returns them, or plain axis names. An axis that shards
+                blocks in this spec keeps its block sizes.
             partial: Axes with partial gradients. None: unchanged.
             blocks: (axis, block sizes) pairs to add. By default none.
         """
@@ -400,8 +411,8 @@ class P:
             dims: Further aliases: axes per dim of a device mesh. None: no further aliases.
 
         Raises:
-            ValueError: An axis is named by itself and in an alias, or in two aliases; the coordinates of an owned or tied
-                alias are out of range, or not a product of coordinates of its axes.
+            ValueError: The spec names an axis both directly and by an alias, or by two aliases; or the coordinates of an
+                owned or tied alias are out of range, or are not a product of coordinates of its axes.
         """
         aliases = {**topology.aliases, **(dims or {})}
         if not aliases or aliases.keys().isdisjoint(self.named_axes):
@@ -412,7 +423,7 @@ class P:
         def atoms(*names: str) -> tuple[str, ...]:
             return tuple(atom for name in names for atom in aliases.get(name, (name,)))
 
-        def has_axes(axes: Together) -> bool:  # a mesh dim of size 1 may be no axis of the topology
+        def has_axes(axes: Together) -> bool:  # a mesh dim of size 1 may have no axes of the topology
             return bool(atoms(*axes))
 
         def part(axes: Together) -> Part:
@@ -434,10 +445,10 @@ class P:
             raise ValueError(f"{self} on {topology!r}: {problem}") from None
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
-        """Return the (offset, length) spans of dim ``dim`` in the shard of the rank at ``coordinate``.
+        """Return the (offset, length) spans of the full dim ``dim`` that are in the shard of the rank at ``coordinate``.
 
-        A length that is not a multiple of the axes' sizes is sharded as `torch.chunk` does, axis by axis, and jointly over
-        all axes of an alias.
+        A length that is not a multiple of the axes' sizes is sharded as `torch.chunk` does: one axis after the other,
+        except that the axes of an alias or a nested tuple shard it jointly.
 
         Args:
             dim: Tensor dim (>= 0).
@@ -445,7 +456,7 @@ class P:
             topology: Provides the sizes of the axes.
             coordinate: Index per axis of the rank.
         Returns:
-            Spans of the full dim, in the order of the shard. There are several spans if the dim consists of blocks.
+            The spans in the order of the shard. There are several if the dim consists of blocks.
         Raises:
             ValueError: There are several blocks, and the length of a block is not a multiple of the axes' sizes.
         """
@@ -463,7 +474,7 @@ class P:
         return spans
 
     def tied_coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
-        """Return the coordinates (>= 0) of the tied axis ``axis`` that hold the parameter, ascending."""
+        """Return the coordinates along the tied axis ``axis`` at which ranks hold the parameter: ascending, all >= 0."""
         size = topology.size(axis)
         return tuple(sorted({index % size for index in dict(self.tied)[axis]}))
 
@@ -480,33 +491,36 @@ class P:
         )
 
     def distinct_axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the axes along which ranks hold different shards: sharded axes, and pipeline axes not in the spec."""
+        """Return the axes along which ranks hold different parameters or shards.
+
+        These are the axes that shard the parameter, and the pipeline axes that the spec does not name.
+        """
         spec = self.resolve(topology)
         pipe_axes = [axis for axis in topology.pipe_axes if axis not in spec.named_axes]
         distinct = {*spec.sharded_axes, *pipe_axes}
         return tuple(axis for axis in topology.axes if axis in distinct)
 
     def replica_axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the axes over which the parameter is replicated; tied axes are not among them."""
+        """Return the axes over which the parameter is replicated, without owned and tied axes."""
         spec = self.resolve(topology)
         excluded = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
         return tuple(axis for axis in topology.axes if axis not in excluded)
 
     def num_replicas(self, topology: Topology) -> int:
-        """Return the replication factor: the number of ranks that hold the same shard, tied stages included."""
+        """Return the replication factor: the number of ranks that hold the same shard, including ranks of tied stages."""
         spec = self.resolve(topology)
         replicas = prod(topology.size(axis) for axis in spec.replica_axes(topology))
         return replicas * prod(len(spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
 
     def validate(self, ndim: int, topology: Topology, name: str = "parameter") -> None:
-        """Check that the spec fits a tensor and a topology.
+        """Raise ValueError unless the spec fits a tensor with ``ndim`` dims and a topology.
 
         Args:
             ndim: Number of dims of the tensor.
             topology: Provides axes, aliases and sizes.
             name: Name of the parameter in errors.
         Raises:
-            ValueError: The spec has more entries than ``ndim``, an unknown axis, or a coordinate out of range; or as
+            ValueError: The spec has more than ``ndim`` entries, an unknown axis, or a coordinate out of range; or as in
                 `resolve`.
         """
         if len(self.entries) > ndim:

@@ -281,7 +281,7 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
 
 
 def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
-    """Apply a map that concatenates shards. Unless ``length`` is None, pad the shard, and narrow the result to ``length``."""
+    """Apply a map that concatenates shards. For uneven shards, pad the shard, and narrow the result to ``length``."""
     if length is None:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(length, over)

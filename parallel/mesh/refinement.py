@@ -186,7 +186,7 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
 
 
 def steps_of(ranks: Ranks) -> list[tuple[int, int]] | None:
-    """Return the (size, stride) pairs, slowest first, of a grid with ``ranks`` in row-major order; None if there is none."""
+    """Return the (size, stride) pairs, slowest first, of a grid with ``ranks`` in row-major order; None: no such grid."""
     offsets = [rank - ranks[0] for rank in ranks]
     steps: list[tuple[int, int]] = []
     done = 1

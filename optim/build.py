@@ -1,4 +1,4 @@
-"""The constructor of `ParallelOptimizer`: check arguments, agree on them with all ranks, and make the parts of a step."""
+"""The constructor's work for `ParallelOptimizer`: check arguments, compare them over all ranks, create a step's objects."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
 
 
 class _Declared(NamedTuple):
-    """The declarations of one rank, which all ranks gather."""
+    """One rank's settings and parameter layouts; all ranks gather and compare these."""
 
     settings: dict[str, str]
     dtypes: set[torch.dtype]
@@ -66,7 +66,11 @@ class _Declared(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of one `ParallelOptimizer`, and the methods that check them and make the parts of a step."""
+    """The arguments of one `ParallelOptimizer`. Methods check them, and create the objects that a step uses.
+
+    The fields have the names of the constructor's arguments. ``wrong_call`` is the error for an unknown argument, which
+    `agreed_plan` raises on all ranks; None (default): there is none.
+    """
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -90,19 +94,23 @@ class Setup:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments by name."""
+        """Return the keyword arguments of `ParallelOptimizer` by name."""
         apart = {"optimizer", "registry", "wrong_call"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
 
     # Checking --------------------------------------------------------------------------------------------------------
 
     def agreed_plan(self, groups: NamedGroups) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
-        """Check arguments and parameters together with all other ranks.
+        """Check the arguments and parameters of all ranks, and return the plan of the norm's reduction.
 
-        Returns: The plan; the thresholds of param groups; what is compared in each step, None on one rank.
+        Args:
+            groups: (name, parameter) pairs for each param group; the name is None if there is none.
+        Returns:
+            The plan; the thresholds of the param groups; and the object that compares settings between ranks in each
+            step (None if there is one rank).
         Raises:
-            ValueError, TypeError: On every rank.
-        Collectives: an object all-gather; more where pieces are uneven, for rules that need names, and as
+            ValueError, TypeError: On every rank, if an argument or parameter of any rank is wrong or does not agree.
+        Collectives: an object all-gather; more for uneven shards, for clipping rules that need parameter names, and in
         `check_stepped_alike`.
         """
         topology = self.registry.topology
@@ -143,7 +151,10 @@ class Setup:
         return plan, thresholds, agreement
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:
-        """Raise ValueError where the mode steps half-precision parameters and no rank has any."""
+        """Raise ValueError if the mode steps half-precision parameters, and none of the ``found`` dtypes is one.
+
+        Without parameters on any rank (``found`` is empty) it does not raise.
+        """
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
             return
@@ -155,7 +166,10 @@ class Setup:
             )
 
     def _settings(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks; those of the optimizer, within a pipeline stage."""
+        """Return the settings by name; settings with the same name must be equal on all ranks.
+
+        Names of settings that may differ between pipeline stages contain the stage.
+        """
         topology = self.registry.topology
         said: dict[str, object] = {
             "max_norm": clip_of(self.max_norm),
@@ -180,17 +194,17 @@ class Setup:
         for name in ("average_data", "overlap", "compression", "bucket_bytes"):
             said[f"{name}{where}"] = getattr(self, name)
         for index, group in enumerate(self.optimizer.param_groups):
-            # The plans compare which param group has a parameter. A rank may have no parameter of a group.
+            # Left out if this rank has no parameter of the group. Plans compare which group a parameter is in.
             for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
                 said[f"{key} of param group {index}{where}"] = group[key]
         return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
-        """Return the plan with the parameter names that the clipping rule needs. Raises, collectives: as `planned_for`."""
+        """Return the plan with the parameter names that the clipping rule needs. Errors and collectives: `planned_for`."""
         return planned_for(self._check_clip(), plan, self.registry)
 
     def _check_clip(self) -> Clip | None:
-        """Return the clipping rule. Raise ValueError if it is out of range or does not fit the other arguments."""
+        """Return the clipping rule. Raise ValueError if a threshold is out of range or does not fit other arguments."""
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
         check_packed(clip, self.reduction)
@@ -222,7 +236,7 @@ class Setup:
             raise ValueError(f"states={self.states!r}: give each kind of placement once")
 
     def device_of(self, groups: NamedGroups) -> torch.device:
-        """Return the device of the parameters; on a rank without parameters, the device of its collectives.
+        """Return the device of the parameters; on a rank without parameters, the device of the rank's collectives.
 
         Raises:
             ValueError: The parameters are on several devices.
@@ -239,19 +253,19 @@ class Setup:
 
     @property
     def placements(self) -> list[StatePlacement]:
-        """Return the state placements in the order of the chain."""
+        """Return the state placements in the order in which their transforms are applied."""
         given = [self.states] if isinstance(self.states, StatePlacement) else list(self.states)
         return sorted(given, key=lambda placement: getattr(placement, "position", 0))
 
     @property
     def averages_data(self) -> bool:
         """Return True if the optimizer itself averages gradients over the data axes."""
-        # fully_shard averages the gradients of its DTensors; the optimizer averages those of other parameters.
+        # With fully_shard (``is_ddp`` is False) the optimizer still averages the gradients of parameters outside of it.
         switch = switch_of(modules_in(self.data_parallel))
         return self.average_data and (switch is None or not switch.is_ddp)
 
     def not_local(self, switch: GradSyncController | None, params: Iterable[Tensor]) -> list[str]:
-        """Return the reasons why gradients of ``params`` are not a data rank's own when backward ends."""
+        """Return the reasons why, after backward, gradients of ``params`` are not those of the data rank's own samples."""
         reasons = []
         if switch is not None and not self.overlap:
             reasons.append("data_parallel= averages them while backward runs: leave it out, and the step averages them")
@@ -266,14 +280,17 @@ class Setup:
         return reasons
 
     def context(self, precision: Precision) -> PlacementContext:
-        """Return the objects that state placements must fit."""
+        """Return the arguments and objects against which state placements check themselves."""
         switch = switch_of(modules_in(self.data_parallel))
         return PlacementContext(
             self.optimizer, precision, self.registry, self.averages_data, switch, self.overlap, self.placements
         )
 
     def chain(self, precision: Precision) -> TransformChain:
-        """Return the installed chain of parameter transforms. Collectives: those of the transforms."""
+        """Install the parameter transforms over the optimizer's param groups, in place, and return their chain.
+
+        Collectives: those of the transforms.
+        """
         context = self.context(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         transforms = [placement.transform(context) for placement in self.placements]
@@ -306,10 +323,10 @@ class Setup:
     def _fingerprints(
         self, table: ParamTable, chain: TransformChain, device: torch.device, masters: bool
     ) -> FingerprintMonitor | None:
-        """Return the comparison of replicas during the whole run; None: `Fingerprints` is not used.
+        """Return the monitor that compares replicas during the whole run; None if `Fingerprints` is not used.
 
-        ``masters`` (the precision mode has master weights) and the placements decide which tensors are compared. Both are
-        equal on all ranks, including ranks without stepped tensors.
+        Warns if this rank has no replicas. ``masters`` (True if the mode has master weights) and the state placements
+        decide which tensors are compared. Both are equal on all ranks, including ranks without stepped tensors.
         """
         topology, placed = table.plan.topology, bool(self.placements)
         if not isinstance(self.check_replicas, Fingerprints):
@@ -331,20 +348,22 @@ class Setup:
     def completion(
         self, table: ParamTable, chain: TransformChain, model: ModelParams, agreement: StepAgreement | None = None
     ) -> GradientCompletion:
-        """Return the object that reduces the gradients of the stepped tensors, some of them in backward (see `switch`).
+        """Return the object that reduces the gradients of the stepped tensors in `step`.
+
+        With ``overlap`` it also has the buckets that backward reduces; `switch` returns their controller.
 
         Collectives: with ``overlap``, an object all-gather.
         """
         plan, measured = table.model_plan, table.grad_tensors
         leaves = {id(row.leaf) for row in table}
-        # A master weight shares its gradient with the parameter, a local tensor with its DTensor: a bucket must not
-        # replace it.
+        # Gradients may become views of a bucket only if no other tensor shares them. A master weight shares its gradient
+        # with its parameter, and a local tensor with its DTensor.
         adopt = all(id(tensor) in leaves for tensor in measured)
         common: dict[str, Any] = {"average_data": self.averages_data, "hook": self.compression}
         early = only = None
         if self.overlap:
             can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
-            # Master weights detect cleared gradients by the identity of the gradient tensor.
+            # With master weights gradients must stay the same tensors: their identity shows if they were cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = gradient_buckets([row.param for row in table], plan, self.registry, **options)
@@ -357,10 +376,11 @@ class Setup:
         return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
-        """Return the object that reduces gradients in backward; None: `step` reduces all of them.
+        """Return the controller that reduces gradients in backward; None if `step` reduces all gradients.
 
         Args:
-            before: That object from before param groups were added, which may be turned off.
+            completion: The result of `completion`.
+            before: The controller before a param group was added; it is updated and returned. None: there was none.
         """
         if completion.early is None:
             for module in modules_in(self.data_parallel) if before is None else ():
@@ -376,7 +396,7 @@ class Setup:
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
 
-# These are the stepped tensors and, if those are shards or copies, the model's parameters too.
+# The stepped tensors are compared. If they are shards or copies, the model's parameters are compared too.
 
 
 def check_stepped_alike(
@@ -385,9 +405,11 @@ def check_stepped_alike(
     check_replicas: CheckReplicas,
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Raise ValueError, on every rank, if `Offloaded` may step replicas that `Fingerprints` compare on different devices.
+    """Raise ValueError on every rank if `Offloaded` may step replicas of a tensor on different devices.
 
-    This may happen if ranks with replicas of a parameter have different other parameters.
+    The devices round differently, so `Fingerprints` would report a difference. A partial `Offloaded` selects tensors by
+    the sizes of all tensors of a rank. So it may select differently on ranks that hold replicas of one parameter, and
+    parameters of different sizes besides.
 
     Collectives: an object all-gather if both `Fingerprints` and a partial `Offloaded` are used, else none.
     """
@@ -416,12 +438,15 @@ def check_stepped_alike(
 def replica_checks(
     table: ParamTable, given: Sequence[GivenParam], device: torch.device
 ) -> tuple[list[ReplicaCheck], EqualShards]:
-    """Return the comparisons of replicas, of which the first includes gradients, and the comparison of shards.
+    """Return the checks for ``check_replicas``: a list of comparisons of replicas, and a comparison of shards.
+
+    The first comparison of replicas includes gradients. The comparison of shards finds replicas that are declared
+    sharded.
 
     Args:
         table: One record per stepped tensor, with the plan that all ranks agreed on.
         given: The model parameters.
-        device: The device of the values that a step reduces.
+        device: The device of the hashes that a step all-reduces.
     """
     topology = table.plan.topology
     checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
@@ -442,18 +467,18 @@ def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tens
 # Capture of a step in a CUDA graph ------------------------------------------------------------------------------------
 
 # A replay runs the kernels of the captured step again, with the same Python numbers and the same memory. Python code of the
-# step (counting, checking, choosing) runs only once, during the capture. So it must have finished in earlier steps, and
-# each value that a step reads must be a tensor. Reasons against a capture are errors, raised before anything is changed.
+# step (counting, checking, choosing) runs only once, during the capture. So checks and choices must be complete in earlier
+# steps, and each value that a step reads must be a tensor. Otherwise the capture raises before anything is changed.
 
 
 def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool:
-    """Return True if the call is captured in a CUDA graph.
+    """Return True if a CUDA graph is being captured, False otherwise.
 
     Args:
-        call: The name of the method.
-        not_captured: Returns the reasons against a capture. Called only during a capture.
+        call: The name of the captured method, for the error.
+        not_captured: Returns the reasons against a capture. It is called only during a capture.
     Raises:
-        RuntimeError: There is a reason. The text lists all of them.
+        RuntimeError: A CUDA graph is being captured, and there are reasons against it. The message lists all reasons.
     """
     if not is_captured():
         return False
@@ -463,7 +488,7 @@ def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool
 
 
 def registry_not_captured(registry: ProcessGroupRegistry, device: torch.device) -> str | None:
-    """Return why collectives over gradients on ``device`` can't be captured; None: they can be."""
+    """Return the reason why a CUDA graph can't capture collectives over gradients on ``device``; None if it can."""
     if registry.topology.world_size == 1 or registry.device.type == device.type:
         return None
     return (
@@ -473,7 +498,7 @@ def registry_not_captured(registry: ProcessGroupRegistry, device: torch.device) 
 
 
 def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[str]:
-    """Yield the reasons why the update of a torch optimizer can't be captured."""
+    """Yield the reasons why a CUDA graph can't capture the update of a torch optimizer on ``device``."""
     kind = kind_of(optimizer)
     if not steps_on_device(optimizer):
         yield f"{kind} reads whether to skip on the host: give it fused=True, if it has that"
@@ -520,7 +545,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class AllOptions(StepOptions, total=False):
-    """All keyword arguments except ``accumulation_steps``, which decides the return type of `step`."""
+    """All keyword arguments except ``accumulation_steps``. Overloads list it apart: it decides the type of `step`."""
 
     data_parallel: nn.Module | Sequence[nn.Module] | None
     average_data: bool
@@ -554,7 +579,7 @@ ELSEWHERE = {
 
 
 def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
-    """Return the error for an unknown argument, or for an ``optimizer`` that is of ``kind`` already; None: neither."""
+    """Return the error for the first unknown argument in ``given``, or for an ``optimizer`` of class ``kind``, or None."""
     if isinstance(optimizer, kind):
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
@@ -575,12 +600,14 @@ def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] =
 def as_one(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], registry: ProcessGroupRegistry
 ) -> torch.optim.Optimizer:
-    """Return the torch optimizer, or a list of optimizers as one.
+    """Return a torch optimizer unchanged, and a list of optimizers as one `CombinedOptimizer`.
 
     Raises:
-        TypeError, ValueError: It is no torch optimizer, or a list that cannot be combined. Raised on every rank, even if it
-            is right on other ranks, because these are in the first collective of the constructor.
-        TypeError: The registry is a process group or a mesh of torch.
+        TypeError: ``registry`` is not a `ProcessGroupRegistry`, such as a process group or mesh of torch. Only this
+            rank raises.
+        TypeError, ValueError: ``optimizer`` is not a torch optimizer, or is a list that cannot be combined. Every rank
+            raises, even with a right argument: this rank then joins the constructor's first collective of the other
+            ranks.
     """
     check_registry(registry)
 
@@ -602,7 +629,7 @@ def as_one(
 
 
 def check_loss(loss: object, call: str) -> None:
-    """Raise TypeError if ``loss`` is not a tensor."""
+    """Raise TypeError if ``loss``, an argument of the method ``call``, is not a tensor."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"{call}(loss) was given a {type(loss).__name__}: give the loss itself, a 0-dim tensor that backward can start "
@@ -659,13 +686,15 @@ _NEW_NAMES = {"per_parameter": "per_parameter_norms", "exchange": "compression"}
 
 
 def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: str) -> TypeError | None:
-    """Set ``options`` to the values in a `Measure` and a `Reduce`, with a DeprecationWarning for each of the two.
+    """Copy the values in a `Measure` and a `Reduce` into ``options``, with a DeprecationWarning for each of the two.
 
     Args:
-        options: Arguments by name, maybe a `Reduce` among them. One that has its default counts as not given.
+        options: Arguments by name, changed in place. ``data_parallel`` may be a `Reduce`; it becomes None.
         other: Keyword arguments of other names. A `Measure` is removed from it.
-        caller: The class whose arguments these are, for the texts.
-    Returns: The error for a value that is given in both ways; None if there is none.
+        caller: The class that has these arguments, for messages.
+    Returns:
+        The error for a value that is given both in ``options`` and in a `Measure` or `Reduce`; None if there is none.
+        An argument with its default value counts as not given.
     """
     error = None
     if isinstance(measure := other.get("measure"), Measure):
@@ -678,7 +707,10 @@ def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: s
 
 
 def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, caller: str) -> TypeError | None:
-    """Move the fields of ``record`` that differ from their defaults into ``options``."""
+    """Copy the fields of ``record`` that differ from their defaults into ``options``, with a DeprecationWarning.
+
+    Returns the error for a field that is also in ``options``, without a change; None if there is none.
+    """
     given = {field.name: getattr(record, field.name) for field in fields(record)}
     defaults = {field.name: field.default for field in fields(record)}
     given = {key: value for key, value in given.items() if not _is_same(value, defaults[key])}
@@ -701,5 +733,5 @@ def _is_same(value: object, default: object) -> bool:
 
 
 def _text_of(arguments: Mapping[str, object]) -> str:
-    """Return arguments as a call has them; a function by its name."""
+    """Return ``name=value`` pairs as source text; a function appears by its name."""
     return ", ".join(f"{name}={getattr(value, '__name__', None) or repr(value)}" for name, value in arguments.items())

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 def _leave_uncompiled(kind: Any) -> None:
-    """Let ``torch.compile`` call the class's `step` without tracing it: hooks, collectives and counts are no graph."""
+    """Let ``torch.compile`` call the class's `step` without tracing it; a trace would omit hooks and counts."""
     if not getattr(kind.step, "untraced", False):
         kind.step = torch.compiler.disable(kind.step)
         kind.step.untraced = True
@@ -66,105 +66,115 @@ def _leave_uncompiled(kind: Any) -> None:
 
 @renamed_members(pieces="stepped_tensors", vetoed_steps="rejected_steps", window_ends="mark_last_micro_batch")
 class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats_co]):
-    """A torch optimizer wrapper that steps by the exact global gradient norm of a model that is split over a mesh.
+    """A wrapper of a torch optimizer that clips by the exact global gradient norm of a model sharded over a mesh.
 
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
         optimizer.backward(loss)
         stats = optimizer.step()
         optimizer.zero_grad()
 
-    `step` reduces the gradients: it averages over data axes and sums partial gradients and those of tied parameters. Then
-    it measures the global norm, clips, and steps the wrapped optimizer, on every rank or on none. A non-finite norm skips
-    the step on every rank.
+    `step` first reduces the gradients: it averages them over the data axes, and sums partial gradients and the
+    gradients of tied parameters. Then it measures the global norm, clips, and steps the wrapped optimizer. All ranks
+    step, or all ranks skip the step. A non-finite norm skips the step.
 
-    Every rank must construct it at the same point with its own part of the model, and call the same methods in the same
-    order. A rank without parameters passes ``[{"params": []}]`` to the torch optimizer.
+    An accumulation window ("window") is the sequence of micro-batches between two steps. It is managed if
+    ``accumulation_steps`` sets its length; otherwise you decide when to step.
 
-    A parameter that is frozen when the optimizer is made takes part in no collective; unfreezing it later is an error. A
-    parameter that is frozen later, on all ranks, is not stepped from then on.
+    Every rank must construct the `ParallelOptimizer` at the same point with its own part of the model, and call the
+    same methods in the same order. A rank without parameters passes ``[{"params": []}]`` to the torch optimizer.
+
+    A parameter that is frozen when the optimizer is made takes part in no collective; unfreezing it later is an error.
+    You may freeze other parameters later, on all ranks; they are then not stepped.
 
     Args:
         optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`
             and, with ``fused=True``, Adam, AdamW, SGD and Adagrad read the clip coefficient and the skip flag on the
             device. Other optimizers cost one more pass over the gradients and one host synchronization per step.
-            A list is stepped with one norm, one decision and one state; ``"optimizer"`` in a param group is the index.
-            In modes with master weights the param groups hold the master weights afterwards. For DTensor parameters
-            (`fully_shard`, `parallelize_module`) they hold the local tensors; see `meshstep.parallel.interop.dtensor`.
-            While the `ParallelOptimizer` lives, ``optimizer.step()`` raises RuntimeError. Its ``zero_grad``,
-            ``load_state_dict``, ``add_param_group``, ``train`` and ``eval`` call the methods of the `ParallelOptimizer`.
+            The optimizers of a list have a common norm, step decision and state dict; ``"optimizer"`` in a param group
+            is the index of its optimizer in the list.
+            The param groups are changed: in modes with master weights they hold the master weights afterwards, and for
+            DTensor parameters (`fully_shard`, `parallelize_module`) the local tensors; see
+            `meshstep.parallel.interop.dtensor`. While the `ParallelOptimizer` lives, ``optimizer.step()`` raises
+            RuntimeError. Its ``zero_grad``, ``load_state_dict``, ``add_param_group``, ``train`` and ``eval`` call the
+            methods of the `ParallelOptimizer`.
         registry: The process groups of the mesh axes that the specs name.
-        max_norm: The threshold of the global norm, in units of unscaled gradients; finite, > 0. Or another clipping rule
-            (`Clip`), or a dict of rules by name pattern (`ByName`). None: the norm is measured and nothing is clipped.
-            A param group with its own ``"max_norm"`` is clipped by its own norm (``math.inf``: not clipped). The other
-            groups are clipped by their common norm. Ranks compare these thresholds here. They may be changed later if all
-            ranks have all groups.
-        norm_type: The p of the norms, >= 1 or ``math.inf``. A clip rule with its own ``norm_type`` uses that.
-        reduction: How norms are summed over ranks: ``"packed"`` in one all-reduce of all ranks, ``"per_group"`` in one
-            all-reduce per process group. See `GlobalNorm`.
+        max_norm: The threshold of the global norm, in units of unscaled gradients; finite, > 0. Or another clipping
+            rule (`Clip`), or a dict of rules by name pattern (`ByName`). None: the norm is measured and nothing is
+            clipped. A param group with its own ``"max_norm"`` is clipped by its own norm (``math.inf``: not clipped).
+            The other groups are clipped by their common norm. The constructor compares the thresholds of param groups
+            over all ranks. You may change them later if every rank has every param group.
+        norm_type: The p of the norms, >= 1 or ``math.inf``. A clipping rule's own ``norm_type`` takes precedence.
+        reduction: How the norm is summed over ranks: ``"packed"`` with one all-reduce over all ranks, ``"per_group"``
+            with one all-reduce per process group. See `GlobalNorm`.
         per_parameter_norms: Report the norm of every logical parameter in ``GradStats.parameter_norms``.
-        precision: Name or object of a precision mode (`meshstep.amp`). It decides whether there are master weights and a
-            loss scale; ``precision.prepare(model)`` makes the model run in the mode.
-        accumulation_steps: Number K of micro-batches per accumulation window, each one call of `backward`. `step` and
-            `zero_grad` do nothing before the K-th, and the gradient is the mean over the window. None: gradients add up
-            until you call `step`.
-        data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages gradients
-            in the last micro-batch of a window. A list of modules on a rank with several pipeline stages. None: `step`
-            averages the gradients. `step` also averages the gradients of parameters that `fully_shard` left out.
+        precision: Name or object of a precision mode (`meshstep.amp`). It decides whether there are master weights and
+            a loss scale; ``precision.prepare(model)`` makes the model run in the mode.
+        accumulation_steps: Number K of micro-batches per accumulation window; a micro-batch is one call of `backward`.
+            `step` and `zero_grad` do nothing before the K-th micro-batch, and the gradient is the mean over the window.
+            None: gradients are summed until you call `step`.
+        data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages
+            gradients in the last micro-batch of a window. A list of modules on a rank with several pipeline stages.
+            None: `step` averages the gradients. `step` also averages the gradients of parameters that `fully_shard`
+            left out.
         average_data: True: the optimizer or ``data_parallel`` averages gradients over the data axes. False: other code
-            does. The optimizer sums partial gradients and those of tied parameters in either case.
+            averages them. In both cases the optimizer sums partial gradients and the gradients of tied parameters.
         overlap: True: reduce each gradient bucket over the data axes as soon as backward has filled it, in the last
-            micro-batch of a window. Run the other micro-batches under `no_sync` if you decide when to step. Gradients of
-            DTensors, owned parameters, uneven shards, and axes that the model's own collectives use are reduced after
-            backward. If a data axis may shard the model (experts), all gradients are, because ranks could wait for each
-            other. False: reduce in `step`.
+            micro-batch of a window. If you decide when to step, run the other micro-batches under `no_sync`. Gradients
+            of DTensors, of owned parameters and of uneven shards are reduced after backward, and so are gradients over
+            axes that the model's own collectives use. If a data axis may shard the model (experts), all gradients are
+            reduced after backward, because ranks could otherwise wait for each other. False: `step` reduces gradients.
         compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None: in the gradients' own
-            dtype. `Sharded` has a ``compression`` of its own; a ``data_parallel`` module does not use it.
-        bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets cost more.
+            dtype. `Sharded` has a ``compression`` argument of its own; a ``data_parallel`` module ignores this one.
+        bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets need more
+            collectives.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
             `StatePlacement` of your own). The param groups then hold the stepped tensors; see `stepped_tensors`.
-        check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit. If they differ,
-            every rank raises `ReplicaMismatchError` before anything is stepped.
-            ``"first"``: in the first step, and in the first step after parameters were added. This finds different seeds on
-            replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on tensor-parallel ranks,
-            and a replica declared sharded (ValueError).
-            True: before every step, for debugging; it reads all of them once more and costs one host synchronization.
+        check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit. If they
+            differ, every rank raises `ReplicaMismatchError` before anything is stepped.
+            ``"first"``: in the first step, and in the first step after parameters were added. This finds different
+            seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on
+            tensor-parallel ranks, and a replica declared sharded (ValueError).
+            True: before every step, for debugging. This reads all parameters and gradients once more and costs one host
+            synchronization per step.
             False: never, for replicas that may differ by rounding (see `align_replicas`).
-            `Fingerprints`: as ``"first"``, and then every so many steps, including optimizer states, without host
-            synchronization.
-        commit: A function without arguments that each rank calls once before each update, after the gradients are reduced.
-            It returns a bool, or a 0-dim bool tensor that the host does not read. If it returns False on any rank, all
-            ranks skip the step; the loss scale does not count this as an overflow. An exception counts as False on the
-            other ranks and is raised on its own rank after the step. None: no vote.
-        on_nonfinite: ``"skip"`` the step on every rank (`Skip` sets how many consecutive skips are an error), or
-            ``"raise"`` FloatingPointError with the parameters' names on every rank (one host synchronization per step).
-        on_missing_params: What the first step does if the model has trainable parameters that no `ParallelOptimizer` has,
-            such as those of a module that was replaced after the optimizer was made. ``"raise"`` RuntimeError with their
-            names on every rank, or ``"warn"``. Compared are the modules in ``data_parallel`` and the models of `for_model`
-            and `Booster`; without these, the model is not known.
+            `Fingerprints`: as ``"first"``, and then every ``Fingerprints.every`` steps, including optimizer states,
+            without host synchronization.
+        commit: A function without arguments that each rank calls once before each update, after the gradients are
+            reduced. It returns a bool, or a 0-dim bool tensor that the host does not read. If it returns False on any
+            rank, all ranks skip the step; the loss scale does not count this as an overflow. If the function raises,
+            the other ranks treat this as False, and its own rank raises the exception after the step. None: no vote.
+        on_nonfinite: The effect of a non-finite norm. ``"skip"``: every rank skips the step (`Skip` sets how many
+            consecutive skips are an error). ``"raise"``: every rank raises FloatingPointError with the parameters'
+            names (one host synchronization per step).
+        on_missing_params: The effect of trainable parameters of the model that no `ParallelOptimizer` has, such as the
+            parameters of a module that was replaced after the optimizer was made. In the first step every rank raises
+            RuntimeError with their names (``"raise"``) or warns (``"warn"``). The step can find parameters of the
+            modules in ``data_parallel`` and of the models that `for_model` and `Booster` get, not of other models.
 
     Raises:
-        ValueError, TypeError: On every rank, if on any rank an argument is out of range, or a parameter is undeclared,
-            complex, sparse or laid out in a way that does not fit; or if ranks declare different layouts. The torch
-            optimizer is unchanged then.
-    Collectives: the constructor makes object all-gathers. A step makes one all-reduce per gradient bucket, and one for the
-    norm. Host synchronization: none in a step, except as stated above. The first step checks on all ranks that gradients
-    are dense and real.
+        ValueError, TypeError: On every rank, if an argument is out of range on any rank, if a parameter is undeclared,
+            complex or sparse or does not fit its declared layout, or if ranks declare different layouts. The torch
+            optimizer is then unchanged.
+    Collectives: object all-gathers in the constructor; in a step, one all-reduce per gradient bucket and one for the
+        norm.
+    Host synchronization: none in a step, except as stated above. In the first step all ranks check together that
+    gradients are dense and real.
     """
 
-    steps_windows = True  # `step` may be called within a window, where the weights stay unchanged
+    steps_windows = True  # `step` may be called before a managed window is full; it then changes no weights
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
     last_stats: GradStats | None
 
     _setup: Setup
     _device: torch.device
     _clip: ClipState | None  # the rule of ``max_norm`` and its state
-    # `_bind` makes these again when param groups are added:
+    # `_bind` creates the following objects, and creates them again when a param group is added:
     _table: ParamTable
     _states: TransformChain
     _completion: GradientCompletion
     _clipping: GradientClipper
     _agreement: StepAgreement | None  # None on one rank
-    _switch: GradSyncController | None  # what reduces gradients in backward
+    _switch: GradSyncController | None  # reduces gradients in backward; None: `step` reduces them
     _micro_batch: Callable[..., AbstractContextManager[None]]
     _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
@@ -265,21 +275,22 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
-        """Wrap the optimizer of a model whose layout its parameters tell, without a registry and without declarations.
+        """Wrap a model's optimizer, with layouts and process groups inferred from the model's parameters.
 
-            optimizer = ParallelOptimizer.for_model(model, torch.optim.AdamW(model.parameters(), fused=True), max_norm=1.0)
+            optimizer = ParallelOptimizer.for_model(model, torch.optim.AdamW(model.parameters(), fused=True),
+            max_norm=1.0)
 
-        The device meshes of DTensors tell how parameters are sharded (`fully_shard`, `parallelize_module`, experts on
-        another mesh), or the meshes of a Transformers model that `from_pretrained` has sharded. Parameters that are neither
-        DTensors nor declared count as replicated; the first step compares the replicas. `DistributedDataParallel` and
-        `fully_shard` modules are passed as ``data_parallel``.
+        Needs no registry and no declarations. The layouts are inferred from the device meshes of DTensors
+        (`fully_shard`, `parallelize_module`, experts on another mesh), or from the meshes of a Transformers model that
+        `from_pretrained` has sharded. Other undeclared parameters count as replicated; the first step compares the
+        replicas. `DistributedDataParallel` and `fully_shard` modules within the model become ``data_parallel``.
 
         Args:
             model: The model, or a wrapper around it (``torch.compile``, PEFT, a module of your own).
             optimizer: As in the constructor.
             options: As in the constructor.
-        Raises: As the constructor, `meshstep.parallel.registry_of`, and ValueError on every rank: a mesh has no dim names,
-            or the meshes have no common refinement.
+        Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if a mesh has no
+            dim names, or if no mesh exists of which all meshes are views.
         Collectives: as the constructor, and an object all-gather for new meshes.
         """
         registry, modules = registry_for(model), averaging_modules(model)
@@ -289,7 +300,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return made
 
     def _compare_with(self, *modules: nn.Module) -> None:
-        """Compare the trainable parameters of these modules, in place of ``data_parallel``, in the first step."""
+        """Let the first step search these modules, not ``data_parallel``, for parameters that no optimizer has."""
         self._model.modules[:] = modules
 
     # torch's optimizer interface -------------------------------------------------------------------------------------
@@ -309,7 +320,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
-    # The window ------------------------------------------------------------------------------------------------------
+    # The accumulation window -----------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, for code within `window` that calls backward itself.
@@ -329,28 +340,30 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scaled
 
     def backward(self, loss: Tensor | None, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
-        """Scale the loss and call ``loss.backward(**kwargs)``: one micro-batch. Gradients add up.
+        """Run the backward of one micro-batch: scale the loss, and call ``loss.backward(**kwargs)``. Gradients add up.
 
-        Every rank of a pipeline stage must make the same number of calls before `step`. With weights, only the ranks of one
-        data coordinate must. A difference skips the step; see `step`.
+        Every rank of a pipeline stage must make the same number of calls before `step`. With weights, the number must
+        be equal only on ranks with the same data coordinate. If the numbers differ, the step is skipped; see `step`.
 
         Args:
             loss: 0-dim; None on a rank without a batch in this micro-batch. None is a loss of 0 and counts as a
-                micro-batch: without weights the mean is over all data ranks and micro-batches, including this one. For the
-                mean over the other data ranks pass weights on all ranks, and 0 with None.
-            weight: The number of items whose losses the loss sums, such as tokens. The gradient is divided by the sum of
-                the weights over the window and all data ranks. A number, or a 0-dim tensor that the host does not read;
-                equal on ranks with one data coordinate. None: the loss is a mean; see ``accumulation_steps``.
+                micro-batch: without weights the mean is over all data ranks and micro-batches, including this one. To
+                leave such a rank out of the mean, pass weights on all ranks, and ``weight=0`` with None.
+            weight: The number of items, such as tokens, whose losses are summed in ``loss``. The gradient is divided by
+                the sum of the weights over the window and all data ranks. A number, or a 0-dim tensor that the host
+                does not read. It must be equal on ranks with the same data coordinate. None: the loss is a mean; see
+                ``accumulation_steps``.
 
         Raises:
-            TypeError: The loss is no tensor, or the weight no number.
-            ValueError: Some micro-batches of a window have a weight and others not, or a weight is negative.
-            RuntimeError: Other code cleared gradients within a window or, in managed accumulation, called
-                ``loss.backward()`` there. The gradients of the window are clipped already. An earlier backward of the
-                window raised (`zero_grad` then abandons the window). The loss is a result of `scale_loss`. The call is
-                within `window`.
-        Collectives: those of the model's and data_parallel's backward, of `Sharded` and of ``overlap=True``. Host
-        synchronization: none.
+            TypeError: The loss is not a tensor, or the weight is not a number.
+            ValueError: Only some micro-batches of a window have a weight, or a weight is negative.
+            RuntimeError: Other code cleared gradients within the window or, in managed accumulation, called
+                ``loss.backward()`` within it; the gradients of the window are already clipped; an earlier backward of
+                the window raised (call `zero_grad`, which then abandons the window); the loss is a result of
+                `scale_loss`; or the call is within `window`.
+        Collectives: those in the backward of the model and of ``data_parallel``, those of `Sharded` with ``gradients``,
+            and
+        those of ``overlap=True``. Host synchronization: none.
         """
         if loss is not None:
             check_loss(loss, "backward")
@@ -372,31 +385,35 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 engine.train_batch(inputs)  # its loss function ends with optimizer.scale_loss(loss)
             optimizer.step()
 
-        Every rank must enter it, with or without a batch. Args, raises, collectives, host synchronization: as `backward`.
+        Every rank must enter the context, with or without a batch. ``weight``, errors, collectives and host
+        synchronization are as in `backward`.
         """
         with track_call("window", self.registry), self._micro_batch(weight, several=True):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Reduce no gradients in backward, for all micro-batches of a window except the last.
+        """Return a context manager in which backward reduces no gradients.
 
-        Only needed without ``accumulation_steps``. Run forward and backward within the context.
+        Run forward and backward of all micro-batches of a window except the last in it. It is only needed without
+        ``accumulation_steps``.
         """
         return nullcontext() if self._switch is None else self._switch.off()
 
     def mark_last_micro_batch(self) -> None:
-        """Mark the next micro-batch as the last of its window, although it is not the K-th. Call it before the forward.
+        """Let the next backward reduce gradients, although its micro-batch is not the K-th of the window.
 
-        ``step(final=True)`` alone is right as well, except with `fully_shard`, which cannot reduce its gradients later.
+        Call it before the forward of the last micro-batch of a short window, and ``step(final=True)`` after the
+        backward. It is only needed with `fully_shard`, which cannot reduce its gradients later.
         """
         if self._switch is not None:
             self._switch.set(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including those of the model parameters where there are master weights.
+        """Clear the gradients of the stepped tensors and of the model parameters.
 
-        Within a window of managed accumulation nothing is cleared, with two exceptions that abandon the window: a backward
-        of the window raised, or the call is within ``except`` and the error came after the window's last micro-batch.
+        Within a window of managed accumulation it clears nothing, with two exceptions. If a backward of the window
+        raised, or if the call is in an ``except`` block for an error that was raised after the last micro-batch began,
+        it clears all gradients and abandons the window.
 
         Raises:
             RuntimeError: `fully_shard` has gradients that it has not reduced.
@@ -415,26 +432,32 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     @renamed_arguments(last="final")
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None, *, final: bool = False) -> Stats_co:  # type: ignore[override]
-        """Reduce, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
+        """Reduce, measure and clip the gradients, step on every rank or on none, and update the loss scale.
 
         Args:
-            final: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of an
-                epoch. The gradient is the mean over these micro-batches.
+            closure: Must be None; torch's interface has this argument.
+            final: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of
+                an epoch. The gradient is the mean over these micro-batches.
         Returns:
-            GradStats, with tensors on the device; None within a managed window, where nothing is done.
+            GradStats, with tensors on the device. None before a managed window is full; `step` then changes nothing.
         Raises:
-            FloatingPointError: On every rank: with ``on_nonfinite="raise"``, or if too many consecutive steps were skipped.
-            ReplicaMismatchError: On every rank, with ``check_replicas=True``, or `Fingerprints` (16 steps late).
+            FloatingPointError: On every rank: the norm is non-finite and ``on_nonfinite="raise"``, or too many
+                consecutive steps were skipped.
+            ReplicaMismatchError: On every rank: replicas differ. With `Fingerprints`, the error comes 16 steps late.
             TypeError: A gradient is complex or sparse. After the first step only the rank with the gradient raises.
             ValueError: A closure is given.
-            RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
-                `mark_last_micro_batch`); a backward of the window raised; a parameter was unfrozen that was frozen when the
-                optimizer was made. On every rank: there are no gradients in the first step, the model has trainable
-                parameters that no optimizer has (see ``on_missing_params``), or `backward` and `window` did not make the
-                gradients (with a loss scale, after the first step, 16 steps late; the steps with such gradients were
-                skipped). Ranks ran different numbers of micro-batches, only some passed weights, or they differ in weights,
-                clipping, hyper-parameters or frozen parameters: such a step is skipped, and the error follows 16 steps
-                late, or at once in the first step and with ``on_nonfinite="raise"``.
+            RuntimeError: One of these cases:
+
+                * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
+                  gradients (see `mark_last_micro_batch`); a backward of the window raised; or a parameter was unfrozen
+                  that was frozen when the optimizer was made.
+                * On every rank: there are no gradients in the first step, or the model has trainable parameters that no
+                  optimizer has (see ``on_missing_params``).
+                * On every rank: the gradients are not from `backward` or `window`. After the first step this is only
+                  detected with a loss scale. Such steps are skipped, and the error comes 16 steps late.
+                * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
+                  differ in weights, clipping, hyper-parameters or frozen parameters. Such a step is skipped. The error
+                  comes 16 steps late, but at once in the first step and with ``on_nonfinite="raise"``.
         Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:
@@ -453,7 +476,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             if window.pending_clip is not None and window.decision is None:
                 _, problem = self._clip_now(window.pending_clip)
             problem = self._completion(window, self._switch) or problem  # complete the gradients
-            # Measure them and decide, in exactly one collective, unless an explicit clip has done so in this window.
+            # Measure the gradients and decide, in exactly one collective, unless an explicit clip did both in this window.
             decision = window.decision or self._clipping(self._clip, self._scale_info(), captured=window.captured)
             reason = self._count(decision)
             if reason is None:
@@ -461,17 +484,20 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                     request = UpdateRequest(decision.skipped, decision.factor, skip_of=skip_of)
                     self._engine.run(request, self._states.around_update)
             if self.loss_scale is not None:
-                self.loss_scale.update(decision.stats.found_inf)  # only now: gradients were divided by backward's scale
+                self.loss_scale.update(decision.stats.found_inf)  # after the update, which reads the old scale
             self._finish_window(decision)
             if reason is not None:
-                raise self._ended(reason)  # a caller that catches it goes on with a lower loss scale
+                raise self._ended(reason)  # after the update of the loss scale, so that a caller may catch it and go on
             if problem := problem or decision.problem:
                 raise problem
             return decision.stats  # type: ignore[return-value]
 
     @contextmanager
     def _tracked(self, name: str) -> Iterator[None]:
-        """Report a public call to other ranks while it runs, and explain its errors by converted parameters."""
+        """Return a context manager for a public call: other ranks can ask for its name, and its errors are explained.
+
+        An error is explained if model parameters were converted after the optimizer was made.
+        """
         with track_call(name, self.registry):
             try:
                 yield
@@ -480,22 +506,22 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 raise
 
     def _count(self, decision: StepDecision) -> str | None:
-        """Count the step. Return why training should end here, the same on every rank, or None."""
+        """Count the step. Return the reason to end training, equal on every rank, or None to continue."""
         facts = None if self._agreement is None else self._agreement.sent
         return self._skips.count(decision, self.on_nonfinite, self._window.captured, facts)
 
     def _finish_window(self, decision: StepDecision) -> None:
-        """Keep the report and start an empty window."""
+        """Store the step's `GradStats` in `last_stats`, and start an empty window."""
         self.last_stats = decision.stats
         self._window.close(self._model_params)
         if self._switch is not None:
             self._switch.expect(self._window)
 
     def _ended(self, reason: str) -> FloatingPointError | RuntimeError:
-        """Return the error that ends training. Every rank must call it.
+        """Return the error for a ``reason`` to end training. Every rank must call it.
 
         The error names the parameters with non-finite gradients, the replicas that differ, or the settings that differ.
-        Collectives, host synchronization: some.
+        It uses collectives and host synchronizations to collect the names.
         """
         if reason == DISAGREED and self._agreement is not None:
             return self._agreement.error(self._skips.facts)
@@ -514,7 +540,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Raises:
             RuntimeError: The scaler is torch's own, or it cannot access the stepped gradients.
         """
-        self._window.forget_gradients()  # which the scaler may have unscaled
+        self._window.forget_gradients()  # the scaler may have unscaled the gradients in place
         if not hasattr(self, "overflow_is_agreed"):
             raise RuntimeError(
                 "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
@@ -529,7 +555,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scale
 
     def _scale_info(self) -> GradScaleInfo:
-        """Return the divisors of the window's gradients, with this rank's values of the fields that all ranks sum."""
+        """Return the divisors of the window's gradients, with this rank's values of the fields of the norm's all-reduce."""
         window, agreement = self._window, self._agreement
         if agreement is None:
             return window.scale_info(self.registry, window.scale, self._device)
@@ -544,11 +570,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def clip_grads(self) -> Stats_co:
         """Reduce, measure, unscale and clip the gradients now, in place, by the rule of ``max_norm=``.
 
-        `step` does not repeat this. Use it to read the norm, or the clipped gradients, before the step. Within a window of
-        managed accumulation nothing is done, and `step` clips at the end of the window.
+        `step` then does not clip again. Use it to read the norm, or the clipped gradients, before the step. If a window
+        of managed accumulation is not full yet, the call changes no gradients, and `step` clips at the end of the
+        window.
 
         Returns:
-            GradStats with the norm before clipping; None within a window.
+            GradStats with the norm before clipping; None if the window is not full yet.
         Collectives: those of a step. Host synchronization: none.
         """
         return self._clip_or_ask("clip_grads", self.clip)  # type: ignore[return-value]
@@ -556,15 +583,16 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     @public_call
     @torch.no_grad()
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> Stats_co:
-        """Reduce, measure, unscale and clip the gradients now, in place, by this threshold.
+        """Reduce, measure, unscale and clip the gradients now, in place, by the threshold ``max_norm``.
 
-        The threshold replaces the constructor's rule, and `step` does not clip again. Within a window of managed
-        accumulation, `step` clips by it at the end of the window.
+        The threshold replaces the constructor's rule for this step, and `step` does not clip again. If a window of
+        managed accumulation is not full yet, the call changes no gradients, and `step` clips by it at the end of the
+        window.
 
         Args:
             max_norm, norm_type: As in `ByNorm`.
         Returns:
-            GradStats with the norm before clipping; None within a window.
+            GradStats with the norm before clipping; None if the window is not full yet.
         Raises:
             ValueError: An argument is out of range. Nothing is changed.
         Collectives: those of a step. Host synchronization: none.
@@ -576,14 +604,16 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def clip_grad_by_value(self, clip_value: float) -> Stats_co:
         """Reduce, measure and unscale the gradients now, and clamp each element to [-clip_value, clip_value] in place.
 
-        Otherwise as `clip_grad_by_norm`; the rule is `ByValue`.
+        The clipping rule is `ByValue`. Managed accumulation, result, errors and collectives are as in
+        `clip_grad_by_norm`.
         """
         return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]
 
     def _clip_or_ask(self, call: str, clip: Clip | None) -> GradStats | None:
-        """Clip now if the window is full; otherwise let the `step` at its end clip, and return None.
+        """Clip by ``clip`` and return the stats if the window is full; otherwise let `step` clip at the window's end.
 
-        An error in the gradients of this rank alone is raised after clipping. The other ranks see an overflow.
+        An error that only this rank's gradients have is raised after clipping. The other ranks see an overflow. Returns
+        None if the window is not full.
         """
         window = self._window
         window.captured = check_captured(call, self.not_captured)
@@ -601,8 +631,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Reduce, measure, unscale and clip the gradients in place. Collectives: those of a step.
 
         Returns:
-            The decision, and an error in the gradients of this rank alone. `step` raises the error at its end, after it has
-            taken part in all collectives of the other ranks.
+            The step decision, and an error that only this rank's gradients have, or None. `step` raises the error at
+            its end, after all collectives that the other ranks expect.
         """
         window = self._window
         before = window.explicit
@@ -622,7 +652,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     # Binding ---------------------------------------------------------------------------------------------------------
 
     def _bind(self, plan: ReductionPlan, thresholds: AgreedThresholds) -> None:
-        """Make the objects that depend on the plan: the table of stepped tensors, gradient reduction and clipping."""
+        """Create the objects that depend on the plan: the table of stepped tensors, gradient reduction and clipping."""
         self._model_params = self._states.params
         self._table = self._states.table(plan)
         full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
@@ -646,7 +676,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group and agree on a new plan. Every rank must call it at the same point.
+        """Add a param group, and agree with all ranks on a new plan. Every rank must call it at the same point.
 
         Raises, collectives: as the constructor. Nothing is changed if it raises.
         """
@@ -657,7 +687,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         match_names(group, [own for own in self.param_groups if own.get(OPTIMIZER_INDEX) == group.get(OPTIMIZER_INDEX)])
 
         def add_for_a_moment() -> None:
-            # Checked before any tensor is replaced, so that only the list of groups must be restored.
+            # Runs before any tensor is replaced, so that after an error only the list of param groups must be restored.
             with own_calls:
                 self.optimizer.add_param_group({**group, "params": group["params"][:]})
             known = {id(param) for params in self._groups for _, param in params}
@@ -699,12 +729,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @torch.no_grad()
     def reload_from_model(self) -> None:
-        """Copy the model's weights into master weights and other copies. Call it after you wrote weights.
+        """Copy the model's weights into the stepped tensors. Call it after your code wrote weights.
 
-        Sets master weights, shards of ZeRO and offloaded copies to the model's weights, and drops the remainders of split
-        master weights. Needed with these after writes through ``.data``, which the optimizer cannot detect in every step
-        and would undo, and after any write for which a step asks. Moments and step counts stay. Call it between two
-        windows on every rank that wrote weights; replicas must have equal weights.
+        Sets master weights, shards of ZeRO and offloaded copies to the model's weights, and drops the remainders of
+        split master weights. Moments and step counts are unchanged. It is needed after a write through ``.data``: a
+        step cannot always detect such a write, and then overwrites it. It is also needed if the error of a step tells
+        you to call it. Call it between two windows on every rank that wrote weights; replicas must have equal weights.
 
             with torch.no_grad():
                 for param in critic.parameters():
@@ -720,10 +750,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def train(self) -> None:
-        """Switch a wrapped optimizer with modes (such as a schedule-free one) to training.
+        """Call ``train()`` of the wrapped optimizer, if it has this method, and write its weights into the model.
 
-        The weights that the wrapped optimizer sets, also in master weights and shards, are written into the model. Other
-        optimizers are unchanged. Every rank must call it.
+        Schedule-free optimizers have other weights in training than in evaluation. Other optimizers are unchanged.
+        Every rank must call it.
 
         Collectives: those that write weights into the model, see `Sharded`.
         """
@@ -731,7 +761,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def eval(self) -> None:
-        """Switch a wrapped optimizer with modes to evaluation, before an evaluation or a checkpoint; see `train`."""
+        """Call ``eval()`` of the wrapped optimizer, as `train` does. Call it before an evaluation or a checkpoint."""
         self._change_mode("eval")
 
     def _change_mode(self, name: str) -> None:
@@ -745,11 +775,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def max_norm(self) -> float | Clip | None:
-        """Return the threshold of `ByNorm`, or another clipping rule.
+        """Return the threshold of `ByNorm`, another clipping rule, or None.
 
-        It may be set between steps, on all ranks together. A rule that differs from the former rule starts with empty
-        state. Setting raises as the constructor, and changes nothing then. Collectives: an object all-gather, the first
-        time that a rule needs parameter names.
+        You may set it between steps, on all ranks together. A rule that differs from the former rule starts with empty
+        state. Setting raises the errors of the constructor, and then changes nothing. Collectives: an object all-gather
+        when a rule first needs parameter names.
         """
         clip = self.clip
         plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
@@ -772,15 +802,15 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def clip(self) -> Clip | None:
-        """Return the clipping rule of ``max_norm``; None if there is none."""
+        """Return the clipping rule that ``max_norm`` stands for; None: gradients are not clipped."""
         return None if self._clip is None else self._clip.rule
 
     @property
     def clip_state(self) -> Mapping[str, Tensor]:
-        """Return the state of the clipping rule by name; empty before the first step.
+        """Return the state tensors of the clipping rule by name; empty before the first step.
 
-        Device tensors, bitwise identical on all ranks. Values per parameter are in the order of ``plan.parameter_names``.
-        Host synchronization: none.
+        They are on the device, and bitwise identical on all ranks. A tensor with one value per parameter is in the
+        order of ``plan.parameter_names``. Host synchronization: none.
         """
         return {} if self._clip is None else dict(self._clip.tensors)
 
@@ -791,24 +821,24 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def skipped_steps(self) -> int:
-        """Return the number of skipped steps, for whatever reason. Host synchronization: one."""
+        """Return the number of steps that were skipped for any reason. Host synchronization: one."""
         return self._skips.total()
 
     @property
     def rejected_steps(self) -> int:
-        """Return the number of steps that ``commit=`` of any rank rejected. Host synchronization: one."""
+        """Return the number of steps that the ``commit`` function of any rank rejected. Host synchronization: one."""
         return self._skips.rejected()
 
     @public_call
     def poll(self) -> None:
-        """Raise the errors of steps that a CUDA graph replays. Every rank must call it after the same replay.
+        """Raise the errors of steps that ran in replays of a CUDA graph. Every rank must call it after the same replay.
 
-        A replay runs no Python code, so `step` cannot raise there. Call it every few dozen replays.
+        A replay runs no Python code, so a replayed `step` cannot raise. Call `poll` every few dozen replays.
 
         Raises:
-            FloatingPointError, RuntimeError: On every rank, as `step`: too many consecutive steps were skipped, gradients
-                bypassed `backward`, or ranks disagreed.
-            ReplicaMismatchError: Replicas differ.
+            FloatingPointError, RuntimeError: On every rank, as `step`: too many consecutive steps were skipped,
+                gradients were not from `backward` or `window`, or settings differ between ranks.
+            ReplicaMismatchError: On every rank: replicas differ.
         Collectives: only if it raises. Host synchronization: one.
         """
         if reason := self._skips.poll(self.on_nonfinite):
@@ -816,12 +846,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the parameters; on a rank without parameters, the device of its collectives."""
+        """Return the device of the parameters; on a rank without parameters, the device of the rank's collectives."""
         return self._device
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Return the number of micro-batches per step; None: gradients add up until you call `step`."""
+        """Return the number of micro-batches per step; None: gradients are summed until you call `step`."""
         return self._window.steps
 
     @property
@@ -831,43 +861,43 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def model_param_groups(self) -> list[list[Tensor]]:
-        """Return the model parameters by param group, for which backward makes gradients.
+        """Return one list of model parameters per param group; backward writes the gradients of these parameters.
 
-        `param_groups` holds the tensors that are stepped for them, such as master weights and shards.
+        In contrast, `param_groups` holds the stepped tensors, such as master weights and shards.
         """
         return [[param for _, param in group] for group in self._groups]
 
     @property
     def plan(self) -> ReductionPlan:
-        """Return the plan of the norm's reduction, agreed by all ranks. Print it to read it."""
+        """Return the plan by which all ranks reduce the norm of the stepped tensors. Print it to read it."""
         return self._clipping.plan
 
     @property
     def model_plan(self) -> ReductionPlan:
-        """Return the plan of the parameters in `model_param_groups`, in their order; a new one after `add_param_group`."""
+        """Return the plan of the parameters in `model_param_groups`, in their order. `add_param_group` replaces it."""
         return self._table.model_plan
 
     @property
     def transforms(self) -> TransformChain:
-        """Return the chain between model parameters and stepped tensors.
+        """Return the chain of transforms that makes stepped tensors from model parameters.
 
-        A `StatePlacement` finds its own transform here:
+        The following expression finds the transform of one class:
         ``next(transform for transform in optimizer.transforms.transforms if isinstance(transform, MyTransform))``.
         """
         return self._states
 
     @property
     def grad_sync(self) -> GradSyncController | None:
-        """Return the object that reduces gradients in backward: torch's or Megatron's data parallelism, or overlap.
+        """Return the controller of gradient reduction in backward (``data_parallel`` or ``overlap``); None: there is none.
 
-        None: `step` reduces them.
+        Without a controller, `step` reduces the gradients.
         """
         return self._switch
 
     def not_captured(self) -> list[str]:
-        """Return the reasons why `step` can't be captured in a CUDA graph now; empty: it can be.
+        """Return the reasons why a CUDA graph can't capture `step` now; empty: a CUDA graph can capture it.
 
-        A capture raises RuntimeError with these. Collectives, host synchronization: none.
+        A capture in spite of a reason raises RuntimeError with all reasons. Collectives, host synchronization: none.
         """
         scaler = "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
         reads_norm = "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
@@ -886,25 +916,27 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return [reason for reason in reasons if reason is not None]
 
     def not_local(self) -> list[str]:
-        """Return the reasons why gradients are not this data rank's own when backward ends; empty: they are, until `step`.
+        """Return the reasons why, after backward, gradients are not the gradients of this data rank's own samples.
 
-        With a reason, `StepObserver.local_grads` sees gradients that are averaged, or not yet summed. Each reason says
-        which argument to change. Collectives, host synchronization: none.
+        Empty: gradients are local to the data rank until `step`. With a reason, `StepObserver.local_grads` gets
+            gradients
+        that are already averaged, or partial. Each reason names the argument to change. Collectives, host
+        synchronization: none.
         """
         return self._setup.not_local(self._switch, self._model_params)
 
     def stepped_tensors(self) -> list[SteppedTensor]:
         """Return one record per tensor that the optimizer steps on this rank, in the order of the param groups.
 
-        A record names the model parameter and tells which part of the full tensor the stepped tensor is.
+        A record contains the model parameter's name and the region of the full tensor that the stepped tensor is.
         """
         return list(self._table)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state for this rank's stepped tensors, and the rest under ``"meshstep"``.
+        """Return this rank's state: the wrapped optimizer's ``state_dict()``, and one more entry ``"meshstep"``.
 
-        The rest is all that a new process needs: precision mode, loss scale, master weights, the state of a clipping rule,
-        step counts, coordinates. Host synchronization: a few.
+        ``"meshstep"`` holds the state that a new process needs besides: precision mode, loss scale, master weights, the
+        state of a clipping rule, step counts and coordinates. Collectives: none. Host synchronization: a few.
         """
         saved = self._saved()
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
@@ -915,14 +947,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bitwise identically from a `state_dict`. Every rank must call it, with the state of its own tensors.
+        """Load the `state_dict` of this rank, so that training continues bitwise identically. Every rank must call it.
 
-        In a mode without master weights and loss scale a plain state dict of the wrapped optimizer loads as well. A
-        clipping rule that has no state in it starts with empty state, with a warning.
+        A plain state dict of the wrapped optimizer is also accepted in a mode without master weights and loss scale. If
+        ``state_dict`` has no state of the clipping rule, the rule starts with empty state, and there is a warning.
 
         Raises:
-            ValueError: On every rank, if on any rank the state has another precision mode or does not fit. Nothing is
-                changed.
+            ValueError: On every rank, if the state on any rank has another precision mode or does not fit the stepped
+                tensors. Nothing is changed.
         Collectives: two object all-gathers. Host synchronization: a few.
         """
         self._skips.load_state_dict(self._saved().load(state_dict))
@@ -932,7 +964,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._switch.expect(self._window)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError if `load_state_dict` would raise it on this rank. Nothing is changed. Collectives: none."""
+        """Raise ValueError if `load_state_dict` would raise it because of this rank. Change nothing. Collectives: none."""
         self._saved().check(state_dict)
 
     def _saved(self) -> Saved:

@@ -2,9 +2,10 @@
 
     weight, states = formula(weight, states, gradient * factor, numbers)        for each row, unless the step is skipped
 
-A row contains the addresses of a parameter and its states. Rows are cached and reused while their tensors are unchanged.
-The choice whether a parameter becomes a row depends on that parameter only, so all ranks with a replica make the same
-choice.
+A row contains the addresses of one parameter and its states, for the compiled loops ("the loops") or the Triton
+kernels. Rows are cached, and reused while their tensors are the same. Parameters that are not rows are stepped by
+torch. Whether a parameter becomes a row depends on that parameter only, so all ranks with a replica of it decide
+equally.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ from .wrapped_optimizer import has_step_hooks
 
 @dataclass(frozen=True)
 class FusedOptimizerSpec:
-    """A torch optimizer that the kernels support. Names are in the order of the kernels' arguments.
+    """The description of a torch optimizer that the loops and Triton kernels support.
 
     Args:
-        kind: The formula.
-        hyper: The param-group keys of its numbers; ``"betas"`` has two numbers.
-        states: The names of its states.
-        last: The param-group key that enables the last state. Default None: it always exists.
-        counted: True (default) if it counts the steps of each parameter.
+        kind: The formula of the update.
+        hyper: The param-group keys of the hyper-parameters, in the order of the kernels' arguments; ``"betas"`` has two
+            numbers.
+        states: The names of the optimizer's states, in the order of the kernels' arguments.
+        last: The param-group key that enables the last state. Default None: the last state always exists.
+        counted: True (default) if the optimizer counts the steps of each parameter.
     """
 
     kind: Kind
@@ -80,15 +82,15 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
 
 
 def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
-    """Return the number with which torch fills a new state of the parameter's shape.
+    """Return the number with which an optimizer fills a new state of a parameter's shape.
 
     Args:
-        optimizer: An optimizer; states of optimizers outside torch start from 0.
+        optimizer: The optimizer; for optimizers outside torch the result is 0.
         group: The parameter's param group.
         name: The name of the state.
     """
     if isinstance(optimizer, torch.optim.Adagrad) and name == "sum":
-        return float(optimizer.defaults["initial_accumulator_value"])  # torch ignores a group's own value as well
+        return float(optimizer.defaults["initial_accumulator_value"])  # torch also ignores a param group's own value
     if isinstance(optimizer, torch.optim.Rprop) and name == "step_size":
         return float(group["lr"])
     return 0.0
@@ -100,13 +102,13 @@ GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
-"""The int16 remainder of each split weight, which is stepped as a float32 master."""
+"""The int16 remainder of each split weight. A split weight is a bfloat16 weight that is stepped as a float32 master."""
 RowCache = dict[tuple[int, torch.device], "ParamRows"]
 """The rows of an optimizer's last step, by param group and device."""
 
 
 class KernelCall(NamedTuple):
-    """The arguments of one call of the loops.
+    """The arguments of one call of the loops or Triton kernels.
 
     Args:
         columns: The addresses and lengths of the rows.
@@ -124,7 +126,7 @@ class KernelCall(NamedTuple):
 
 
 class PointerTable:
-    """The addresses of tensors to be stepped, one row per tensor.
+    """A table of memory addresses with one row per tensor that the kernels step.
 
     Args:
         params: The tensors.
@@ -141,11 +143,13 @@ class PointerTable:
         self._all_contiguous = all(self.contiguous)
 
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
-        """Return the call that steps all rows (at least one) and writes their half-precision copies.
+        """Return the arguments of the call that steps all rows and writes their half-precision copies.
+
+        Gradients with other strides than their parameter are copied.
 
         Args:
-            grads: The gradient of each row, of one dtype.
-            copies: The half-precision copies that may be written; None: there are none.
+            grads: The gradient of each row; at least one, all of the same dtype.
+            copies: The half-precision copies that the call may write; None: it writes none.
         """
         rows = list(grads)
         if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
@@ -174,16 +178,16 @@ class PointerTable:
 
 
 class ParamRows:
-    """The rows of one param group, and its other parameters.
+    """The rows of one param group, and the group's parameters that are not rows.
 
     Args:
         all_params: All parameters of the group.
         state: The optimizer's state.
-        names: The result of `states_in`.
+        names: The names of the states, from `states_in`.
         table: The rows.
         remainders: The remainders of split weights.
         without_grad: Parameters that have had no gradient yet.
-        unsupported: Parameters that have had a gradient and are not rows.
+        unsupported: Parameters with a gradient or states that the kernels do not support.
     """
 
     def __init__(
@@ -205,8 +209,8 @@ class ParamRows:
         self._have_only_names = False
 
     def keep(self) -> ParamRows:
-        """Record the values that `is_valid_for` compares, and return self."""
-        # `dict.values` is faster, but only works if a state has no other entries than those of the kernels.
+        """Record the tensors and addresses with which `is_valid_for` compares later, and return self."""
+        # Then `_values_now` may call `dict.values`, which is faster than a look-up per name.
         self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
         self._values = self._values_now()
         self._addresses, self._signature = list(map(Tensor.data_ptr, self._values)), Signature(self._there)
@@ -220,11 +224,11 @@ class ParamRows:
     def is_valid_for(
         self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders
     ) -> bool:
-        """Return True if the rows are still valid.
+        """Return True if the rows can be reused for a param group.
 
-        No parameter may have its first gradient. Parameters, states and remainders must be the same tensors at the same
-        addresses; parameters and remainders must also have the same dtypes, shapes and strides. For states these change
-        only together with the tensor or its address.
+        Parameters, states and remainders must be the same tensors at the same addresses as at `keep`. Parameters and
+        remainders must also have the same dtypes, shapes and strides. (The dtype, shape or strides of a state change
+        only if its tensor or address does.) No parameter of ``without_grad`` may have a gradient now.
         """
         now = self._values_now()
         return (
@@ -246,7 +250,7 @@ class ParamRows:
         return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
 
     def calls(self, copies: LowPrecisionOut | None) -> list[KernelCall] | None:
-        """Return the calls that step all rows; None if a gradient is missing or unsupported, or if dtypes differ."""
+        """Return the calls that step all rows; None if a gradient is missing or unsupported, or gradient dtypes differ."""
         grads: list[Any] = [param.grad for param in self.table.params]
         if not grads:
             return []
@@ -261,7 +265,7 @@ class ParamRows:
 def find_valid_rows(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
 ) -> list[ParamRows | None]:
-    """Return the cached rows of each param group for kernels on this device; None if a group has changed."""
+    """Return one item per param group: its cached rows for kernels on ``device``, or None if they are not valid."""
     spec, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
     found = list[ParamRows | None]()
     for index, group in enumerate(optimizer.param_groups):
@@ -274,7 +278,10 @@ def find_valid_rows(
 def step_rows(
     loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[KernelCall]], request: UpdateRequest
 ) -> None:
-    """Run the calls of each param group. ``skip`` and ``factor`` of the request must be on the CPU."""
+    """Call the loops with ``calls``, one list of calls per param group. Records the half-precision copies as written.
+
+    ``request.skip`` and ``request.factor`` must be on the CPU.
+    """
     spec, copies = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out
     times = 1.0 if request.factor is None else number(request.factor)
     hypers = [numbers_in(group, spec) for group in optimizer.param_groups]
@@ -299,13 +306,13 @@ def update_by_loops(
     grad_dtype: torch.dtype,
     half_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Call `Native.update` with the addresses of arrays.
+    """Update the tensors of ``columns`` in place, with one call of the loops.
 
     Args:
         loops: The compiled loops.
         kind: The formula.
         columns: The addresses and lengths of the rows.
-        hyper: The numbers of the param group.
+        hyper: The param group's hyper-parameters, from `numbers_in`.
         factor: The factor on gradients; negative to maximize.
         found_inf: 0-dim float32 on the CPU; 1 skips the update.
         grad_dtype: The dtype of the gradients.
@@ -321,9 +328,9 @@ def update_by_loops(
 
 
 def number(value: float | Tensor) -> float:
-    """Return a hyper-parameter as a float. A plain tensor on the CPU is read from its address, without torch's overhead.
+    """Return a hyper-parameter as a float. A plain tensor on the CPU is read from its address, which is faster.
 
-    Host synchronization: for a tensor on a device.
+    Host synchronization: one if ``value`` is a tensor on a device.
     """
     if not isinstance(value, Tensor):
         return float(value)
@@ -334,13 +341,13 @@ def number(value: float | Tensor) -> float:
 
 
 def numbers_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> list[float]:
-    """Return the numbers of a param group in the order of the kernels."""
+    """Return the hyper-parameters of a param group as floats, in the order of the kernels' arguments."""
     values = [group[key] if key == "betas" else (group[key],) for key in spec.hyper]
     return [number(value) for pair in values for value in pair]
 
 
 def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, ...]:
-    """Return the names of a param group's states in the order of the kernels, and ``"step"`` if steps are counted."""
+    """Return the state names of a param group, in the order of the kernels' arguments; last ``"step"`` if it is counted."""
     states = spec.states if spec.last is None or group[spec.last] else spec.states[:-1]
     return (*states, "step") if spec.counted else states
 
@@ -365,8 +372,8 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Return True if the loops or Triton kernels support the optimizer.
 
-    It must be one of torch's fused classes, without step hooks or a replaced `step`. ``is_read`` must be true for all
-    tensors in its param groups.
+    The optimizer must be of a class in `SUPPORTED_OPTIMIZERS` with ``fused=True``, without step hooks and without a
+    replaced `step`. ``is_read(tensor)`` must be True for all hyper-parameters that are tensors.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False
@@ -386,7 +393,10 @@ def is_number(value: Tensor) -> bool:
 
 
 def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> bool:
-    """Step with the cached rows and return True. Return False, without a change, if the loops can't step all parameters.
+    """Step all parameters with the cached rows and return True; otherwise change nothing and return False.
+
+    It is the fast path of `step_by_loops`. It returns False if the loops can't step all parameters, or if rows have
+    changed.
 
     Args:
         optimizer: The optimizer.
@@ -411,15 +421,17 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
 
 
 def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> list[list[Tensor]]:
-    """Step all rows. If ``request.skip`` is 1, nothing changes except that states are created.
+    """Step all parameters that the loops support, and return the others.
+
+    If ``request.skip`` is 1, nothing changes except that missing states are created.
 
     Args:
         loops: The result of `loops_for` for the optimizer.
         optimizer: The optimizer.
-        request: Its ``skip`` and ``factor`` are on the CPU.
-        cache: The rows of the last step; they are replaced by the rows of this step.
+        request: Its ``skip`` and ``factor`` must be on the CPU.
+        cache: The rows of the last step. Changed rows are replaced.
     Returns:
-        For each param group the parameters with gradients that are left for torch.
+        For each param group, the parameters with gradients that were not stepped and that torch must step.
     Collectives: none. Host synchronization: none.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
@@ -432,9 +444,9 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
 
 
 def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[ParamRows]:
-    """Return the rows of each param group for kernels on this device, from the cache if they are unchanged.
+    """Return the rows of each param group for kernels on ``device``; valid rows come from ``cache``.
 
-    If a parameter has its first gradient, its states are created as torch creates them.
+    New rows are stored in ``cache``. For a parameter's first gradient its states are created as torch creates them.
     """
     spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
     before = find_valid_rows(optimizer, device, remainders, cache)
@@ -443,7 +455,7 @@ def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, 
             names = states_in(group, spec)
             first = {name: first_value(optimizer, group, name) for name in names}
             rows = _rows(group["params"], optimizer.state, first, device, remainders)
-            if not by_bucket.holders:  # parameters of a bucket are temporary
+            if not by_bucket.holders:  # no bucket is in the param groups; a bucket's parameters are temporary
                 cache[index, device] = rows.keep()
         found.append(rows)
     return found
@@ -456,10 +468,11 @@ def _rows(
     device: torch.device,
     remainders: Remainders,
 ) -> ParamRows:
-    """Return the rows of one param group.
+    """Return new rows of one param group.
 
-    Rows are dense float32 parameters on the device with float32 states, and bfloat16 parameters with remainders. Other
-    parameters are left for torch. States and remainders get the strides of their parameters.
+    A parameter becomes a row if it is dense, on ``device``, and float32 with float32 states, or bfloat16 with a
+    remainder. Other parameters are left for torch. Missing states are created, and states and remainders get their
+    parameters' strides.
 
     Args:
         all_params: All parameters of the group.
@@ -496,11 +509,11 @@ def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -
 
 
 def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
-    """Return True if the parameter's states are supported. Missing states are created."""
+    """Create the parameter's missing states, give states its strides, and return True if the kernels support all."""
     if not first:
         return True
     state = states[param]
-    if "step" in first and "step" not in state:  # created first, as torch does
+    if "step" in first and "step" not in state:  # the first entry, as in torch's states
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name, value in first.items():
         if state.get(name) is None:
@@ -516,11 +529,13 @@ def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> boo
 
 
 def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[list[KernelCall], list[Tensor]]:
-    """Return the calls that step the supported rows, one per gradient dtype, and the other parameters with gradients.
+    """Return calls for the rows with supported gradients, one per gradient dtype, and the parameters left for torch.
+
+    Parameters without a gradient are in neither list.
 
     Args:
         rows: The rows of a param group.
-        copies: Half-precision copies that the calls write; None: there are none.
+        copies: The half-precision copies that the calls may write; None: they write none.
     """
     table, grads = rows.table, [param.grad for param in rows.table.params]
     there = [grad for grad in grads if grad is not None]

@@ -1,17 +1,21 @@
-"""The state of the optimizer between two steps, and the total weight of an accumulation window's micro-batches.
+"""The accumulation window: the micro-batches between two steps, their total weight, and the state of their gradients.
+
+Accumulation is managed if ``accumulation_steps`` sets the number of micro-batches per window; otherwise the caller
+decides when to step. A window has these phases:
 
     open --begin--> accumulating --complete--> complete --clip--> clipped --close--> open
                     a backward that raises --> broken --clear--> open
 
-The gradient of a window is the mean over all of its samples or tokens, however they are distributed over micro-batches and
-data ranks:
+The gradient of a window is the mean over all of its samples or tokens, however they are distributed over micro-batches
+and data ranks:
 
     grad = sum over data ranks, micro-batches of grad(loss_sum)  /  sum over data ranks, micro-batches of weight
 
-Averaging over D data ranks has divided by D, so the factor D / W is left, with the total weight W. W is summed in the
-collective that measures the gradient norm, and D / W becomes part of the factor that clips and unscales gradients. The mean
-of micro-batch means would differ if micro-batches have different numbers of tokens. Without weights the factor is 1 / K for
-K micro-batches in managed accumulation, and 1 if the caller decides when to step.
+With the total weight W, the sum must be divided by W. The average over D data ranks has divided it by D already, so
+gradients are multiplied by D / W. W is summed in the collective that measures the gradient norm, and D / W becomes part
+of the factor that clips and unscales gradients. The mean of micro-batch means would be another value if micro-batches
+have different numbers of tokens. Without weights, gradients are multiplied by 1 / K for K micro-batches in managed
+accumulation, and are not divided otherwise.
 """
 
 from __future__ import annotations
@@ -43,16 +47,16 @@ if TYPE_CHECKING:
 
 # The window's weight --------------------------------------------------------------------------------------------------
 
-# The total weight of a window over all data ranks, summed in the collective that measures the gradient norm.
+# The total weight of a window over all data ranks is summed in the collective that measures the gradient norm.
 
 
 class Weight:
     """The sum of the weights of a window's micro-batches on this rank.
 
     Attributes:
-        value: A number. After the first weight that is a tensor: a 0-dim tensor, always the same object, because CUDA
-            graphs of micro-batches add to it in every replay.
-        sum: That tensor; None before the first weight that is a tensor. Replays add to it even while ``value`` is 0.
+        value: The sum: a number, or the tensor ``sum`` after a weight that is a tensor.
+        sum: The 0-dim tensor to which weights are added after the first weight that is a tensor; None before. It stays
+            the same object, because CUDA graphs of micro-batches add to it in every replay, even while ``value`` is 0.
     """
 
     def __init__(self) -> None:
@@ -89,14 +93,14 @@ class Weight:
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """The position of a rank in the topology, as needed for the sum of weights.
+    """The sizes of the topology and the rank's pipeline stage, for the sum of weights over ranks.
 
     Args:
         stages: The number of pipeline stages.
         stage: The rank's pipeline stage.
-        sharers: The number of ranks on the model axes; all of them have the same weight.
+        sharers: The number of ranks along the model axes; all of these ranks have the same weight.
         data_ranks: The number of data ranks.
-        constants: A cache of device tensors with fixed values.
+        constants: A cache of device tensors with constant values. Default: a new one.
     """
 
     stages: int
@@ -117,7 +121,7 @@ _PLACES: WeakKeyDictionary[ProcessGroupRegistry, WindowPlace] = WeakKeyDictionar
 
 
 def place_of(registry: ProcessGroupRegistry) -> WindowPlace:
-    """Return the position of this rank, cached per registry."""
+    """Return the `WindowPlace` of this rank, cached per registry."""
     place = _PLACES.get(registry)
     if place is None:
         place = _PLACES[registry] = WindowPlace.of(registry)
@@ -131,18 +135,19 @@ def window_fields(
     bypassed: float | None = None,
     agreement: int | None = None,
 ) -> PackedSum:
-    """Pack this rank's part of the window's weight W, [pipeline stages] float64, as the field ``"window_weight"``.
+    """Return this rank's summands of the window's fields in the all-reduce that measures the gradient norm.
 
-    All ranks of a stage with the same data coordinate have the same weight, so each one adds its part of it. Stages without
-    a weight add 0, because only the last stage computes a loss. `inverse_weight` reads the sum over ranks.
+    The field ``"window_weight"`` has one float64 value per pipeline stage. All ranks of a stage with the same data
+    coordinate have the same weight, so each of these ranks adds the weight divided by their number. A stage without a
+    weight adds 0, because only the last stage computes a loss. `inverse_weight` reads the sum over ranks.
 
     Args:
         weight: The window's weight on this rank, a number or a 0-dim tensor.
         registry: The process groups of the mesh.
-        device: The device of the packed fields.
-        bypassed, agreement: The values of the fields of these names. None (default): the field does not exist.
+        device: The device of the fields.
+        bypassed, agreement: The values of the fields ``"bypassed"`` and ``"agreement"``. None (default): no such field.
     Returns:
-        The packed fields. The tensor may be cached, so don't write to it.
+        The packed fields. Their tensor may be cached, so don't write to it.
     """
     place = place_of(registry)
     found = {name: number for name, number in (("agreement", agreement), ("bypassed", bypassed)) if number is not None}
@@ -162,7 +167,7 @@ def window_fields(
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
-    """Return D / W computed with Python numbers. ``weights[d][k]`` is the weight of micro-batch k on data coordinate d."""
+    """Return the reference value of D / W. ``weights[d][k]`` is the weight of micro-batch k on data coordinate d."""
     total = sum(sum(of_rank) for of_rank in weights)
     return len(weights) / total if total else 1.0
 
@@ -170,19 +175,20 @@ def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
 # Gradients that a pipeline schedule divides twice ---------------------------------------------------------------------
 
 # With ``scale_grads=True`` every stage of `torch.distributed.pipelining` divides its parameters' gradients by the number of
-# micro-batches at the end of the schedule. This is wrong for gradients that were divided before: of an earlier schedule
-# step in the window, or of a parameter that two stages share.
+# micro-batches at the end of the schedule. This is wrong for gradients that were divided before: gradients of an earlier
+# schedule step in the window, or the gradient of a parameter that two stages of this rank share.
 
 
 @contextmanager
 def detect_double_division(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
-    """Return a context manager around a pipeline schedule's step that detects gradients which a stage divides twice.
+    """Return a context manager around a pipeline schedule's step, which detects gradients that are divided twice.
 
-    The result is stored in ``window.divided_twice``.
+    It sets ``window.divided_twice`` to True if a pipeline stage divides a gradient that was divided before. Within the
+    context it replaces torch's ``scale_grads`` in all stages.
 
     Args:
         window: The accumulation window.
-        params: The parameters whose gradients accumulate.
+        params: The parameters whose gradients accumulate in the window.
     """
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
@@ -218,25 +224,26 @@ class Window:
 
     Args:
         steps: Micro-batches per window in managed accumulation; None: the caller decides when to step.
-        scaled: True if there is a loss scale, which every loss must be multiplied by. Default False.
+        scaled: True if every loss must be multiplied by a loss scale. Default False.
     Raises:
         ValueError: ``steps`` is not a whole number >= 1.
 
     Attributes:
-        phase: The phase of the window, see the module's docstring.
+        phase: The phase of the window; the module's docstring lists the phases.
         micro_batches: The number of micro-batches so far, including micro-batches without a loss.
-        calls: The number of backward calls, and of losses that were scaled for other code's backward calls, in this window.
+        calls: The number of micro-batches and `scale_loss` calls in this window; 0: gradients bypassed the optimizer.
         unscaled_grads: The result of `has_bypassed_grads` at the end of a window with a loss scale.
-        several: True if the micro-batch may have several backward calls.
+        several: True if the current micro-batch may have several backward calls.
         entered: True while a micro-batch runs.
-        captured: True if a CUDA graph captures the last called step or explicit clip.
-        sync_skipped: True if torch's data parallelism was told not to reduce the last micro-batch.
-        reduced: True if backward has reduced gradients while it ran.
-        pending_clip: The clipping rule of an explicit call in the middle of the window, to be applied at its end; or None.
+        captured: True if a CUDA graph captures the latest step or explicit clip.
+        scale: The loss scale that the window's gradients contain; None: no loss scale.
+        sync_skipped: True if the data-parallel module was set not to reduce gradients in the last micro-batch.
+        reduced: True if gradients were reduced during backward in this window.
+        pending_clip: The clipping rule of an explicit call before the window was full, which `step` applies; or None.
         decision: The step decision of an explicit clip in this window; or None.
         explicit: The rules of the window's explicit clips, in the order of the calls.
-        has_stale_grads: True if the gradients of the last window have been reduced and not been cleared.
-        saw_grads: True after any backward has left a gradient on this rank.
+        has_stale_grads: True if the last window's gradients were reduced and are not cleared yet.
+        saw_grads: True after a backward has left a gradient on this rank, in any window.
         divided_twice: True after a pipeline schedule has divided gradients that were divided before.
         grads_checked: True after all ranks have checked the gradients of a window together, in the first step.
     """
@@ -258,10 +265,11 @@ class Window:
         self.close()
 
     def close(self, params: Sequence[Tensor] = ()) -> None:
-        """Start an empty window, after a step or when the window is given up.
+        """Start an empty window, after a step or when the window is abandoned.
 
         Args:
-            params: After a step: the parameters, whose gradients stay until they are cleared. Default: none.
+            params: After a step, the parameters: the step's gradients stay until they are cleared, and must not count
+                as new. Default: none.
         """
         if params:
             self._stepped_with = _Gradient.last_of(params)
@@ -298,15 +306,15 @@ class Window:
         return found is not None and not found.is_still(self._stepped_with)
 
     def count_written(self, params: Sequence[Tensor]) -> tuple[int, int]:
-        """Return how many gradients were written to in place since the last micro-batch, and how many were observed.
+        """Return the number of gradients written in place since the last micro-batch, and the number of observed gradients.
 
-        Plain gradients are observed until the first check of gradients; gradients of DTensors are never observed.
+        Gradients are observed until the first check of gradients. Gradients of DTensors are never observed.
         """
         written = [before for before in self._recorded if before.was_written(params[before.position].grad)]
         return len(written), len(self._recorded)
 
     def forget_gradients(self) -> None:
-        """Stop observing writes to the gradients of this window."""
+        """Stop observing writes to this window's gradients, so that `count_written` returns (0, 0)."""
         self._recorded = []
 
     @property
@@ -325,22 +333,23 @@ class Window:
         return bool(self._weighted)
 
     def number_of_facts(self, agreement: StepAgreement, changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
-        """Return this rank's summand in the field of a `StepAgreement`. Host synchronization: none.
+        """Return this rank's summand of the field ``"agreement"``, which compares ranks. Host synchronization: none.
 
         Args:
             agreement: The comparison of settings between ranks.
-            changed: The indices of parameters that were frozen, and of parameters that were unfrozen.
+            changed: The indices of parameters that were frozen, and of parameters that were unfrozen, since they were
+                added.
         """
         return agreement.number(self.micro_batches, self.weight if self.is_weighted else None, *changed, self.explicit)
 
     @property
     def count(self) -> int:
-        """Return the divisor of the summed micro-batch gradients if no rank gave a weight."""
+        """Return the divisor of the summed micro-batch gradients for a window without weights on any rank."""
         return 1 if self.steps is None else max(1, self.micro_batches)
 
     @property
     def is_full(self) -> bool:
-        """Return True if a step is due; always True if the caller decides when to step."""
+        """Return True if the window has all of its micro-batches; always True if the caller decides when to step."""
         return self.steps is None or self.micro_batches >= self.steps
 
     def not_captured(self, device: torch.device) -> Iterator[str]:
@@ -356,19 +365,19 @@ class Window:
 
     @property
     def is_unused(self) -> bool:
-        """Return True in managed accumulation before the first micro-batch."""
+        """Return True if accumulation is managed and the window has no micro-batch yet."""
         return self.steps is not None and not self.micro_batches
 
     @property
     def next_is_last(self) -> bool:
-        """Return True in managed accumulation if the next micro-batch is the last one of the window."""
+        """Return True if accumulation is managed and the next micro-batch is the last one of the window."""
         return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
     def ends(self, final: bool) -> bool:
-        """Return True if `step` must end the window.
+        """Return True if a call of `step` ends the window now; False if `step` must do nothing.
 
         Args:
-            final: True: the window is shorter than ``steps``, such as the last window of an epoch.
+            final: True: the window may end with fewer micro-batches than ``steps``, but at least one.
         Raises:
             RuntimeError: A backward of this window raised.
         """
@@ -378,8 +387,8 @@ class Window:
     def may_clear(self) -> bool:
         """Return True if `zero_grad` may clear gradients now.
 
-        It may not in the middle of a window of managed accumulation. It may if the window is given up: a backward raised,
-        or the caller handles an error that was raised after the last micro-batch began.
+        It is False within a window of managed accumulation, unless the window is abandoned: a backward raised, or the
+        caller is in an ``except`` block for an error that was raised after the last micro-batch began.
         """
         if self.steps is None or not self.micro_batches or self.phase == "broken":
             return True
@@ -393,14 +402,17 @@ class Window:
         facts: int | None = None,
         facts_of_tensors: Tensor | None = None,
     ) -> GradScaleInfo:
-        """Return the divisor of gradients on ``device``: the loss scale, if there is one, and the window's weight or count.
+        """Return the divisors of this window's gradients: the loss scale, and the total weight or number of micro-batches.
+
+        After an explicit clip, gradients are already divided; the result then only reports the loss scale.
 
         Args:
             registry: The process groups of the mesh.
-            scale: The loss scale; None: there is none.
-            device: The device of the measurement.
-            facts: This rank's summand in the field of a `StepAgreement`. None (default): there is no agreement.
-            facts_of_tensors: The summand for settings in tensors. None (default): there are none.
+            scale: The loss scale; None: gradients are not scaled.
+            device: The device of the norm's measurement.
+            facts: The result of `number_of_facts`. None (default): settings are not compared.
+            facts_of_tensors: The result of `StepAgreement.of_tensors`, added to ``facts``. Default None: nothing is
+                added.
         """
         alone, vote = registry.topology.world_size == 1, None
         if self.scaled and not (alone and self.calls):  # a single rank with a scaled loss needs no vote
@@ -422,7 +434,10 @@ class Window:
         device: torch.device,
         facts: int | None,
     ) -> tuple[PackedSum, WindowPlace]:
-        """Return `window_fields`, cached unless a value is a tensor or a CUDA graph would read the cached memory."""
+        """Return the result of `window_fields`, and this rank's `WindowPlace`.
+
+        The fields are cached, unless the weight is a tensor, or a CUDA graph would read the cached memory.
+        """
         if self.captured or isinstance(weight, Tensor):
             return window_fields(weight, registry, device, vote, facts), place_of(registry)
         key = weight, vote, registry, device, facts is None
@@ -451,8 +466,9 @@ class Window:
 
         Args:
             weight, params: The arguments of `begin`.
-            around: Functions that return context managers; every rank enters these, including ranks without samples.
-            several: True if there may be several backward calls, whose gradients accumulate. Default False.
+            around: Functions that return the context managers to enter around the backward. Every rank enters them,
+                also without samples.
+            several: True if the micro-batch may have several backward calls. Default False.
         Raises:
             RuntimeError: A micro-batch is already running.
         """
@@ -484,15 +500,16 @@ class Window:
             self._watch(params)
 
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor]) -> None:
-        """Count one micro-batch, before its backward.
+        """Count one micro-batch before its backward, and add its weight to the window's weight.
 
         Args:
-            weight: The divisor of the summed loss, such as its number of tokens; a number or a 0-dim tensor. None: the loss
-                is a mean. It counts 1 in managed accumulation; otherwise gradients are not divided, as in torch.
+            weight: The divisor of the summed loss, such as its number of tokens; a number or a 0-dim tensor. None: the
+                loss is a mean. The micro-batch then counts 1 in managed accumulation; otherwise gradients are not
+                divided.
             params: The parameters whose gradients accumulate.
         Raises:
-            ValueError: The window is full; only some of its micro-batches have a weight; or a number is negative or
-                infinite.
+            ValueError: The window is full; only some of its micro-batches have a weight; or the weight is negative or
+                not finite.
             RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared within the
                 window; or, in managed accumulation, a backward bypassed the optimizer since the last micro-batch.
         """
@@ -554,9 +571,10 @@ class Window:
         self._stop_watching()
 
     def _watch(self, params: Sequence[Tensor]) -> None:
-        """Detect a backward between this micro-batch and the next, from the last parameter with a gradient.
+        """Register a hook on the last parameter with a gradient, to detect a backward before the next micro-batch.
 
-        A hook detects it, because a script may clip or mask gradients in between, so a changed gradient proves nothing.
+        A changed gradient alone is no proof of a backward, because a script may clip or mask gradients between
+        micro-batches.
         """
         last = _Gradient.last_of(params, trained=True)
         if last is not None:
@@ -576,14 +594,15 @@ class Window:
             )
 
 
-_SCALED = 2.0**30  # exceeds the number of ranks, so a single rank with a scaled loss decides the sum
+_SCALED = 2.0**30  # exceeds the number of ranks: the sum of votes is > 0 if any rank has scaled a loss
 
 
 class _OtherBackward:
-    """A hook that records a backward. It holds no reference to the window.
+    """A hook on a parameter that records that a backward ran. It holds no reference to the window, to avoid a cycle.
 
     Args:
-        before: The last gradient. A backward that leaves it unchanged, as in `prove`, has added nothing to it.
+        before: The last gradient when the hook was registered. A backward in `prove` leaves it unchanged and is
+            accepted.
     """
 
     def __init__(self, before: _Gradient) -> None:
@@ -593,13 +612,13 @@ class _OtherBackward:
         self._has_come = True
 
     def has_added(self, params: Sequence[Tensor]) -> bool:
-        """Return True if a backward ran and the gradient was replaced or written to."""
+        """Return True if a backward ran and the last gradient in ``params`` is not ``before``, or was written to."""
         after = _Gradient.last_of(params, trained=True)
         return self._has_come and (after is None or not after.is_still(self._before))
 
 
 class _Gradient(NamedTuple):
-    """A gradient with its version counter at a time. The gradient is referenced weakly."""
+    """A weak reference to a gradient, its parameter's index, and its version counter when this record was made."""
 
     position: int
     tensor: weakref.ref[Tensor]
@@ -607,11 +626,11 @@ class _Gradient(NamedTuple):
 
     @classmethod
     def last_of(cls, params: Sequence[Tensor], trained: bool = False) -> _Gradient | None:
-        """Return the gradient of the last parameter that has one, which is nearest to the loss; None: there is none.
+        """Return the record of the gradient of the last parameter that has a gradient; None: no parameter has one.
 
         Args:
             params: The parameters.
-            trained: True: only look at parameters that require a gradient. Default False.
+            trained: True: only consider parameters that require a gradient. Default False.
         """
         for index in range(len(params) - 1, -1, -1):
             gradient = params[index].grad
@@ -621,7 +640,7 @@ class _Gradient(NamedTuple):
 
     @classmethod
     def all_of(cls, params: Sequence[Tensor]) -> list[_Gradient]:
-        """Return the gradients of all parameters that have one, except DTensors."""
+        """Return one record per gradient of the parameters, except gradients that are DTensors."""
         gradients = ((index, param.grad) for index, param in enumerate(params))
         return [
             cls(index, weakref.ref(gradient), gradient._version)
@@ -630,11 +649,11 @@ class _Gradient(NamedTuple):
         ]
 
     def was_written(self, now: Tensor | None) -> bool:
-        """Return True if ``now`` is the same tensor and was written to in place."""
+        """Return True if ``now`` is the recorded gradient and was written to in place since then."""
         return now is not None and self.tensor() is now and now._version != self.version
 
     def is_still(self, before: _Gradient | None) -> bool:
-        """Return True if this is the gradient ``before``, and it has not been written to."""
+        """Return True if this record and ``before`` are of the same tensor, without a write between them."""
         if before is None or (self.position, self.version) != (before.position, before.version):
             return False
         return self.tensor() is before.tensor() is not None

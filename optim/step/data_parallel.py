@@ -57,11 +57,11 @@ def check_gradient_reduction(
 
 
 class GradSyncController(ABC):
-    """The switch for gradient reduction in the next backward; only the last micro-batch of a window reduces.
+    """A controller that turns gradient reduction in backward on for the last micro-batch of a window, and off before.
 
     Attributes:
-        on: True if the next forward and backward reduce.
-        is_ddp: True if torch's or Megatron's `DistributedDataParallel` reduces.
+        on: True if the next backward reduces gradients.
+        is_ddp: True if torch's or Megatron's `DistributedDataParallel` reduces gradients.
         in_backward: True if a module averages all gradients over the data axes before backward ends.
         float32_grads: True if half-precision parameters may have float32 gradients.
     """
@@ -72,49 +72,51 @@ class GradSyncController(ABC):
     float32_grads = True
 
     def set(self, on: bool) -> None:
-        """Set whether the next forward and backward reduce."""
+        """Set whether the next backward reduces gradients. Call it before the forward."""
         self.on = on
 
     def expect(self, window: Window) -> None:
-        """In managed accumulation, set whether the next micro-batch reduces: only the window's last one does."""
+        """In managed accumulation, turn reduction on if the next micro-batch is the window's last one, else off."""
         if window.steps is not None:
             self.set(window.next_is_last)
 
     @abstractmethod
     def averages(self, window: Window) -> bool:
-        """Return True if the window's gradients were averaged in backward or will be in `step`; called at its end.
+        """Return False if the data-parallel module did not average the window's gradients, so that `step` must do it.
+
+        Called at the end of a window. True: backward has averaged them, or `step` reduces them with its usual buckets.
 
         Raises:
             RuntimeError: Gradients were not reduced, and only the backward could have reduced them.
         """
 
     def not_captured(self) -> str | None:
-        """Return why a CUDA graph can't capture a step with this controller; None (default): it can."""
+        """Return the reason why a CUDA graph can't capture a step with this controller; None (default) if it can."""
         return None
 
     def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (optional to override)
-        """Move the gradients of ``params`` into ``.grad``, at the end of a window."""
+        """Put the gradients of ``params`` into ``.grad`` at the end of a window. Default: they are there already."""
 
     def clear(self) -> None:  # noqa: B027 (optional to override)
-        """Clear gradients that are not in ``.grad``."""
+        """Clear gradients that the module keeps outside ``.grad``. Default: no effect."""
 
     def check_clearing(self, sync_skipped: bool) -> None:  # noqa: B027 (optional to override)
-        """Raise RuntimeError if there are gradients that can't be cleared.
+        """Raise RuntimeError if the module keeps gradients that `zero_grad` can't clear. Default: no error.
 
         Args:
-            sync_skipped: True if the last micro-batch was not reduced.
+            sync_skipped: True if the gradients of the last micro-batch were not reduced.
         """
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around the backward of one micro-batch."""
+        """Return a context manager around the backward of one micro-batch. On exit it prepares the next micro-batch."""
         yield
         window.sync_skipped = not self.on
         self.expect(window)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context manager in which backward does not reduce."""
+        """Return a context manager in which backward does not reduce gradients. Run forward and backward within it."""
         before = self.on
         self.set(False)
         try:
@@ -124,7 +126,7 @@ class GradSyncController(ABC):
 
 
 class OverlappedReduce(GradSyncController):
-    """The reduction of gradient buckets while the backward of the last micro-batch of a window runs."""
+    """The controller for ``overlap=True``: this library's gradient buckets are reduced during the last backward."""
 
     def __init__(self, reducer: BackwardReducer) -> None:
         self._reducer = reducer
@@ -134,7 +136,7 @@ class OverlappedReduce(GradSyncController):
         """Return a context manager around the backward of one micro-batch.
 
         Raises:
-            RuntimeError: An earlier backward of the window has reduced gradients, which would be reduced again.
+            RuntimeError: An earlier backward of the window has reduced gradients already; they would be reduced twice.
         """
         if self.on and window.reduced:
             raise RuntimeError(
@@ -149,23 +151,27 @@ class OverlappedReduce(GradSyncController):
         window.reduced |= reduces
 
     def averages(self, window: Window) -> bool:
-        """Return True: `step` reduces the rest. Raises RuntimeError if a gradient was added after its reduction."""
+        """Return True, because `step` reduces the gradients that backward has not reduced.
+
+        Raises:
+            RuntimeError: A gradient was added after its bucket was reduced.
+        """
         if window.reduced:
             self._reducer.check_no_stray()
         return True
 
     def renew(self, reducer: BackwardReducer) -> None:
-        """Remove the hooks from the present parameters, and reduce with another reducer."""
+        """Remove the present reducer's hooks from its parameters, and use another reducer from now on."""
         self._reducer.remove_hooks()
         self._reducer = reducer
 
 
 class TorchGradSync(GradSyncController):
-    """The switch for the gradient synchronization of torch's data-parallel modules.
+    """The controller for torch's data-parallel modules, `DistributedDataParallel` (DDP) and `fully_shard`.
 
     Args:
-        modules: `DistributedDataParallel` modules, or modules with `fully_shard`, or wrappers of these (``torch.compile``,
-            a framework's wrapper). All must be of one kind. Pass several if a rank has several pipeline stages.
+        modules: DDP modules or `fully_shard` modules, possibly inside wrappers (``torch.compile``, a framework's
+            wrapper). All must be of one kind. Pass several modules if a rank has several pipeline stages.
     Raises:
         TypeError: A module is of neither kind, or the kinds differ.
     """
@@ -176,7 +182,7 @@ class TorchGradSync(GradSyncController):
         self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
         by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
         self.is_ddp = True in by_ddp
-        self.float32_grads = not self.is_ddp  # DDP reduces in the parameters' dtype and fails with others
+        self.float32_grads = not self.is_ddp  # DDP fails if a gradient has another dtype than its parameter
         for given, module in zip(modules, self.modules, strict=True):
             if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
                 raise TypeError(
@@ -195,10 +201,10 @@ class TorchGradSync(GradSyncController):
         return f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
 
     def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
-        """Raise ValueError if `DistributedDataParallel` would average different shards of a parameter, such as experts.
+        """Raise ValueError if a data axis shards a trained parameter (such as an expert) and the module is DDP.
 
-        This happens if a data axis shards a trained parameter. `DistributedDataParallel` averages all gradients over its
-        process group, and does not divide the gradients of ignored parameters.
+        `DistributedDataParallel` averages all gradients over its process group, so it would average gradients of
+        different shards. It does not divide the gradients of parameters that it ignores.
         """
         large = [axis for axis in topology.data_axes if topology.size(axis) > 1 and self.is_ddp]
         for entry in entries:
@@ -210,18 +216,18 @@ class TorchGradSync(GradSyncController):
                 )
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
-        """Raise ValueError if a `DistributedDataParallel` averages over other ranks than the ranks of the data axes.
+        """Raise ValueError if the process group of a `DistributedDataParallel` is not the group of the data axes.
 
-        At construction it copies the parameters of its first rank to all ranks of its process group, and it averages
-        gradients over them. With more ranks than the data axes both mix shards; with fewer, gradients stay unaveraged.
-        `fully_shard` needs no check, because its DTensors contain its mesh.
+        DDP copies the parameters of its first rank to all ranks of its process group, and averages gradients over this
+        group. With additional ranks, both mix different shards; with missing ranks, gradients are not averaged over all
+        data ranks. `fully_shard` needs no check, because its DTensors contain its mesh.
         """
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
                 check_group(module, module.process_group, registry)
 
     def set(self, on: bool) -> None:
-        """Set whether the next forward and backward synchronize."""
+        """Set whether the modules reduce gradients in the next backward. Call it before the forward."""
         self.on = on
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
@@ -230,12 +236,13 @@ class TorchGradSync(GradSyncController):
                 module.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def averages(self, window: Window) -> bool:
-        """Return False if DDP did not reduce the last micro-batch, so that `step` must average.
+        """Return False if DDP did not reduce gradients in the last micro-batch, so that `step` must average them.
 
-        Gradients that DDP averaged before are equal on all ranks, so a second average does not change them.
+        Gradients that DDP averaged in earlier micro-batches are equal on all ranks; averaging again does not change
+        them.
 
         Raises:
-            RuntimeError: `fully_shard` did not reduce the last micro-batch; only its own backward can.
+            RuntimeError: `fully_shard` did not reduce gradients in the last micro-batch; only its backward can do so.
         """
         if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
@@ -246,7 +253,7 @@ class TorchGradSync(GradSyncController):
         return not window.sync_skipped
 
     def check_clearing(self, sync_skipped: bool) -> None:
-        """Raise RuntimeError if `fully_shard` holds unreduced gradients, which would be added to later ones."""
+        """Raise RuntimeError if `fully_shard` keeps unreduced gradients, because it would add them to later gradients."""
         if sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard keeps the gradients of micro-batches that it has not reduced, even if the parameters' "
@@ -273,16 +280,17 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
 def find_misplaced_ddp(
     params: Iterable[Tensor], entries: Iterable[ParameterEntry], registry: ProcessGroupRegistry
 ) -> tuple[str, list[int]] | None:
-    """Return a sharded parameter in a `DistributedDataParallel` over ranks with other shards, and these ranks.
+    """Find a parameter in a `DistributedDataParallel` (DDP) whose process group has ranks with other shards of it.
 
-    All modules of the process are searched, because a parameter has no reference to its `DistributedDataParallel`.
+    Such a DDP averages gradients of different shards. The function searches all modules of the process, because a
+    parameter has no reference to its DDP module.
 
     Args:
         params: The model's parameters.
         entries: Their entries in the plan.
         registry: The process groups of the mesh.
     Returns:
-        The parameter's name and the ranks; None: there is no such module.
+        The parameter's name and the ranks of the process group; None: no such parameter was found.
     Collectives: none. Host synchronization: none.
     """
     topology = registry.topology
@@ -302,7 +310,7 @@ def find_misplaced_ddp(
 
 
 def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    """Return the modules in ``data_parallel=``; an empty list if this library averages gradients."""
+    """Return the argument ``data_parallel`` as a list of modules; empty if it is None."""
     if data_parallel is None:
         return []
     if isinstance(data_parallel, (list, tuple, nn.ModuleList)):
@@ -311,7 +319,7 @@ def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn
 
 
 def reducing_module(module: nn.Module) -> nn.Module:
-    """Return the `DistributedDataParallel` or `fully_shard` module inside wrappers, or else the innermost module."""
+    """Return the `DistributedDataParallel` or `fully_shard` module inside wrappers; the innermost module if none is."""
     while True:
         wrapped = [module._modules.get(name) for name in ("_orig_mod", "_forward_module")]
         if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
@@ -330,18 +338,18 @@ def reducing_module(module: nn.Module) -> nn.Module:
 #     declare_by_flags(model, registry)
 #     optimizer = ParallelOptimizer(adam, registry, data_parallel=model)
 #
-# The ``main_grad`` tensors are views of buffers, each of which is reduced as a whole. `step` finishes this reduction,
+# The ``main_grad`` tensors are views of buffers; one collective reduces one buffer. `step` finishes these reductions,
 # aliases ``.grad`` to ``main_grad``, and reduces the remaining partial gradients (sequence parallelism, tied embeddings).
-# Don't call ``finalize_model_grads``, which would reduce these a second time.
+# Don't call ``finalize_model_grads``: it would reduce the remaining partial gradients a second time.
 
 
 def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
-    """Return the controller of torch's or Megatron's data-parallel modules; None: there are no modules.
+    """Return the controller for torch's or Megatron's data-parallel modules; None if ``modules`` is empty.
 
-    Megatron's class is recognized by its methods, without an import.
+    Megatron's class is recognized by its methods, without an import of Megatron.
 
     Raises:
-        TypeError: As for `TorchGradSync`, or one of several modules is Megatron's.
+        TypeError: As for `TorchGradSync`, or there are several modules and one of them is Megatron's.
     """
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):
@@ -352,14 +360,15 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
 
 
 class MegatronGradSync(TorchGradSync):
-    """The switch for Megatron's `DistributedDataParallel`, whose buffers are reduced at the end of a window.
+    """The controller for Megatron's `DistributedDataParallel`: its gradient buffers are reduced at the end of a window.
 
-    With ``overlap_grad_reduce`` they are reduced while the backward of the last micro-batch runs.
+    With Megatron's ``overlap_grad_reduce`` they are reduced while the backward of the last micro-batch runs.
 
     Args:
         module: Megatron's `DistributedDataParallel`.
     Raises:
-        ValueError: Its config enables a feature that this library provides, or sums instead of means.
+        ValueError: The module's config enables a feature that this library provides, or sums gradients instead of
+            averaging them.
     """
 
     is_ddp, in_backward = True, False  # without overlap the reduction runs in `hand_over`
@@ -388,7 +397,10 @@ class MegatronGradSync(TorchGradSync):
             raise ValueError(f"data_parallel={type(module).__name__} of Megatron with {'; '.join(wrong)}")
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
-        """Raise ValueError if buffers are averaged over other ranks than the data axes', except buffers of experts."""
+        """Raise ValueError if Megatron averages buffers over other ranks than those of the data axes.
+
+        Buffers of experts are not checked.
+        """
         group = getattr(self.module, "dp_cp_group", None)
         if group is not None:
             check_group(self.module, group, registry)
@@ -413,18 +425,18 @@ class MegatronGradSync(TorchGradSync):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Finish the reduction and alias each ``.grad`` to ``main_grad``.
+        """Finish the reduction of the buffers, and set each ``.grad`` to an alias of ``main_grad``.
 
         Collectives: one all-reduce per buffer over the data ranks, or over the data ranks of experts.
         """
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
             if hasattr(param, "main_grad"):
-                param.grad = param.main_grad.detach()  # a new tensor each time, by which masters detect new gradients
+                param.grad = param.main_grad.detach()  # a new tensor object each time: masters detect new gradients by it
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager for a micro-batch; it first clears ``.grad``, an alias of ``main_grad``."""
+        """Return a context manager around a micro-batch. On entry it removes the aliases of ``main_grad`` in ``.grad``."""
         self._take_away()
         with super().micro_batch(window):
             yield
@@ -439,4 +451,4 @@ class MegatronGradSync(TorchGradSync):
                 param.grad = None
 
     def check_clearing(self, sync_skipped: bool) -> None:
-        """Accept: all gradients can be cleared."""
+        """Do nothing, because Megatron's buffers can always be cleared."""

@@ -1,4 +1,4 @@
-"""Checks that all ranks run together, in the first windows only: whether gradients arrived as the step expects."""
+"""Checks of gradients that all ranks run together in the first accumulation windows: missing, unscaled, overwritten."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _FINDERS: list[Callable[[object], str | None]] = []
 
 
 def check_in_first_window(find: Callable[[object], str | None]) -> None:
-    """Register a function that is called as ``find(optimizer.param_groups)`` in the first window of each optimizer.
+    """Register a check that runs as ``find(optimizer.param_groups)`` in the first window of each optimizer.
 
-    It returns an error in the code around the optimizer, which is then raised on all ranks, or None.
+    ``find`` returns None, or the message of an error in the code that uses the optimizer. All ranks then raise the
+    error.
     """
     _FINDERS.append(find)
 
@@ -44,44 +45,44 @@ def _problem_around(param_groups: object) -> str | None:
 
 
 class GradientReport(NamedTuple):
-    """The findings of one rank on the gradients that backward left."""
+    """One rank's report on its gradients at the end of a window; all ranks gather the reports."""
 
     calls: int
-    some: bool  # there is a gradient, possibly of zeros
+    some: bool  # the rank has a gradient, possibly of zeros
     some_not_zero: bool
-    elsewhere: bool  # there are gradients in `main_grad`
-    unknown: bool  # a backward raised
+    elsewhere: bool  # gradients are in `main_grad`
+    unknown: bool  # unknown whether backward left gradients, because it raised
     divided_twice: bool  # a pipeline schedule divided gradients twice
-    sums: Sums  # partial gradients, as declared by DTensor gradients
-    wrong: str | None  # an error in the gradients, or a second clipping
-    facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if they agree
-    looked: bool = False  # the gradients of an earlier step were checked
-    written: tuple[int, int] = (0, 0)  # gradients written to since the last backward, and observed gradients
-    has_copies: bool = False  # there are masters or other copies of weights
+    sums: Sums  # the axes over which DTensor gradients are partial
+    wrong: str | None  # message of an error in the gradients, or of a trainer that also clips
+    facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if all ranks agree
+    looked: bool = False  # gradients of an earlier step were checked already
+    written: tuple[int, int] = (0, 0)  # number of gradients written to since the last backward; of observed gradients
+    has_copies: bool = False  # the rank has masters or other copies of weights
     missing: tuple[str, ...] = ()  # trainable parameters of the model that no optimizer has
 
     @classmethod
     def of(
         cls, window: Window, params: Sequence[Tensor], param_groups: object = None, facts: int = 0
     ) -> GradientReport:
-        """Return the report of this rank, before any transform takes gradients. Host synchronization: some.
+        """Return the report of this rank. Call it before a parameter transform moves gradients. Host synchronization: some.
 
         Args:
             window: The accumulation window.
             params: The model's parameters.
-            param_groups: The optimizer's param groups, in which a trainer that also clips is searched for. Default None: no
-                search.
-            facts: The attribute of this name. Default 0.
+            param_groups: The optimizer's param groups, for the checks of `check_in_first_window`. Default None: these
+                checks do not run.
+            facts: The value of the field ``facts``. Default 0.
         """
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
-        # Zeros do not count, because trainers create states by a step with zero gradients.
+        # Gradients of zeros do not count, because trainers make a step with zero gradients to create states.
         not_zero = window.has_bypassed_grads(params) and any(
             g.layout != torch.strided or bool((g != 0).any()) for g in gradients
         )
-        # After a reduction in backward, gradients have been taken, or every rank has the sums.
+        # After a reduction in backward, ``.grad`` may have been moved, or may contain other ranks' gradients.
         some = window.saw_grads if window.reduced else bool(gradients)
-        # torch's state-dict functions set gradients of zeros on the tensors that the optimizer steps. A reduction in
-        # backward does so too, for parameters without a gradient.
+        # Two causes of zero gradients are no error: torch's state-dict functions set them on the tensors that the optimizer
+        # steps, and a reduction in backward sets them on parameters without a gradient.
         if isinstance(param_groups, list) and not window.reduced:
             some = some or any(param.grad is not None for group in param_groups for param in group["params"])
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
@@ -96,14 +97,14 @@ class GradientReport(NamedTuple):
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
-    """Check the gradients of the first window, on every rank with the same result.
+    """Raise the errors that the gathered reports of the first window show, equally on every rank.
 
     Args:
         seen: The reports of all ranks.
         scaled: True if there is a loss scale.
     Raises:
-        RuntimeError: There is a loss scale, but the loss was not scaled; there is no gradient on any rank, after a backward
-            or in the first step; or a pipeline schedule divided gradients twice.
+        RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
+            the first step; or a pipeline schedule divided gradients twice.
         ValueError: The gradient of a DTensor has an unsupported layout, or a trainer or accelerate also clips.
     """
     for rank, of_rank in enumerate(seen):
@@ -143,10 +144,10 @@ OnMissingParams = Literal["raise", "warn"]
 
 
 class ModelParams:
-    """The parameters of the modules that an optimizer is known to train, to be compared with its own parameters.
+    """A check for trainable parameters of the model that the optimizer does not have.
 
     Args:
-        modules: The modules. Empty: nothing is compared.
+        modules: The modules that the optimizer should train. Empty: the check does nothing.
         on_missing: The argument ``on_missing_params`` of `ParallelOptimizer`.
     """
 
@@ -154,7 +155,7 @@ class ModelParams:
         self.modules, self.on_missing = list(modules), on_missing
 
     def missing_from(self, params: Iterable[Tensor]) -> tuple[str, ...]:
-        """Return the names of trainable parameters of the modules that are not in ``params``. Collectives: none."""
+        """Return the names of the modules' trainable parameters that are not in ``params``. Collectives: none."""
         own, found = {id(param) for param in params}, dict[int, str]()
         for module in self.modules:
             inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -188,11 +189,11 @@ class ModelParams:
 
 
 def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology, scaled: bool, averaged: bool) -> None:
-    """Warn on every rank, in the first step, if a rank's gradients were written to between the last backward and `step`.
+    """Warn on every rank if all gradients of some rank were written to between the last backward and the first `step`.
 
-    It warns only if all gradients of the rank were written to, as torch's clipping does; writes to some gradients, such as
-    rows of an embedding, are intended. It does not warn if gradients were already complete, on one rank or averaged in
-    backward over all ranks, and there is no loss scale.
+    torch's gradient clipping writes to all gradients, and here would clip gradients that are not reduced yet. Writes to
+    only some gradients, such as rows of an embedding, are intended. Without a loss scale it does not warn if gradients
+    were already complete: on a single rank, or averaged over all ranks in backward.
 
     Args:
         seen: The reports of all ranks.
@@ -215,11 +216,13 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
 
 
 def check_window_is_used(window: Window, params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
-    """Raise RuntimeError if `step` is called in managed accumulation before any micro-batch, and a rank has gradients.
+    """Raise RuntimeError if a rank has gradients although the window has no micro-batch. `step` would ignore them.
+
+    Call it in managed accumulation only.
 
     Raises:
-        RuntimeError: On every rank: there are gradients, with which no step would be made. On this rank: the collective
-            failed, because other ranks have micro-batches and did not call it.
+        RuntimeError: On every rank: a rank has gradients from other calls than `backward` and `window`. On this rank
+            only: the collective failed, because other ranks have micro-batches and did not make it.
     Collectives: an object all-gather. Host synchronization: yes.
     """
     try:
@@ -227,7 +230,7 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
     except Exception as error:
         if not is_transport_error(error):
             raise
-        # `is_transport_error` recognizes "got no reply" as an error that has been explained already.
+        # The text must contain "got no reply": `is_transport_error` then treats the error as explained.
         raise RuntimeError(
             f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
             f"{window.steps}, and got no reply: the windows of other ranks have micro-batches. Call backward equally "
@@ -245,12 +248,12 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
 
 
 def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -> None:
-    """Raise RuntimeError, on every rank, if a rank found weights that the next step would undo.
+    """Raise RuntimeError on every rank if a rank has weights that were written by other code and the step would overwrite.
 
     Args:
-        names: For each global rank the parameter that `TransformChain.find_overwritten` returned there, or None.
-        has_fingerprints: True if `Fingerprints` compare replicas. They then handle a difference on a single rank, which may
-            be a flipped bit, and name the tensor and rank.
+        names: The result of `TransformChain.find_overwritten` on each global rank: a parameter's name, or None.
+        has_fingerprints: True if `Fingerprints` compare replicas. Then a difference on a single rank is not an error
+            here: it may be a flipped bit, and `Fingerprints` report its tensor and rank.
     """
     if has_fingerprints and len(names) > 1 and sum(name is not None for name in names) == 1:
         return
@@ -266,13 +269,13 @@ def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -
 
 # Unused parameters ----------------------------------------------------------------------------------------------------
 
-# Warns about parameters of the optimizer without a gradient on any rank, such as parameters of a replaced module.
+# A warning for parameters of the optimizer that get no gradient on any rank, such as parameters of a replaced module.
 
-WINDOWS = 16  # several, because an expert may get no tokens in a window
+WINDOWS = 16  # more than one, because an expert may get no tokens in a window
 
 
 class UnusedParameters:
-    """A check of the first `WINDOWS` windows for parameters without a gradient, which then warns once on rank 0.
+    """A check for parameters that have no gradient in the first `WINDOWS` windows. It then warns once, on rank 0.
 
     Args:
         params: The model's parameters, in the order of the plan's entries.
@@ -296,7 +299,7 @@ class UnusedParameters:
                 _note_first_gradient(self, index)
 
     def note(self, index: int) -> None:
-        """Record that a parameter is used."""
+        """Record that the parameter with this index has had a gradient."""
         self._without.discard(index)
 
     @property
@@ -305,15 +308,17 @@ class UnusedParameters:
         return self.windows >= WINDOWS - 1
 
     def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:
-        """Look at the gradients before they are reduced. Return False after the last watched window.
+        """Record which parameters have a gradient. Call it in each window before gradients are reduced.
 
         Args:
-            overwritten: In the last window: a parameter of this rank whose weights the step would undo. Default None: there
-                is none.
+            overwritten: In the last window, the name of a parameter of this rank whose weights the step would
+                overwrite. Default None: no parameter.
             has_fingerprints: The argument of `check_not_overwritten`. Default False.
+        Returns:
+            True if more windows must be checked; False after window `WINDOWS`.
         Raises:
-            RuntimeError: On every rank, in the last window, if a rank has such a parameter.
-        Collectives: an object all-gather in the last window. Host synchronization: only there.
+            RuntimeError: On every rank, in the last window, if ``overwritten`` is not None on a rank.
+        Collectives, host synchronization: an object all-gather in the last window, otherwise none.
         """
         if not self._reduces_in_backward:
             self._without = {index for index in self._without if self._params[index].grad is None}
@@ -354,7 +359,10 @@ class UnusedParameters:
 
 
 def _note_first_gradient(unused: UnusedParameters, index: int) -> None:
-    """Call `UnusedParameters.note` at the first gradient. The hook references it weakly, to avoid a cycle."""
+    """Register a hook that calls ``unused.note(index)`` at the parameter's first gradient.
+
+    The hook references ``unused`` weakly, to avoid a reference cycle.
+    """
     reference = weakref.ref(unused)
     remove: list[Callable[[], None]] = []
 

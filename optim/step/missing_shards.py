@@ -1,13 +1,13 @@
-"""Sharded parameters of which this rank's shard has no gradient, although another shard may have one.
+"""The update of shards without a gradient whose full tensor has a gradient on other ranks.
 
-A sharded tensor is one parameter. In the dense model it has a gradient or it has none, and it is stepped as a whole. In a
-parallel model one shard may lack a gradient that other shards have: for example grouped experts
-``P("expert", None, None)`` on a rank that got no tokens. All shards of such a tensor must be stepped, with zeros for the
-missing gradients.
+In the dense model a parameter either has a gradient, and all of its elements are stepped, or has none and is not
+stepped. In a parallel model one shard may have no gradient while other shards of the tensor have one: for example
+grouped experts ``P("expert", None, None)`` on a rank that got no tokens. All shards of such a tensor must be stepped,
+with zeros in place of missing gradients.
 
-Each rank counts, for each full tensor, the shards that have a gradient. The collective that measures the gradient norm sums
-these counts. A rank with a missing gradient then steps that shard in a separate update, which the device skips if the sum
-is 0. So the host reads nothing, and no rank waits for another.
+Each rank counts, for each full tensor, its shards with a gradient. The collective that measures the gradient norm sums
+these counts. A rank steps each shard without a gradient in a separate update with zero gradients. The device skips this
+update if the sum of the tensor's counts is 0. This needs no host synchronization and no further collective.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..norm.param_table import ParamTable, SteppedTensor
 
 
 class MissingShards:
-    """Decides together with all ranks which shards without a gradient are stepped.
+    """A decision, taken with all ranks, which of this rank's shards without a gradient are stepped with zeros.
 
     Args:
         table: One record per stepped tensor, with the names of full tensors.
-        device: The device of the packed sum.
+        device: The device of the all-reduce that measures the gradient norm.
     """
 
     def __init__(self, table: ParamTable, device: torch.device) -> None:
@@ -45,9 +45,10 @@ class MissingShards:
         self._missing: list[tuple[SteppedTensor, int]] = []
 
     def field(self) -> dict[str, Tensor]:
-        """Return the field of the packed sum: this rank's number of shards with a gradient per full tensor, float64.
+        """Return this rank's summands for the norm's all-reduce: its number of shards with a gradient per full tensor.
 
-        Call it after the gradients were reduced. Empty if no parameter of any rank is sharded.
+        The dict has one float64 tensor, or is empty if no parameter of any rank is sharded. Call it after the gradients
+        were reduced.
         Host synchronization: none.
         """
         if not self._count:
@@ -65,14 +66,14 @@ class MissingShards:
 
     @contextmanager
     def filled(self, counts: Tensor | None, skip: Tensor) -> Iterator[Mapping[Tensor, Tensor]]:
-        """Give missing gradients zeros within the context.
+        """Return a context manager in which missing gradients are zeros.
 
         Args:
-            counts: The sum of `field` over all ranks; None: it was empty.
-            skip: 0-dim; 1: the whole update is skipped.
+            counts: The sum of `field` over all ranks; None if `field` was empty.
+            skip: 0-dim; 1: the update of all tensors is skipped.
         Yields:
-            The stepped tensors whose own gradients are missing, each with the flag that skips its update: 1 if ``skip`` is
-            1, or if no shard of the full tensor has a gradient.
+            A dict from each stepped tensor without a gradient of its own to the 0-dim flag that skips its update. The
+            flag is 1 if ``skip`` is 1, or if no shard of the full tensor has a gradient.
         Host synchronization: none.
         """
         missing = self._missing

@@ -1,4 +1,4 @@
-"""Counts of skipped steps on the device, and the decision when too many were skipped."""
+"""Counts of skipped steps on the device, and the decision to end training after too many skipped steps."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
 class SkipMonitor:
     """Counters of skipped steps, in total and by reason.
 
-    The six counts are: all skipped steps; steps in a row with a non-finite norm; steps whose gradients bypassed `backward`;
-    steps that ``commit=`` rejected; whether replicas have diverged; and steps in which ranks disagreed.
+    There are six counts: skipped steps; consecutive steps with a non-finite norm until now; steps whose gradients
+    bypassed `backward` and `window`; steps that ``commit=`` rejected; whether replicas have diverged (0 or 1); and
+    steps in which settings differed between ranks ("ranks disagreed").
 
-    The counts are on the device. Each step copies them to host memory without waiting, and `count` reads the copy that was
-    made `LAG` steps earlier and has arrived by now. All ranks read the counts of the same step, so they take the same
-    decision.
+    The counts are on the device. Each step starts a copy to host memory without waiting. `count` reads the copy of the
+    step `LAG` steps earlier, which has arrived by then. All ranks read the counts of the same step, so they decide
+    equally.
 
     Args:
         device: The device of the counts.
@@ -88,7 +89,7 @@ class SkipMonitor:
         self._step = 0
         self._sent: list[Facts | None] = [None] * LAG
         self.facts: Facts | None = None
-        # These views are cached, because slicing in every step costs more than the addition.
+        # This view is kept, because slicing in every step would cost more than the addition to it.
         self._total_and_in_a_row = self.counts[:2]
         self._total, self._in_a_row, self._bypassed, self._rejected, self._has_diverged, self._disagreed = (
             self.counts.unbind()
@@ -102,12 +103,15 @@ class SkipMonitor:
         Args:
             decision: The step decision.
             on_nonfinite: The reaction to a non-finite gradient norm.
-            captured: True if a CUDA graph captures the step. Its replays continue the counts, which only `poll` checks.
-            facts: The facts that this rank sent in the step for comparison. Default None: nothing is compared.
+            captured: True if a CUDA graph captures the step. Its replays continue the counts, and only `poll` reads
+                them.
+            facts: This rank's settings that the step compares between ranks. Default None: nothing is compared.
         Returns:
-            The reason why training should end, such as `REPLICAS_DIVERGED`, equal on all ranks; None: it should continue.
+            The reason why training should end, such as `REPLICAS_DIVERGED`, equal on all ranks; None: it should
+            continue.
         Raises:
-            RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago, or in this step with ``"raise"``.
+            RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago, or in this step with
+                ``"raise"``.
         Host synchronization: one or two with ``"raise"``, else none.
         """
         stats = decision.stats
@@ -133,7 +137,7 @@ class SkipMonitor:
         return None
 
     def poll(self, on_nonfinite: OnNonfinite) -> str | None:
-        """Return the reason why training should end, as `count` does, from all steps so far and all replays.
+        """Return the reason why training should end, or None, as `count` does, from all steps and replays until now.
 
         Host synchronization: one.
         """
@@ -166,7 +170,7 @@ class SkipMonitor:
 
     def _add(self, decision: StepDecision) -> None:
         stats, past = decision.stats, decision.past
-        if decision.skipped is stats.found_inf:  # if overflow is the only reason, one kernel updates both counts
+        if decision.skipped is stats.found_inf:  # no other reason to skip: one kernel updates both counts
             self._total_and_in_a_row.add_(stats.found_inf)
         else:
             self._total.add_(decision.skipped)
@@ -182,7 +186,7 @@ class SkipMonitor:
             self._disagreed.add_(stats.ranks_disagree)
 
     def _copy_to_host(self, facts: Facts | None) -> None:
-        """Start a copy of the counts to the host, without waiting."""
+        """Start a copy of the counts to the host without waiting, and keep ``facts`` for the same step."""
         slot = self._step % LAG
         self._sent[slot] = facts
         self._copies[slot].copy_(self.counts, non_blocking=True)
@@ -195,8 +199,8 @@ class SkipMonitor:
     def _earlier_counts(self) -> tuple[int, int, int, int]:
         """Return four counts as of `LAG` steps ago; zeros in the first `LAG` steps.
 
-        These are the steps skipped in a row, the steps whose gradients bypassed `backward`, whether replicas had diverged,
-        and the steps in which ranks disagreed.
+        These are the consecutive steps with a non-finite norm, the steps whose gradients bypassed `backward`, whether
+        replicas have diverged, and the steps in which ranks disagreed.
         """
         if self._step < LAG:
             return 0, 0, 0, 0
@@ -228,7 +232,7 @@ class SkipMonitor:
             check_count(state.get(name, 0), name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the total counts and reset the others. A missing count is 0, because older states lack one."""
+        """Restore the counts of skipped and rejected steps; set the other counts to 0. A missing entry counts as 0."""
         self.counts.zero_()
         self.counts[0], self.counts[3] = state.get("skipped_steps", 0), state.get("vetoed_steps", 0)
         self._step = 0

@@ -1,9 +1,10 @@
 """The comparison of settings between ranks in every step, within the collective that measures the gradient norm.
 
-Each rank computes integers h (hashes of `BITS` bits) from its facts and adds one number to one field of that collective. Of
-n ranks that must agree on a fact, the first one adds -(n - 1) h and each other one adds h. Equal facts cancel exactly,
-because all sums are integers below 2^53. A difference stays undetected with a probability of 2^-28. If the field is not 0,
-every rank skips the step. The facts of the last steps stay on the host, for an error that names the differences.
+Each rank computes integers h (hashes of `BITS` bits) from its facts and adds one number to one field of that
+collective. Of n ranks that must agree on a fact, the first one adds -(n - 1) h and each other one adds h. Equal facts
+cancel exactly, because all sums are integers below 2^53. A difference stays undetected with a probability of 2^-28. If
+the field is not 0, every rank skips the step. The facts of the last steps stay on the host, for an error that names the
+differences.
 """
 
 from __future__ import annotations

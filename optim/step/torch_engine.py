@@ -1,4 +1,4 @@
-"""The update engine of torch's optimizers, with factor and skip flag on the device, and workarounds for some kernels."""
+"""The update engine of torch's own kernels: clip factor and skip flag stay on the device, and kernel bugs are avoided."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from .wrapped_optimizer import asks_other_ranks, own_calls, parts_of
 def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Return a context manager that sets ``capturable`` in param groups while a CUDA graph captures the update.
 
-    torch's Adam requires it. It is not set permanently, because torch then warns in every run without a graph.
+    torch's Adam requires ``capturable`` in a capture. It is set only then, because torch warns about it without a
+    graph.
 
     Raises:
         RuntimeError: A parameter has its first gradient, for which the optimizer would create a state.
@@ -73,9 +74,9 @@ _SUBTRACT = torch.ops.aten._foreach_sub_.List
 class FusedStepCountMode(TorchDispatchMode):
     """A dispatch mode in which a fused optimizer with ``found_inf`` adds ``1 - found_inf`` to its step counts.
 
-    torch itself adds 1 to all counts. After the update, which does nothing if ``found_inf`` is 1, it subtracts a list of as
-    many ``found_inf`` tensors. With a thousand parameters that takes 26 kernel launches instead of 10. In a torch version
-    that does it differently, the mode changes nothing.
+    torch itself adds 1 to all counts and, after the update, subtracts one ``found_inf`` tensor per count. With a
+    thousand parameters torch needs 26 kernel launches, and this mode 10. With a torch version that counts in another
+    way, the mode changes nothing.
 
     Args:
         optimizer: The optimizer whose `step` is called in the context.
@@ -112,18 +113,18 @@ class FusedStepCountMode(TorchDispatchMode):
 # States and gradients with the strides of their parameters ------------------------------------------------------------
 
 # This library's kernels and torch's fused kernels walk through the memory of parameter, gradient and states linearly. With
-# different strides they would combine an element with the state of another element. Strides differ after loading a
-# checkpoint of contiguous tensors, and after ``model.to(memory_format=...)``.
+# different strides they would combine an element with the state of another element. Strides of a state may differ from its
+# parameter's after a checkpoint of contiguous tensors was loaded, and after ``model.to(memory_format=...)``.
 
 
 @dataclass
 class _LaidOut:
-    """The tensors with matched strides in an optimizer's last step.
+    """A cache of the tensors whose strides were found equal, or made equal, in an optimizer's last step.
 
     Args:
         states: The values in the optimizer's states.
-        params: The signature of the parameters.
-        gradients: The signature of the gradients, by dtype.
+        params: The signature of the parameters: types, dtypes, shapes and strides.
+        gradients: The signatures of the gradients, by gradient dtype.
     """
 
     states: list[object]
@@ -135,12 +136,12 @@ _laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionar
 
 
 def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
-    """Match the strides of states and gradients to their parameters, before torch's fused kernels step.
+    """Give states and gradients the strides of their parameters, before torch's fused kernels step.
 
-    They are checked one by one only if parameters, gradients or state tensors have changed since the last step.
+    Strides are checked tensor by tensor only if parameters, gradients or states have changed since the last step.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if by_bucket.holders:  # some of the parameters, or temporary copies
+    if by_bucket.holders:  # param groups hold a part of the parameters or temporary copies, so nothing is cached
         lay_out_states(optimizer)
         lay_out_gradients(params)
         return
@@ -162,10 +163,10 @@ def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give states of their parameter's shape its strides, except optimizers of `meshstep.optim.whole`.
+    """Give each state of its parameter's shape the parameter's strides.
 
-    These need contiguous states."""
-    _laid_out.pop(optimizer, None)  # releases states that a load has replaced
+    States of the optimizers of `meshstep.optim.whole` are unchanged, because these optimizers need contiguous states."""
+    _laid_out.pop(optimizer, None)  # drops references to states that a load has replaced
     for part in parts_of(optimizer):
         if asks_other_ranks(part) or not part.state:
             continue
@@ -179,7 +180,7 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_gradients(params: Sequence[Tensor]) -> None:
-    """Give gradients on a CPU the strides of their parameters."""
+    """Replace gradients on a CPU that have other strides than their parameter, or no memory, by copies that fit."""
     for param in params:
         grad = param.grad
         if grad is None or not param.is_cpu:
@@ -191,11 +192,10 @@ def lay_out_gradients(params: Sequence[Tensor]) -> None:
 
 @contextmanager
 def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context manager in which a fused optimizer steps dense copies of CPU parameters that have gaps in memory.
+    """Return a context manager that replaces CPU parameters with gaps in memory by dense copies, for fused optimizers.
 
-    The result is copied back. Fused CPU kernels would write into the gaps. Other kernels round differently, so replicas
-    with different memory layouts, or on ranks with different other parameters, would diverge. Collectives: none. Host
-    synchronization: none.
+    On exit the copies' values are written back. Fused CPU kernels would write into the gaps. Other kernels would round
+    differently, so replicas with different memory layouts would diverge. Collectives: none. Host synchronization: none.
     """
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
@@ -220,7 +220,7 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """Return a dense parameter with the values, gradient, annotation and optimizer state of ``param``."""
+    """Return a dense copy of ``param`` with its gradient and annotation, and move its optimizer state to the copy."""
     copy = nn.Parameter(torch.empty_like(param, requires_grad=False).copy_(param.detach()))
     copy_annotation(param, copy)
     copy.grad_dtype = param.grad_dtype
@@ -238,8 +238,8 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
 
     Args:
         optimizer: A fused optimizer.
-        found_inf: 0-dim; above 0 skips the update.
-        factor: 0-dim factor on gradients before the update; None: 1.
+        found_inf: 0-dim; a value > 0 skips the update.
+        factor: 0-dim factor by which gradients are multiplied before the update; None: 1.
     """
     params = params_of(optimizer)
     widen_gradients(params)
@@ -274,9 +274,10 @@ def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Create zero momentum buffers of a fused SGD, because torch leaves them uninitialized if its first step is skipped.
+    """Create missing momentum buffers of a fused SGD as zeros.
 
-    Without dampening the first update from zeros equals the first update without a buffer.
+    torch would leave a new buffer uninitialized if its first step is skipped. Without dampening, the first update from
+    zeros equals torch's first update.
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
@@ -285,7 +286,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _start_sums(optimizer: torch.optim.Optimizer) -> None:
-    """Create the first states of an Adagrad, as its constructor does; torch 2.11 creates none for an added group."""
+    """Create missing states of an Adagrad, as its constructor does; torch 2.11 creates none for an added param group."""
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
     for group in optimizer.param_groups:
@@ -302,7 +303,7 @@ def _start_sums(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_correctly(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer, without fused kernels if these give wrong results."""
+    """Step an optimizer. Turn fused kernels off during the step if they give wrong results (see `is_miscomputed`)."""
     _start_sums(optimizer)
     groups = optimizer.param_groups if is_miscomputed(optimizer) else []
     before = [(group, group["fused"]) for group in groups]
@@ -337,14 +338,14 @@ def _fused_sgd_is_wrong() -> bool:
 
 
 def step_within(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``optimizer.step()`` without torch's global step hooks, because it is a part of another optimizer's step."""
+    """Call ``optimizer.step()`` without torch's global step hooks: it is only a part of another optimizer's step."""
     with _no_global_hooks(), own_calls:
         optimizer.step()
 
 
 @contextmanager
 def _no_global_hooks() -> Iterator[None]:
-    """Return a context manager that removes the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
+    """Return a context manager that disables the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
     registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     kept = [(hooks, dict(hooks)) for hooks in registries]
     for hooks in registries:

@@ -47,21 +47,26 @@ _CACHES: list[Callable[[], None]] = []
 
 
 def invalidate_before_updates(forget: Callable[[], None]) -> None:
-    """Call ``forget`` before each update, to clear caches of values that depend on weights. It must be cheap."""
+    """Register ``forget`` to be called before each update. It clears a cache of values computed from weights.
+
+    It must be cheap.
+    """
     _CACHES.append(forget)
 
 
 class UpdateEngine:
-    """The engine that updates an optimizer's parameters with compiled loops, Triton kernels, or torch.
+    """The engine that updates an optimizer's parameters with compiled C loops, Triton kernels, or torch's kernels.
 
-    On a CPU the loops multiply gradients by ``request.factor`` during the update and leave ``.grad`` unchanged. The Triton
-    kernels do the same if they were chosen. torch's fused kernels divide by the inverse factor in float32 and write the
-    scaled gradient to ``.grad``. For float64 parameters and other optimizers, gradients are scaled in a separate pass.
+    The C loops (on a CPU) and the Triton kernels (if chosen) multiply gradients by ``request.factor`` during the update
+    and leave ``.grad`` unchanged. torch's fused kernels divide by the inverse factor in float32 and write the scaled
+    gradient to ``.grad``. For float64 parameters and other optimizers, gradients are scaled in place in a separate
+    pass.
 
     Args:
         optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
-    Collectives: none. Host synchronization: none if `steps_on_device`, else one for all optimizers together. Parameters on
-    the CPU that a GPU decides for need one more wait, for `HostDecision`.
+    Collectives: none. Host synchronization: none if `steps_on_device` is True, else one for all optimizers together;
+        one
+    more if the skip flag is on a GPU and some parameters are on the CPU (`HostDecision`).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -69,12 +74,12 @@ class UpdateEngine:
         self._caches: dict[torch.optim.Optimizer, RowCache] = {}
 
     def run(self, request: UpdateRequest, around: Iterable[Callable[[UpdateRequest, Update], object]] = ()) -> None:
-        """Run one update inside the given functions.
+        """Run one update, nested in the functions ``around``.
 
         Args:
             request: The inputs of the update.
-            around: Functions (request, inner update). The first one calls `step`, the second one calls the first, and so
-                on.
+            around: Functions with the arguments (request, inner update), innermost first. The inner update of the first
+                function is `step`; the inner update of each other function is the function before it.
         """
         if request.skip.is_cuda and any(param.is_cpu for param in params_of(self.optimizer)):
             request = replace(request, on_host=HostDecision(request.skip, request.factor))
@@ -84,7 +89,7 @@ class UpdateEngine:
         update(request)
 
     def step(self, request: UpdateRequest) -> None:
-        """Step or skip the parameters in the present param groups, which may be some of all parameters."""
+        """Step or skip the parameters that are now in the param groups; these may be a part of all parameters."""
         for forget in _CACHES:
             forget()
         apart = [param for param in params_of(self.optimizer) if param in request.skip_of] if request.skip_of else []
@@ -94,9 +99,9 @@ class UpdateEngine:
             self._step_together(request)
 
     def _step_apart(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
-        """Step the parameters in ``apart`` one by one, each with its own skip flag, and all others together.
+        """Step the parameters in ``apart`` one by one, each with its own flag in ``skip_of``, and all others together.
 
-        Optimizers that need full tensors step all parameters together: they take a missing gradient for zeros.
+        Full-tensor optimizers step all parameters together, because they treat a missing gradient as zeros.
         Host synchronization: one if an optimizer can't be skipped on the device or can't step in parts.
         """
         ids, skip_of = {id(param) for param in apart}, request.skip_of
@@ -136,7 +141,7 @@ class UpdateEngine:
         places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
         sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
         if len(sides) == 2 and steps_in_parts(optimizer):
-            for on_cpu, of_side in sorted(sides.items()):  # the device first, because kernel launches return at once
+            for on_cpu, of_side in sorted(sides.items()):  # parameters on the device first: kernels run meanwhile
                 with hold_only(optimizer, of_side):
                     self._step_split(optimizer, _on_cpu(request) if on_cpu else request)
         else:
@@ -146,9 +151,10 @@ class UpdateEngine:
         return self._caches.setdefault(optimizer, {})
 
     def _step_split(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step split weights as float32 masters.
+        """Step parameters with split weights, which are updated as float32 masters.
 
-        The loops join, step and split in one pass. Other engines step float32 copies, bucket by bucket.
+        The C loops join weight and remainder, step and split again in one pass. Other engines step float32 copies of
+        the masters, bucket by bucket.
         """
         weights = request.split_weights
         if weights is None:
@@ -164,7 +170,7 @@ class UpdateEngine:
                     weights.step(part, update)
 
     def _step_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step each optimizer with suitable kernels. The choice for a parameter depends on no other parameter."""
+        """Step each optimizer with kernels that support it. The kernels for a parameter depend on no other parameter."""
         on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
         for part in parts_of(optimizer):
             for bucket in _by_start(part):
@@ -197,7 +203,7 @@ def _entered(enter: Callable[[UpdateRequest, Update], object], update: Update, r
 
 
 def _on_cpu(request: UpdateRequest) -> UpdateRequest:
-    """Return the request with ``skip`` and ``factor`` on the CPU. Host synchronization: a wait for their copy."""
+    """Return the request with ``skip`` and ``factor`` on the CPU. Host synchronization: it waits for their copy."""
     assert request.on_host is not None, "the copy is started where some parameters are on the CPU"
     skip, factor = request.on_host.wait()
     return replace(request, skip=skip, factor=factor, on_host=None)
@@ -205,16 +211,20 @@ def _on_cpu(request: UpdateRequest) -> UpdateRequest:
 
 @contextmanager
 def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None) -> Iterator[None]:
-    """Put one bucket into the param groups (None: all parameters), with dense copies of parameters with gaps in memory."""
+    """Return a context manager in which the param groups hold one bucket of parameters (None: all parameters).
+
+    Parameters with gaps in memory are replaced by dense copies; see `dense_stand_ins`.
+    """
     with nullcontext() if bucket is None else holding(optimizer, bucket), dense_stand_ins(optimizer):
         yield
 
 
 def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
-    """Return the parameters of fused SGD with dampening in two buckets: with a momentum buffer, and without one yet.
+    """Return buckets of parameters that one call of torch's kernels can step; None in the list means all parameters.
 
-    Its kernels step only one kind at a time, and only the first kind can be skipped on the device. For other optimizers
-    return [None], which means all parameters at once.
+    Fused SGD with dampening needs two buckets: parameters with a momentum buffer, and parameters without one. Its
+    kernels step only one of the two kinds per call, and can skip only the first kind on the device. For other
+    optimizers the result is [None].
     """
     groups = optimizer.param_groups
     if not any(group.get("fused") and group.get("momentum") and group.get("dampening") for group in groups):
@@ -227,7 +237,7 @@ def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | Non
 
 
 def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
-    """Step an optimizer that accepts neither a factor nor a skip flag."""
+    """Step an optimizer that accepts no factor and no skip flag; gradients are first multiplied by ``factor`` in place."""
     widen_gradients(params_of(optimizer))
     if factor is not None:
         scale_gradients(params_of(optimizer), factor)
@@ -237,10 +247,10 @@ def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> No
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer accepts ``grad_scale`` and ``found_inf`` tensors.
+    """Return True if the optimizer can skip a step on the device: it accepts ``grad_scale`` and ``found_inf`` tensors.
 
-    These are torch's fused Adam, AdamW, SGD and Adagrad, and the optimizers of `meshstep.optim.whole`. A combination does
-    if all of its optimizers do. There are two exceptions:
+    True for torch's fused Adam, AdamW, SGD and Adagrad, for the optimizers of `meshstep.optim.whole`, and for a
+    `CombinedOptimizer` of such optimizers. There are two exceptions, for which it returns False:
 
     * Fused SGD with dampening before its first step: torch makes the momentum buffer from the first gradient, which is
     wrong if that step is skipped on the device.
@@ -262,7 +272,7 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for an optimizer that can't step without a closure (`torch.optim.LBFGS`)."""
+    """Raise TypeError if the optimizer can't step without a closure, such as `torch.optim.LBFGS`."""
     for part in parts_of(optimizer):
         closure = signature(part.step).parameters.get("closure")
         if closure is None or closure.default is not Parameter.empty:
@@ -296,14 +306,14 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
 
-# One launch steps all param groups. The host reads neither the factor, the skip flag, the step counts, nor learning
-# rates in tensors.
+# One kernel launch steps all param groups. The host reads none of the factor, the skip flag, the step counts, and the
+# learning rates that are tensors.
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
     """Return the Triton kernels if they were chosen and support the optimizer; None otherwise.
 
-    During the capture of a CUDA graph they are not used, because the kernels' tables are copied from the host.
+    Returns None during the capture of a CUDA graph, because the kernels' tables are copied from the host.
 
     Args:
         optimizer: The optimizer.
@@ -330,15 +340,17 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
 def step_by_triton(
     kernels: Triton, optimizer: torch.optim.Optimizer, request: UpdateRequest, cache: RowCache
 ) -> list[list[Tensor]]:
-    """Step all rows. If ``request.skip`` is 1, nothing changes except that states are created.
+    """Step all parameters that the Triton kernels support, and return the others.
+
+    If ``request.skip`` is 1, nothing changes except that missing states are created.
 
     Args:
         kernels: The result of `triton_for` for the optimizer.
         optimizer: The optimizer.
-        request: Its ``skip`` and ``factor`` are on the kernels' device.
-        cache: The rows of the last step; they are replaced by the rows of this step.
+        request: Its ``skip`` and ``factor`` must be on the kernels' device.
+        cache: The rows of the last step. Changed rows are replaced.
     Returns:
-        For each param group the parameters with gradients that are left for torch.
+        For each param group, the parameters with gradients that were not stepped and that torch must step.
     Collectives: none. Host synchronization: none.
     """
     from ..kernels.triton import KernelLaunch

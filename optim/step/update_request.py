@@ -1,6 +1,7 @@
-"""The data of one update, passed from the step through parameter transforms to the engines that make it.
+"""The inputs of one update (`UpdateRequest`), which `step` passes through parameter transforms to the update engine.
 
-`SplitWeights` steps bfloat16 weights as float32 masters.
+A split weight is a bfloat16 weight with an int16 remainder: the upper and lower 16 bits of a float32 master weight.
+`SplitWeights` steps it as this master.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class UpdateRequest:
 
     Args:
         skip: 0-dim float32 on the device of the gradient norm. 1: the update changes nothing.
-        factor: The factor on all gradients, 0-dim on the same device. None (default): 1.
-        low_precision_out: Half-precision copies that an engine may write in the same pass. None (default): there are none.
-        split_weights: bfloat16 weights that are stepped as float32 masters. None (default): there are none.
-        skip_of: Tensors whose update has its own ``skip``, 0-dim on the same device. Default: none.
-        on_host: Copies of ``skip`` and ``factor`` that are on their way to the CPU. None (default): no CUDA device decides
-            for parameters on the CPU.
+        factor: The factor by which all gradients are multiplied, 0-dim on the same device. None (default): 1.
+        low_precision_out: Half-precision copies that an engine may write in the same pass. Default None: no copies.
+        split_weights: The split weights that are stepped as float32 masters. Default None: no split weights.
+        skip_of: For each tensor with its own skip flag, the flag, 0-dim on the same device. Default: empty.
+        on_host: The copy of ``skip`` and ``factor`` to the CPU, which may still be running. None (default): no copy,
+            because ``skip`` is on the CPU or all parameters are on the device.
     """
 
     skip: Tensor
@@ -42,7 +43,10 @@ class UpdateRequest:
     on_host: HostDecision | None = None
 
     def on_copies(self, copies: Mapping[Tensor, Tensor]) -> UpdateRequest:
-        """Return the request for param groups in which ``copies`` (the copy of each tensor) are stepped instead."""
+        """Return the request with the keys of ``skip_of`` replaced by their copies, for param groups that hold the copies.
+
+        ``copies`` maps tensors to their copies.
+        """
         if not self.skip_of:
             return self
         return replace(self, skip_of={copies.get(tensor, tensor): skip for tensor, skip in self.skip_of.items()})
@@ -60,7 +64,7 @@ Update = Callable[[UpdateRequest], object]
 class HostDecision:
     """A copy of an `UpdateRequest`'s ``skip`` and ``factor`` on the CPU, for parameters that are stepped there.
 
-    The copy starts in the constructor. A fused optimizer would start a copy itself, but would not wait for it.
+    The copy starts in the constructor. A fused optimizer would also copy them, but would not wait for the copy.
 
     Args:
         skip: 0-dim, on a CUDA device.
@@ -104,10 +108,10 @@ class LowPrecisionOut:
 
 
 class SplitWeights:
-    """bfloat16 weights that are stepped as float32 masters, joined from weights and remainders per bucket.
+    """The update of split weights: per bucket, masters are joined from weights and remainders, stepped, and split again.
 
     Args:
-        remainders: The int16 remainder of each bfloat16 tensor in an optimizer's param groups that is stepped in this way.
+        remainders: The int16 remainder of each split weight in an optimizer's param groups.
     """
 
     def __init__(self, remainders: Mapping[Tensor, Tensor]) -> None:
@@ -117,16 +121,17 @@ class SplitWeights:
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
         """Call ``update`` once per bucket of the param groups' tensors, with masters in place of bfloat16 weights.
 
-        A skipped update changes nothing: splitting a joined master restores the weight and the remainder. During a call the
-        memory is 8 bytes per element of the bucket, and 12 while it is split. A bucket has `BUCKET_NUMEL` elements, or one
-        larger weight.
+        Weights and remainders are updated. A skipped update changes nothing, because splitting a joined master restores
+        the weight and the remainder. The call allocates 8 bytes per element of a bucket, and 12 while masters are
+        split. A bucket has up to `BUCKET_NUMEL` elements, or one larger weight.
         """
         buckets = self._buckets([group["params"] for group in optimizer.param_groups])
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
 
     def _buckets(self, whole: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """Return at least one bucket, each on one device. The first one also has all tensors that are not split weights.
+        """Return the buckets of the tensors in ``whole`` (one list per param group), at least one bucket.
 
+        Each bucket has split weights of one device. The first bucket also has all tensors that are not split weights.
         Split weights without a gradient are in no bucket.
         """
         buckets = [[[param for param in params if param not in self.remainders] for params in whole]]
@@ -161,7 +166,7 @@ class SplitWeights:
         self._split_back(weights, together)
 
     def _joined(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the flat buffer of the masters, and the masters as views of it. Uses a few kernels for all of them."""
+        """Return the flat buffer of the float32 masters, and the masters as views of it, made by a few kernels."""
         remainders = [self.remainders[weight] for weight in weights]
         if len(weights) == 1:
             flat = join_master(weights[0].detach(), remainders[0])
@@ -182,17 +187,17 @@ class SplitWeights:
 
 
 def _starts(weights: Sequence[Tensor]) -> list[int]:
-    """Return the first element of each weight in flat memory, and at the end the length of the memory.
+    """Return the offset of each weight in a flat buffer, in elements; the last item is the buffer's length.
 
-    All are multiples of 64 elements, because kernels are faster at aligned addresses.
+    All items are multiples of 64, because kernels are faster at aligned addresses.
     """
     return list(accumulate((-(-weight.numel() // 64) * 64 for weight in weights), initial=0))
 
 
 def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return one view of flat memory per weight, in the weight's memory order if the weight is dense.
+    """Return one view of ``flat`` per weight: with the weight's strides if the weight is dense, else contiguous.
 
-    Kernels that step several tensors rely on equal memory orders.
+    Kernels that step a master with its gradient and states rely on equal strides.
     """
     return [
         flat[start : start + weight.numel()].as_strided(weight.shape, weight.stride(), start)
@@ -203,7 +208,7 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:
-    """Give the master weight the annotation, gradient and optimizer state of the weight, the state in float32."""
+    """Give the master the annotation, the gradient and the optimizer state of the weight; the state becomes float32."""
     copy_annotation(weight, master)
     master.grad = weight.grad
     if state := optimizer.state.get(weight):

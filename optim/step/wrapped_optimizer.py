@@ -4,9 +4,9 @@ For example Muon for matrices and AdamW for the rest:
 
     ParallelOptimizer([Muon(matrices, lr=0.02), AdamW(others, lr=1e-3, fused=True)], registry, max_norm=1.0)
 
-They share one gradient norm and one step decision. Their param groups are in one list, each with the index of its optimizer
-under ``"optimizer"``, and their states are in one dict. Sharding, masters, checkpoints and schedules therefore handle them
-as one optimizer; only the update uses `parts_of`.
+They share one gradient norm and one step decision. Their param groups are in one list, each with the index of its
+optimizer under ``"optimizer"``, and their states are in one dict. Sharding, masters, checkpoints and schedules
+therefore handle them as one optimizer; only the update uses `parts_of`.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Load into each optimizer its param groups and their state.
 
         Raises:
-            ValueError: The state is of other optimizers, or one optimizer rejects it. Optimizers that loaded before keep
-                the loaded state.
+            ValueError: The state is of other optimizers, or one optimizer rejects it. Optimizers that loaded before
+                keep the loaded state.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion optimizer: every element moves by the same amount, in the direction of the sign of a momentum.
+    """Lion optimizer: subtracts ``lr`` times the sign of an average of momentum and gradient from every weight.
 
     ```text
     m, w: momentum (state ``"exp_avg"``), weight
@@ -23,22 +23,22 @@ class Lion(torch.optim.Optimizer):
 
         optimizer = ParallelOptimizer(Lion(model.parameters(), lr=1e-4), registry, max_norm=1.0)
 
-    Like torch's fused optimizers it reads the attributes ``grad_scale`` and ``found_inf`` on the device. If
-    ``found_inf`` is 1, weights and momenta are unchanged, even if gradients are not finite. Weights may be sharded,
-    because the update is elementwise. Clipping does not reduce the size of an update; it reduces the share of a long
-    gradient in the momentum.
+    Like torch's fused optimizers, it reads its attributes ``grad_scale`` and ``found_inf`` on the device. It divides
+    gradients by ``grad_scale``. If ``found_inf`` is 1, weights and momenta stay unchanged, even if gradients are
+    non-finite. Weights may be sharded, because the update is elementwise. Clipping does not reduce the size of an
+    update. It reduces the weight of a gradient with a large norm in the momentum.
 
-    Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls, and
-    one call per parameter for the mask of a skipped step. It needs temporary memory for three tensors of each
-    parameter's shape in float32, or five for parameters in half precision. Weights and momenta in bfloat16 and float16
-    are computed in float32 and rounded to nearest, so small updates are lost; use float32 master weights. There are no
-    compiled loops and no Triton kernels for Lion.
+    Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls per
+    device, dtype and param group. With ``found_inf`` it makes one more call per parameter. A step needs temporary
+    memory for three tensors of each parameter's shape in float32, or five for parameters in half precision. Weights
+    and momenta in bfloat16 and float16 are computed in float32 and rounded to nearest, so small updates are lost; use
+    float32 master weights. This library has no compiled loops and no Triton kernels for Lion.
 
     Args:
         params: Parameters or param groups.
-        lr: A number or a 0-dim tensor, >= 0.
-        betas: (b1, b2), each >= 0 and < 1.
-        weight_decay: Decoupled weight decay, >= 0. Default 0: none.
+        lr: A number or a 0-dim tensor, >= 0. Default: 1e-4.
+        betas: (b1, b2), each >= 0 and < 1. Default: (0.9, 0.99).
+        weight_decay: Decoupled weight decay, >= 0. Default: 0, no weight decay.
 
     Raises:
         ValueError: An option is out of range.
@@ -59,7 +59,7 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"lr={lr}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, in [0, 1)")
-        # ``fused`` declares to the update engine that every group reads `found_inf` and `grad_scale`
+        # "fused" in a param group: the update engine passes `found_inf` and `grad_scale` to the optimizer
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "fused": True})
 
     @torch.no_grad()
@@ -67,7 +67,10 @@ class Lion(torch.optim.Optimizer):
         """Take one step.
 
         Args:
-            closure: Evaluated once before the step, with gradients enabled; its result is returned. None: not called.
+            closure: Called once before the step, with gradients enabled. None (default): not called.
+
+        Returns:
+            The result of ``closure``, or None.
 
         Collectives: none.
         Host synchronization: none.
@@ -87,7 +90,14 @@ class Lion(torch.optim.Optimizer):
         return loss
 
     def _step(self, group: Mapping[str, Any], params: list[Tensor], skip: Tensor | None, scale: Tensor | None) -> None:
-        """Step parameters of one device and dtype, with gradients of one dtype."""
+        """Step parameters of one device and dtype, whose gradients have one dtype.
+
+        Args:
+            group: Their param group.
+            params: The parameters, each with a gradient.
+            skip: 0-dim: 1 leaves weights and momenta unchanged. None: 0.
+            scale: 0-dim divisor of the gradients. None: 1.
+        """
         (b1, b2), lr, device = group["betas"], group["lr"], params[0].device
         for param in params:
             if not self.state[param]:
@@ -113,7 +123,8 @@ class Lion(torch.optim.Optimizer):
             for grad in grads:
                 grad.masked_fill_(skips, -0.0)  # x + -0.0 is bitwise x; 0 times NaN would be NaN
         weights, momenta = _in(work, params), _in(work, states)
-        # Products and sums are rounded separately, because a fused multiply-add rounds the end of a shard differently.
+        # Separate products and sums: a kernel may fuse them into a multiply-add, but not in the last elements of a
+        # shard, so the rounding would depend on the sharding.
         updates = torch._foreach_mul(momenta, number(b1, 0.0))
         torch._foreach_add_(updates, torch._foreach_mul(grads, 1 - b1))
         torch._foreach_sign_(updates)  # +0 in a skipped step; times -0 it is -0, which changes no weight when added

@@ -1,7 +1,7 @@
 """The interface of clipping rules, their thresholds, and the state of a rule.
 
-A rule maps norms, and its state from earlier steps, to factors on gradients. Each rule has a level. It receives the norms
-at this level, as device tensors that are bitwise identical on every rank. They are norms of the unscaled, averaged
+A rule maps norms, and its state from earlier steps, to factors on gradients. Each rule has a level, which determines the
+norms that it receives. Norms are device tensors, bitwise identical on every rank. They are norms of the unscaled, averaged
 gradients.
 
     level          norms.<level>            factors
@@ -15,9 +15,9 @@ A step with a non-finite total norm is skipped, whatever the rule returns. All n
 packed collective of the step. Rules do not synchronize the host.
 
 A rule has no mutable state. It declares its initial state (`Clip.initial`), and the optimizer keeps it in tensors
-(`ClipState`). The optimizer passes these tensors to `Clip.decide`, and stores the state that it returns. It stores nothing
-if the step is skipped because of a non-finite norm, a vote of a rank, or replicas that differ. So one rule object can serve
-several optimizers.
+(`ClipState`). So one rule object can serve several optimizers. The optimizer passes the tensors to `Clip.decide`, and
+stores the returned state. The state stays unchanged if the step is skipped because of a non-finite norm, a vote of a rank,
+replicas that differ, or ranks that disagree. If only the rule itself skips the step, the returned state is stored.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from ..norm.global_norm import Named, UnitDim
 from ..norm.measure import Level, Norms
 
 Threshold = float | Callable[[Tensor], Tensor]
-"""A number, or a function that maps the number of steps to a threshold, both as 0-dim tensors (`WarmUp`).
+"""A threshold in units of the unscaled gradient: a number, or a function such as `WarmUp`.
 
-Thresholds are in units of the unscaled gradient.
+The function maps the number of steps that were not skipped to the threshold, both as 0-dim tensors.
 """
 
 
 class PerParameterState(NamedTuple):
-    """Initial state with one number per logical parameter, in the order of ``norms.parameters``. It is saved by name.
+    """Initial state with one number per logical parameter, in the order of ``norms.parameters``.
+
+    Checkpoints store the numbers by parameter name.
 
         class MeanNorms(Clip):
             level = "parameters"
@@ -66,7 +68,11 @@ class PerParameterState(NamedTuple):
 
 
 Initial = float | Sequence[float] | PerParameterState
-"""The initial value of a state tensor: a number for a 0-dim tensor, a sequence for a 1-dim tensor."""
+"""The initial value of a state tensor.
+
+A number is the value of a 0-dim tensor, a sequence the values of a 1-dim tensor. `PerParameterState` is the value of every
+element of a 1-dim tensor with one element per logical parameter.
+"""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -78,8 +84,8 @@ class ClipResult(NamedTuple):
 
     Args:
         factors: Factors on gradients, of the shape of the norms at the rule's level. None: gradients are unchanged.
-        state: The new state by name. A name that is left out keeps its value. Default: none changes.
-        skip: 0-dim bool: True skips the step although its norm is finite. None: the rule does not skip it.
+        state: The new state tensors by name. The state of a name that is left out stays unchanged. Default: empty.
+        skip: 0-dim bool: True skips the step although its norm is finite. None (default): the rule never skips.
     """
 
     factors: Tensor | None
@@ -87,7 +93,13 @@ class ClipResult(NamedTuple):
     skip: Tensor | None = None
 
     def spiked(self, finite: Tensor) -> Tensor | None:
-        """Return `GradStats.spiked`. ``finite``, 0-dim bool: the norm is finite; if not, the step is not a spike."""
+        """Return the value for `GradStats.spiked`: 0-dim float32, 1 if the rule skips a step with a finite norm.
+
+        Args:
+            finite: 0-dim bool: True if the total norm is finite.
+        Returns:
+            None if ``skip`` is None.
+        """
         return None if self.skip is None else (self.skip & finite).float()
 
 
@@ -109,7 +121,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
     weights: bool = False
     """True: the rule needs ``norms.weights``, the norms of the weights at the same level."""
     in_place: bool = False
-    """True: `finish_` changes gradients. They are unscaled and multiplied in place before it, in a separate pass."""
+    """True: the rule overrides `finish_`. Gradients are unscaled and multiplied by their factors in place before it."""
     norm_type: float | None = None
     """The p of the norms. None: the optimizer's p."""
     unit_dim: UnitDim = 0
@@ -117,37 +129,39 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
 
     @property
     def unclipped(self) -> tuple[str, ...]:
-        """Return the named groups whose gradients this rule never changes."""
+        """Return the named groups whose gradients this rule never changes. Default: empty."""
         return ()
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise ValueError if the rule does not fit these names of all logical parameters.
+        """Raise ValueError if the rule does not support ``names``, the names of all logical parameters.
 
-        By default: a pattern must be the first match of a parameter.
+        Default: at level "named", every pattern must be the first match of a parameter; otherwise no check.
         """
         if self.level == "named":
             Named.of(names, self.patterns)
 
     def check(self) -> None:  # noqa: B027 (a rule without numbers has nothing to check)
-        """Raise ValueError for arguments that are out of range. It is called on all ranks, before anything is changed."""
+        """Raise ValueError for arguments that are out of range. All ranks call it, before the rule is first used."""
 
     def factors(self, norms: Norms) -> Tensor | None:
-        """Return the factors on gradients, of the shape of the norms at this level. None: gradients are unchanged.
+        """Return the factors on gradients, in the shape of the norms at this rule's level. None: gradients stay unchanged.
 
         Args:
             norms: The norms of the unscaled gradients.
-        Host synchronization: none is allowed.
+        Host synchronization: an override must not synchronize the host.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has neither factors(norms) nor decide(norms, state): write one of them"
         )
 
     def initial(self) -> Mapping[str, Initial]:
-        """Return the state before the first step, by name. It is called once per `ClipState`."""
+        """Return the state before the first step, by name. Default: no state. `ClipState` calls this method once."""
         return NOTHING
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
-        """Return the decision of one step. An override must not write to ``state``, and must not synchronize the host.
+        """Return the factors, the new state and the skip flag of one step. Default: ``factors(norms)``, without state.
+
+        An override must not write to ``state``, and must not synchronize the host.
 
         Args:
             norms: The norms of the unscaled gradients.
@@ -156,7 +170,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
         return ClipResult(self.factors(norms))
 
     def reported_coef(self, factors: Tensor, norms: Norms) -> Tensor:
-        """Return `GradStats.clip_coef`, 0-dim. Default: the smallest factor."""
+        """Return the value for `GradStats.clip_coef`, 0-dim. Default: the smallest factor; 1 without factors."""
         if factors.dim() == 0:
             return factors
         return factors.amin() if factors.numel() else torch.ones_like(norms.total)
@@ -169,12 +183,15 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
-    """Return min(1, max_norm / (norm + 1e-6)) elementwise. It is 0 or NaN for a non-finite norm, which skips the step."""
+    """Return min(1, max_norm / (norm + 1e-6)) elementwise; ones if ``max_norm`` is None.
+
+    The coefficient of a non-finite norm is 0 or NaN. It is not applied, because the step is skipped.
+    """
     return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def bound_factor(norm: Tensor, bound: float | Tensor) -> Tensor:
-    """Return min(1, bound / norm) elementwise, without an epsilon: for bounds that norms must not exceed at all."""
+    """Return min(1, bound / norm) elementwise. Unlike `clip_coefficient`, it adds no epsilon to the norm."""
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 
@@ -184,12 +201,12 @@ def resolve_threshold(threshold: Threshold | None, steps: Tensor | None) -> floa
 
 
 def initial_step_count(*thresholds: Threshold | None) -> Mapping[str, Initial]:
-    """Return the initial state of a rule that counts steps, if one of its thresholds depends on them."""
+    """Return ``{"steps": 0.0}`` if one of the thresholds is a function of the number of steps, else an empty mapping."""
     return {"steps": 0.0} if any(map(callable, thresholds)) else NOTHING
 
 
 def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the state of `initial_step_count` after one more step."""
+    """Return the new state with ``"steps"`` increased by 1; empty if ``state`` has no ``"steps"``."""
     return {"steps": state["steps"] + 1} if "steps" in state else NOTHING
 
 
@@ -236,14 +253,15 @@ def check_decay(value: float, name: str) -> None:
 
 # State ----------------------------------------------------------------------------------------------------------------
 
-# The state of a rule is named tensors, bitwise identical on every rank. They are updated in place, and saved as numbers.
+# The state of a rule is a dict of tensors, bitwise identical on every rank. Steps update the tensors in place. Checkpoints
+# store them as Python numbers.
 
 Numbers = float | list[float] | dict[str, float]
-"""The numbers of one state tensor: 0-dim, 1-dim, or by name of the logical parameter."""
+"""A saved state tensor: one number (0-dim), a list (1-dim), or a dict by name of the logical parameter."""
 
 
 class ClipState:
-    """A rule with its state. An optimizer makes one from its ``max_norm=``; make one yourself for `clip_grad_norm_`:
+    """A rule with its state. `ParallelOptimizer` makes one from ``max_norm=``; make one yourself for `clip_grad_norm_`:
 
         clip = ClipState(ZClip())
         for batch in batches:
@@ -252,7 +270,7 @@ class ClipState:
         torch.save(clip.state_dict(), path)
 
     Args:
-        rule: The rule. Several `ClipState` objects can share one rule, because the state is here.
+        rule: The rule. Several `ClipState` objects can share one rule, because rules have no mutable state.
 
     Attributes:
         initial: The initial state of the rule; empty for most rules.
@@ -274,7 +292,10 @@ class ClipState:
         return of_each or self.rule.level in ("parameters", "named", "units")
 
     def bind(self, names: Sequence[str]) -> None:
-        """Set the names of the logical parameters. State of a parameter is kept by its name.
+        """Set the names of the logical parameters.
+
+        If the names changed, the next step creates the state tensors again. Parameters whose name was bound before keep
+        their state.
 
         Host synchronization: only if the names changed.
         """
@@ -283,12 +304,12 @@ class ClipState:
             self.names, self.tensors = tuple(names), {}
 
     def decide(self, norms: Norms, rule: Clip | None = None) -> ClipResult:
-        """Return the decision of one step.
+        """Return the result of the rule in one step. The state tensors are created if they are missing, but not updated.
 
         Args:
             norms: The norms of the unscaled gradients.
-            rule: A rule to apply with this state instead, such as the rule combined with thresholds of param groups. None:
-                the rule itself.
+            rule: Another rule that is applied with this state, such as `rule` combined with thresholds of param groups.
+                None (default): `rule`.
         Raises:
             RuntimeError: A CUDA graph is captured in the first step, or the rule replaced a tensor of its own during a
                 capture.
@@ -300,7 +321,12 @@ class ClipState:
             return rule.decide(norms, self.tensors)
 
     def remember(self, decision: ClipResult, taken: Tensor) -> None:
-        """Store the new state of ``decision`` if ``taken``, 0-dim bool, is True. Host synchronization: none."""
+        """Write the new state of ``decision`` into `tensors` if ``taken``, 0-dim bool on the device, is True.
+
+        Raises:
+            TypeError: ``decision`` has a state that the rule's `Clip.initial` does not have.
+        Host synchronization: none.
+        """
         for name, value in decision.state.items():
             if name not in self.tensors:
                 raise TypeError(
@@ -338,7 +364,10 @@ class ClipState:
     # Saving and loading ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers, which load on any layout. Host synchronization: one per tensor."""
+        """Return the state as Python numbers. They can be loaded on another mesh or layout.
+
+        Host synchronization: one per tensor.
+        """
         return {"rule": type(self.rule).__name__, "state": self._read_numbers()}
 
     def _read_numbers(self) -> dict[str, Numbers]:
@@ -349,16 +378,16 @@ class ClipState:
         return found
 
     def check_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Raise ValueError unless ``saved`` is None or the `state_dict` of a rule; it may be of another rule."""
+        """Raise ValueError unless ``saved`` is None or the `state_dict` of this rule or of another rule."""
         if saved is None:
             return
         fields({"rule": check_text, "state": dict_of(_check_numbers)})(saved, "clip")
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Continue from the result of `state_dict`, on this or another layout.
+        """Replace the state by ``saved``, the result of `state_dict` on this or another layout.
 
-        A run may change its rule: if ``saved`` is None or belongs to another rule, the state starts from its initial
-        values, with a warning.
+        If ``saved`` is None or belongs to another rule, this method warns, and the state starts from its initial values.
+        It also warns if logical parameters have no saved value; the state of these parameters starts from initial values.
 
         Raises:
             ValueError: ``saved`` is not the result of a `state_dict`.

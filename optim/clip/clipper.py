@@ -3,9 +3,9 @@
     final gradient = gradient * inverse * factor,      factor = rule(norms * inverse, state)
     inverse = D / W / loss scale
 
-Before clipping, a gradient still contains the loss scale. It was also divided by the number D of data-parallel ranks
-instead of the window's total weight W. Without weights, W is D times the number of micro-batches whose mean is taken.
-Rules and `GradStats` receive norms of the final, unscaled gradients before clipping.
+Before clipping, a gradient still contains the loss scale. Gradient reduction divided it by the number D of data-parallel
+ranks, but the mean over an accumulation window needs a division by the window's total weight W. Without weights, W is D
+times the number of micro-batches whose mean is taken. Rules and `GradStats` receive the norms of ``gradient * inverse``.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .rules import ByGroup, ByNorm, ByValue
 
 # Votes on a step ------------------------------------------------------------------------------------------------------
 
-# Votes of ranks to skip a step, exchanged in the collective that computes the norm.
+# The collective that computes the norm also sums the votes of all ranks to skip a step.
 
 
 class SkipVote:
-    """Collects the votes of all ranks to skip a step. The result is equal on all ranks.
+    """Combines the votes of all ranks to skip a step. The result is equal on all ranks.
 
     Args:
         commit: Returns False to reject the step on this rank; called once per update. None: ranks have no vote.
-        watch: The periodic comparison of replicas. None: replicas are not compared.
+        watch: The periodic comparison of replicas. None: replicas are not compared periodically.
         device: The device on which votes are summed.
 
     Attributes:
-        problem: The exception that ``commit`` raised on this rank in the last step, or a TypeError about its result. Other
-            ranks count it as a vote to skip.
+        problem: The exception that ``commit`` raised on this rank in the last step, or a TypeError if its result was not a
+            bool. It counts as a vote to skip. None: no exception.
     """
 
     def __init__(self, commit: Commit | None, watch: FingerprintMonitor | None, device: torch.device) -> None:
@@ -53,16 +53,18 @@ class SkipVote:
         self.problem: Exception | None = None
 
     def fields(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Return this rank's fields of the packed sum: ``"veto"``, and one ``"fingerprints ..."`` per comparison.
+        """Call ``commit``, and return this rank's votes as fields of a `PackedSum`.
 
-        Host synchronization: none, except in a ``commit`` that synchronizes.
+        The fields are ``"veto"`` (1: skip), and one ``"fingerprints ..."`` per comparison of replicas that is due.
+
+        Host synchronization: none, unless ``commit`` synchronizes.
         """
         votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
         fingerprints = [] if self.watch is None else self.watch.slots(gradients)
         return votes | {f"fingerprints {index}": values for index, values in enumerate(fingerprints)}
 
     def _vote(self, commit: Commit) -> Tensor:
-        """Return 1 as 0-dim tensor if this rank votes to skip, else 0."""
+        """Call ``commit`` and return this rank's vote as a 0-dim tensor: 1 to skip, else 0. An exception is a 1."""
         self.problem = None
         try:
             answer = commit()
@@ -77,7 +79,9 @@ class SkipVote:
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
     def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return (rejected, replicas_diverged), each 0-dim float32 or None, from the summed `fields`.
+        """Record the sums of `fields`, and return (rejected, replicas_diverged), each 0-dim float32.
+
+        ``rejected`` is None without ``commit``; ``replicas_diverged`` is None without ``watch``.
 
         Args:
             sums: The sum of each field over all ranks.
@@ -106,9 +110,9 @@ def multiply_(
     """Multiply gradients in place by the factors of one level. Host synchronization: none.
 
     Args:
-        gradients: One gradient per entry of the plan; None is left out.
-        level: The level of the factors, see `Clip`.
-        factors: 0-dim for "total", else one factor per param group, parameter, named group or unit.
+        gradients: One gradient per entry of the plan. None: the entry has no gradient.
+        level: The level of the factors; see the levels of a clipping rule in the module `clip.base`.
+        factors: 0-dim for "total"; otherwise 1-dim, one factor per param group, parameter, named group or unit.
         plan: The agreed plan.
         units: The units, for level "units".
         named: The named groups, for level "named".
@@ -130,7 +134,7 @@ def multiply_(
 
 
 def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[int]:
-    """Return for each entry of the plan the index of its factor."""
+    """Return for each entry of the plan the index of its factor at ``level``."""
     if level == "groups":
         return [entry.group for entry in plan.entries]
     if named is not None:
@@ -149,9 +153,10 @@ class StepDecision(NamedTuple):
 
     Args:
         stats: The measurements of the step.
-        skipped: ``stats.skipped``.
-        factor: 0-dim. None: gradients are already multiplied, or need no factor.
-        past: 0-dim bool: the step is skipped because some gradients bypassed `backward`. None: not checked.
+        skipped: ``stats.skipped``, 0-dim float32.
+        factor: 0-dim factor that the update must apply. None: gradients are already multiplied, or need no factor.
+        past: 0-dim bool: True if the step is skipped because some gradients were not computed by
+            `ParallelOptimizer.backward`. None: not checked.
         problem: The exception that ``commit=`` raised on this rank. None: no exception.
         shard_counts: The sum of `MissingShards.field`. None: no parameter is sharded.
     """
@@ -164,7 +169,10 @@ class StepDecision(NamedTuple):
     shard_counts: Tensor | None = None
 
     def after(self, earlier: StepDecision) -> StepDecision:
-        """Return this decision combined with an earlier one of the same window, whose reasons to skip still apply."""
+        """Return this decision combined with an ``earlier`` one of the same accumulation window.
+
+        The step is skipped if one of the two decisions skips it. Votes are taken from ``earlier``. The ``factor`` is None.
+        """
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
         votes = {name: getattr(earlier.stats, name) for name in ("rejected", "replicas_diverged", "spiked")}
         disagreed, before = self.stats.ranks_disagree, earlier.stats.ranks_disagree
@@ -177,19 +185,20 @@ class StepDecision(NamedTuple):
 
 
 class GradScaleInfo(NamedTuple):
-    """The factors that gradients still contain. Some of them are known only after a sum over all ranks.
+    """The factors that gradients still contain, and fields to sum over all ranks. One factor follows from these sums.
 
     Args:
         pack: Fields that the measurement sums over all ranks. It may have these fields:
-            ``"window_weight"``: the window's weight per pipeline stage, see `window_fields`;
+            ``"window_weight"``: the accumulation window's weight per pipeline stage, see `window_fields`;
             ``"agreement"``: 0 if ranks agree, see `StepAgreement`;
             `SHARD_COUNTS`: the number of shards with a gradient per full tensor, see `MissingShards`;
             ``"bypassed"``: negative if gradients must not be applied, for example because their loss was not scaled.
-        scale: The loss scale that gradients still contain. None: there is none, or gradients are already unscaled.
-        is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Default: False.
+        scale: The loss scale that gradients still contain. None: gradients contain no loss scale.
+        is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Needs the field
+            ``"window_weight"``. Default: False.
         data_ranks: The number of ranks over which gradients were averaged. Default: 1.
-        loss_scale: The loss scale of the backward pass, for `GradStats`. None: no loss scale.
-        mean_of: The number of micro-batches whose mean the window's gradient is. Default: 1.
+        loss_scale: The loss scale of the backward pass, for `GradStats`. None: backward used no loss scale.
+        mean_of: The number of micro-batches over which the window's gradient is the mean. Default: 1.
     """
 
     pack: PackedSum
@@ -221,10 +230,10 @@ class AgreedThresholds:
         return any(value is not None for value in self.values)
 
     def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Return the thresholds, with the current values of this rank's groups.
+        """Return one threshold per param group. For this rank's groups it is the current value of ``max_norm``.
 
         Raises:
-            ValueError: A threshold changed, and some ranks do not have its group.
+            ValueError: A threshold of this rank changed, and some ranks have fewer param groups.
         """
         own = [group.get("max_norm") for group in param_groups]
         if not self.everywhere and own != list(self.values[: len(own)]):
@@ -236,7 +245,7 @@ class AgreedThresholds:
         return own + list(self.values[len(own) :])
 
     def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
-        """Return ``clip`` combined with the thresholds of param groups.
+        """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`. Without thresholds: ``clip``.
 
         Args:
             clip: The rule of the optimizer. None: no rule.
@@ -267,7 +276,7 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
 
 
 def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
-    """Return the thresholds of all ranks.
+    """Return the thresholds of all param groups of the model, from the thresholds of every rank.
 
     Args:
         by_rank: For each rank the ``max_norm`` of each of its param groups, or None.
@@ -290,7 +299,10 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
 
 @dataclass(frozen=True)
 class MeasurementSpec:
-    """The values that one measurement computes besides the norms of the total and of param groups. See `Clip`."""
+    """The norms that one measurement computes in addition to the total norm and the norms of param groups.
+
+    The fields are the attributes of a `Clip` with the same names.
+    """
 
     norm_type: float
     level: Level = "total"
@@ -303,7 +315,7 @@ class MeasurementSpec:
 
     @classmethod
     def of(cls, clip: Clip | None, norm_type: float) -> MeasurementSpec:
-        """Return the values that a rule needs. ``norm_type``: the p of the norms."""
+        """Return the norms that the rule ``clip`` needs. None: only the total and the groups. ``norm_type``: their p."""
         if clip is None:
             return cls(norm_type)
         return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
@@ -314,23 +326,23 @@ class GradientClipper:
 
     Args:
         params: The tensors whose gradients are clipped, in the order of the plan's entries.
-        regions: For each tensor its part of the full tensor. None: shards have unequal sizes.
+        regions: For each tensor its region of the full tensor. None: shards of the parameter have unequal sizes.
         plan: The plan that all ranks agreed on.
         registry: The process groups.
         thresholds: The thresholds of param groups.
         optimizer: The optimizer whose param groups may have a ``max_norm``.
-        checks: Comparisons of replicas, in the first measurement or in every one. The first check compares ``params`` and
-            their gradients. Default: none.
+        checks: Comparisons of replicas. The first check compares ``params`` and their gradients. Default: none.
         vote: The votes of ranks to skip. None: ranks have no vote.
-        shards: The comparison of shards in the first measurement; needs ``checks``. None: shards are not compared.
-        norm_type: The p of the norms, unless the rule has its own. Default: 2.
+        shards: The comparison of shards, until the first step with a finite norm. Ignored without ``checks``. None: shards
+            are not compared.
+        norm_type: The p of the norms, unless the rule has a ``norm_type``. Default: 2.
         reduction: As in `GlobalNorm`. Default: "packed".
         per_parameter_norms: True: report the norm of every logical parameter. Default: False.
-        check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement, instead of only until they
-            have compared replicas once.
+        check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise: only until the
+            first step with a finite norm. Default: False.
 
     Attributes:
-        checks: The remaining checks.
+        checks: The checks that the next measurement runs.
     """
 
     def __init__(
@@ -362,13 +374,13 @@ class GradientClipper:
         self._one: Tensor | None = None
 
     def replan(self, plan: ReductionPlan) -> None:
-        """Use ``plan``, the same plan with more information."""
+        """Replace the plan by ``plan``, which has the same entries and, for example, also parameter names."""
         self.plan = plan
         self._measurers.clear()
         self._named.clear()
 
     def not_captured(self) -> Iterator[str]:
-        """Yield the reasons why a step can't be captured in a CUDA graph with what it measures."""
+        """Yield the reasons why this object's next measurement can't be captured in a CUDA graph. No reason: it can."""
         if self.vote is not None and self.vote.commit is not None:
             yield "commit= is called in Python: leave it out, and decide before a replay"
         if isinstance(self._check_replicas, Fingerprints):
@@ -379,7 +391,10 @@ class GradientClipper:
             yield "replicas have not been compared yet in a step with a finite norm: make more steps without a graph"
 
     def start_over(self) -> None:
-        """Forget the compared replicas. Call it after weights or states were replaced."""
+        """Discard detected replica divergence, and compare replicas in the next step if `Fingerprints` are used.
+
+        Call it after weights or states were replaced.
+        """
         if self.vote is not None and self.vote.watch is not None:
             self.vote.watch.start_over()
 
@@ -392,20 +407,24 @@ class GradientClipper:
         earlier: StepDecision | None = None,
         captured: bool,
     ) -> StepDecision:
-        """Return the decision of the step. Gradients are already clipped if it has no ``factor``.
+        """Measure the gradients, apply the rule, and return the decision of the step.
+
+        The gradients are clipped in place, unless the decision has a ``factor``.
 
         Args:
             clip: The rule and its state. The state is updated, unless the step is skipped for a reason other than the rule
-                itself. None: measure only.
+                itself. None: gradients are unscaled but not clipped.
             scale_info: The factors that gradients still contain.
-            in_place: True: unscale and clip in place. False (default): return the factor if the update can apply it.
-            earlier: An earlier decision of the same window. None: this is the first one. Ranks vote only in the first one.
-            captured: True: a CUDA graph is captured.
+            in_place: True: unscale and clip in place. False (default): return the factor in the decision if one factor
+                applies to all gradients and the rule does not change gradients in place.
+            earlier: An earlier decision of the same accumulation window. None (default): this is the first decision. Ranks
+                vote only in the first decision of a window.
+            captured: True: a CUDA graph is being captured.
         Raises:
-            ValueError: A threshold changed that other ranks do not have. In the first measurement, on every rank: shards of
-                a parameter are replicas.
+            ValueError: On one rank: its threshold changed, and other ranks do not have the param group. On every rank, if
+                shards are compared: shards of a parameter are replicas.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
-        Collectives: one.
+        Collectives: those of `GlobalNorm`: one with ``reduction="packed"``.
         Host synchronization: none, except one if replicas are compared.
         """
         given = None if clip is None else clip.rule
@@ -470,7 +489,7 @@ class GradientClipper:
     def _add_thresholds(
         self, clip: Clip | None, norm_type: float, pack: PackedSum, vote: SkipVote | None
     ) -> Clip | None:
-        """Return the rule combined with the thresholds of param groups."""
+        """Return the rule combined with the thresholds of param groups. Before an error, take part in the collective."""
         groups = self.optimizer.param_groups
         if not (
             self.thresholds.has_any or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)
@@ -487,7 +506,7 @@ class GradientClipper:
     def _measure_unscaled(
         self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
-        """Return the norms of the final gradients before clipping, ``inverse``, and the sums of the packed fields."""
+        """Return the norms of ``gradient * inverse``, ``inverse`` (None: 1), and the sums of the packed fields."""
         norms, sums = self._measure(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
         if scale_info.is_weighted:
@@ -507,7 +526,10 @@ class GradientClipper:
     def _measure(
         self, needs: MeasurementSpec, pack: PackedSum, vote: SkipVote | None
     ) -> tuple[Norms, Mapping[str, Tensor]]:
-        """Return the norms of the gradients as they are, and the sums of the packed fields. Collectives: exactly one."""
+        """Return the norms of the gradients before unscaling, and the sums of the packed fields.
+
+        Collectives: those of `GlobalNorm`: one with ``reduction="packed"``. Raises as `_compare`.
+        """
         if needs not in self._measurers:
             self._measurers[needs] = self._make_global_norm(needs)
         gradients = [param.grad for param in self.params]
@@ -529,7 +551,14 @@ class GradientClipper:
         return norms, sums
 
     def _compare(self, total: Tensor, sums: Sequence[Tensor]) -> None:
-        """Raise ReplicaMismatchError if replicas differ, ValueError if shards are replicas. Host synchronization: one."""
+        """Raise ReplicaMismatchError if replicas differ, ValueError if shards are replicas. Host synchronization: one.
+
+        After a successful comparison, remove the checks that run only once.
+
+        Args:
+            total: The total norm. If it is non-finite, nothing is compared, unless ``check_replicas`` is True.
+            sums: The slots of each check, and of the comparison of shards, summed over all ranks.
+        """
         total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
         # A skipped step is not compared, because an overflow may be in one replica only. The next step is compared.
         always = self._check_replicas is True
@@ -554,7 +583,7 @@ class GradientClipper:
         )
 
     def _add_named_norms(self, needs: MeasurementSpec, norms: Norms) -> Norms:
-        """Return the norms with the norms of named groups."""
+        """Return ``norms`` with the field ``named``, and with ``weights`` per named group if they are needed."""
         if needs.patterns not in self._named:
             self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
         named, p = self._named[needs.patterns], needs.norm_type
@@ -562,7 +591,7 @@ class GradientClipper:
         return norms._replace(named=named.norms(norms.parameters, p, self._constants), weights=weights)
 
     def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
-        """Multiply the gradients by the factors of one level in place, and keep their marks of complete gradients."""
+        """Multiply the gradients by the factors of one level in place. Marks of reduced gradients stay valid."""
         # All marks are kept in one call: the gradients may be views of one buffer, and a write to one of them increments
         # the version counter of all, which would remove marks.
         units, named = self._measurers[needs].units, self._named.get(needs.patterns)
@@ -577,7 +606,7 @@ def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
     Args:
         totals: The sum over all ranks of the field ``"window_weight"``, one value per pipeline stage.
         data_ranks: D, the number of ranks over which gradients were averaged.
-        count: The number of micro-batches whose mean the window's gradient is. Default: 1.
+        count: The number of micro-batches over which the window's gradient is the mean. Default: 1.
     Host synchronization: none.
     """
     total = totals.amax() if len(totals) > 1 else totals[0]
@@ -585,7 +614,7 @@ def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
 
 
 def _is_applied(finite: Tensor, *flags: Tensor | None) -> Tensor:
-    """Return a 0-dim bool: True if no flag skips the step. The rule may still skip it."""
+    """Return a 0-dim bool: True if ``finite`` is True and every flag is None or 0."""
     for flag in flags:
         if flag is not None:
             finite = finite & (flag == 0)

@@ -40,7 +40,7 @@ NamedParam = tuple[str | None, Tensor]
 
 
 def unique_params(params: Params) -> list[NamedParam]:
-    """Return (name, parameter) pairs without repeated parameters."""
+    """Return (name, parameter) pairs without repeated parameters. The name is None if ``params`` has no names."""
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     check_unused(params)
@@ -53,13 +53,13 @@ def unique_params(params: Params) -> list[NamedParam]:
 
 @dataclass
 class OneShotParams:
-    """The parameters of one call.
+    """The parameters and gradients that one call of a function of this module receives.
 
     Args:
         given: The (name, parameter) pairs that the user gave.
         params: The parameters, with local tensors in place of DTensors.
-        gradients: This rank's gradients.
-        annotations: The declared layouts; None: not declared.
+        gradients: One gradient per parameter, local to this rank. None: the parameter has no gradient.
+        annotations: One declared layout per parameter. None: not declared.
         undeclared_are_replicas: As in `entries_of`. Default: False.
     """
 
@@ -83,7 +83,7 @@ class OneShotParams:
 
     @cached_property
     def pending(self) -> Pending:
-        """Return the (index, annotation) of each parameter whose gradient may be partial or is tied."""
+        """Return (index, annotation) for each parameter that is tied or whose gradient may be partial."""
         return [
             (index, annotation)
             for index, annotation in enumerate(self.annotations)
@@ -91,26 +91,26 @@ class OneShotParams:
         ]
 
     def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
-        """Change the gradients in place, and keep their marks of complete gradients."""
+        """Call ``change(gradients)``, which writes in place. Marks of reduced gradients stay valid; see `mark_complete`."""
         with keep_complete_marks((self.params[i], self.gradients[i]) for i, _ in self.pending):
             change(self.gradients)
 
     @property
     def sizes(self) -> list[int]:
-        """Return the number of elements of each gradient; of the parameter if it has no gradient."""
+        """Return one number of elements per parameter: of its gradient, or of the parameter if it has no gradient."""
         return [
             (param if grad is None else grad).numel() for param, grad in zip(self.params, self.gradients, strict=True)
         ]
 
     def plan(self, registry: ProcessGroupRegistry) -> ReductionPlan:
-        """Return the plan of this rank. Raises as `entries_of` and `ReductionPlan.of`."""
+        """Return this rank's reduction plan of the parameters. Raises as `entries_of` and `ReductionPlan.of`."""
         named = [param if name is None else (name, param) for name, param in self.given]
         entries = entries_of([named], registry.topology, undeclared_are_replicas=self.undeclared_are_replicas)
         return ReductionPlan.of(entries, registry.topology, registry.global_rank)
 
 
 def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
-    """Raise TypeError for a gradient that is sparse or complex, and ValueError for a gradient that is still partial."""
+    """Raise TypeError if a gradient is sparse or complex, and ValueError if a gradient is still partial."""
     gradients = [gradient for gradient in listed.gradients if gradient is not None]
     dense = {gradient.layout for gradient in gradients} <= {torch.strided}
     if not dense or any(dtype.is_complex for dtype in {gradient.dtype for gradient in gradients}):
@@ -135,7 +135,8 @@ def _name(listed: OneShotParams, index: int) -> str:
 
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
 
-# Such a rule needs logical parameters. Without an optimizer, ranks agree once on the list of parameters.
+# A rule with factors per parameter, param group or unit needs to know which shards belong to one logical parameter. An
+# optimizer knows it from its plan. For these functions, all ranks agree on it in the first call with a list of parameters.
 
 
 class StatefulClipper:
@@ -147,7 +148,7 @@ class StatefulClipper:
         clip: The rule and its state.
         norm_type: p >= 1, or inf.
         reduction: See `GlobalNorm`.
-    Raises: As `agreed`, on every rank.
+    Raises: As `agreed` and `planned_for`, on every rank.
     Collectives: those of `agreed` and `planned_for`.
     Host synchronization: yes.
     """
@@ -188,9 +189,9 @@ class StatefulClipper:
             params: The parameters as the user gave them, including DTensors.
             listed: The same parameters with local tensors.
         Raises:
-            ValueError: On a rank whose list differs from the first call, or whose gradients are partial. The other ranks
-                skip the step.
-            TypeError: On a rank with complex or sparse gradients. The other ranks skip the step.
+            ValueError: On a rank whose list differs from the list of the first call, or whose gradients are partial. The
+                other ranks do not clip, and return ``found_inf`` = 1.
+            TypeError: On a rank with complex or sparse gradients; the other ranks as above.
         Collectives: one.
         Host synchronization: none.
         """
@@ -228,7 +229,7 @@ def global_norm(
     *,
     reduction: Reduction = "packed",
 ) -> GradStats:
-    """Return the global p-norm of the gradients of ``params``. It changes nothing.
+    """Return the global p-norm of the gradients of ``params``. The gradients stay unchanged.
 
         stats = global_norm(model.parameters(), registry)
         print(float(stats.total_norm))
@@ -237,25 +238,28 @@ def global_norm(
     `sync_gradients` or `ParallelOptimizer`.
 
     Args:
-        params: A module, parameters, or (name, parameter) pairs. ``.grad`` is this rank's shard; None counts as zero. With
-            ``reduction="packed"`` the parameters may differ between calls and between ranks.
-        registry: The process groups of the mesh that the specs name. None (default): the meshes of the DTensors tell how
-            parameters are sharded. Plain parameters, and DTensors over axes that their meshes do not have, count as
-            replicated. The first call on these meshes compares the replicas and their gradients bit by bit.
+        params: A module, parameters, or (name, parameter) pairs. ``.grad`` is this rank's shard of the gradient; None
+            counts as zero. With ``reduction="packed"`` the parameters may differ between calls and between ranks.
+        registry: The process groups of the mesh on which the parameters were declared. None (default): the placements of
+            the DTensors describe how they are sharded over their meshes. Plain parameters count as replicated over all
+            ranks, and a DTensor counts as replicated over the axes that its mesh does not have. The first call on these
+            meshes compares the replicas and their gradients bitwise.
         norm_type: p >= 1, or inf. Default: 2.
         reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
         GradStats, bitwise identical on every rank.
     Raises:
-        ValueError: A parameter has no spec, or a spec that does not fit; a gradient is still partial; norm_type < 1.
-        TypeError: A gradient is complex or sparse. Calls that compare ranks raise these errors on all ranks. Other calls
-            raise them on one rank, and the norm is NaN on the other ranks.
+        ValueError: A parameter has no spec, or a spec that does not fit its shape or the mesh; a gradient is still partial;
+            norm_type < 1.
+        TypeError: A gradient is complex or sparse. A call that compares the ranks' declarations raises a TypeError or
+            ValueError on all ranks. Every other call raises it only on the rank with the wrong parameter or gradient, and
+            the norm is NaN on the other ranks.
         ReplicaMismatchError: On every rank, in the first call without a registry: replicas or their gradients differ. The
             error names the parameters and the axes.
-    Collectives: one all-reduce over all ranks (p >= 12: one all-gather). The first call with a registry also compares the
-        ranks' declarations. With ``"per_group"`` every call does, because its collectives depend on the declarations.
-        Without a registry the first call, and a call with DTensors on new meshes, also gathers the meshes and compares
-        replicas.
+    Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
+        `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
+        every call compares them, because its collectives depend on the declarations. Without a registry, the first call
+        and every call with DTensors on new meshes also gather the meshes and compare replicas.
     Host synchronization: only when ranks are compared.
     """
     given = unique_params(params)
@@ -268,9 +272,10 @@ def global_norm(
 def _listed(
     given: Sequence[NamedParam], registry: ProcessGroupRegistry | None
 ) -> tuple[OneShotParams, ProcessGroupRegistry]:
-    """Return the parameters of one call, and their registry: the given one, or the one that the DTensors imply.
+    """Return the parameters of one call, and ``registry``; if it is None, a registry made from the DTensors' meshes.
 
-    Raises, collectives: as `OneShotParams.of` and `registry_of_meshes`.
+    Raises: As `OneShotParams.of`, `registry_of_meshes` and `check_registry`.
+    Collectives: those of `registry_of_meshes`, only if ``registry`` is None.
     """
     is_inferred = registry is None
     if registry is None:
@@ -282,9 +287,9 @@ def _listed(
 
 
 def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
-    """Compare undeclared parameters, which count as replicas, and their gradients over all ranks.
+    """Compare the replicas of all parameters, declared or not, and of their gradients over all ranks.
 
-    This is done in the first call with an inferred registry only.
+    Only the first call with a registry that was made from DTensors compares them. Every other call returns at once.
 
     Raises: As `agreed`; ReplicaMismatchError on every rank.
     Collectives: those of `agreed` and one all-reduce, in the first call. Host synchronization: in the first call.
@@ -331,21 +336,22 @@ def clip_grad_norm_(
 
         grad_norm = clip_grad_norm_(model.parameters(), 1.0)
 
-    If the norm is non-finite, the gradients stay unchanged and ``found_inf`` is 1; do not step then.
+    If the norm is non-finite, the gradients stay unchanged and ``stats.found_inf`` is 1. Then do not call
+    ``optimizer.step()``.
 
     Args:
         params: As for `global_norm`. A rule that distinguishes parameters needs the same list in every call.
-        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or another rule. A rule with state, or one
-            that distinguishes parameters, must be a `ClipState` that you make once. If the rule skips spikes, do not step
-            if ``stats.skipped``.
-        registry: As for `global_norm`; None (default): the DTensors tell it.
-        norm_type: p >= 1, or inf; the ``norm_type`` of a rule takes precedence. Default: 2.
+        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a clipping rule. If the rule has state,
+            or has factors per parameter, param group or unit, make a `ClipState` of it once and pass that in every call.
+            With a rule that skips spikes, do not call ``optimizer.step()`` if ``stats.skipped`` is 1.
+        registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
+        norm_type: p >= 1, or inf. If the rule has a ``norm_type``, that one is used. Default: 2.
         error_if_nonfinite: True: raise on every rank if the norm is non-finite; this synchronizes the host in every call.
             Default: False.
         reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
         GradStats with the norm before clipping, bitwise identical on every rank.
-    Raises: As `global_norm`; nothing is changed then. Also:
+    Raises: As `global_norm`. After an error the gradients of this rank are unchanged. Also:
         ValueError: ``max_norm`` is None or out of range.
         TypeError: The rule needs a `ClipState`.
         RuntimeError: The norm is non-finite and ``error_if_nonfinite`` is True.
@@ -400,23 +406,25 @@ def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> Clip
 
 
 def _needs_only_total(clip: ClipState) -> bool:
-    """Return True if the rule needs only the total norm, and multiplies all gradients by one factor."""
+    """Return True if the rule only multiplies all gradients by one factor that depends on the total norm."""
     rule = clip.rule
     return rule.level == "total" and not (rule.weights or rule.in_place or clip.needs_names)
 
 
 @torch.no_grad()
 def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegistry | None = None) -> None:
-    """Multiply the gradients by one factor, in place: the second half of `clip_grad_norm_`.
+    """Multiply the gradients by ``factor``, in place. After `global_norm`, this is the second half of `clip_grad_norm_`.
 
         stats = global_norm(model.parameters())
         scale_gradients_(model.parameters(), stats.clip_coef_for(1.0))
 
     Args:
         params: As for `global_norm`.
-        factor: 0-dim, equal on all ranks.
-        registry: As for `global_norm`; None (default): the DTensors tell it.
-    Raises: As `clip_grad_value_`.
+        factor: 0-dim tensor, equal on all ranks.
+        registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
+    Raises:
+        ValueError: A gradient is still partial.
+        TypeError: A gradient is complex or sparse.
     Collectives: none, except for new meshes without a registry; see `global_norm`.
     Host synchronization: none.
     """
@@ -436,11 +444,12 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Args:
         params: As for `global_norm`.
         clip_value: The bound, in units of the unscaled gradient; finite, > 0.
-        registry: The process groups; they show which gradients may be partial. None (default): the DTensors tell it.
+        registry: The process groups. They are needed to check that no gradient is still partial. None (default): they are
+            made from the meshes of the DTensors.
     Raises:
         ValueError: A gradient is still partial, or ``clip_value`` is not finite and positive.
         TypeError: A gradient is complex or sparse.
-    Collectives: none.
+    Collectives: none, except for new meshes without a registry; see `global_norm`.
     Host synchronization: none.
     """
     check_threshold(clip_value, "clip_value")
@@ -483,7 +492,7 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
 
 
 def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
-    """Take part in a packed measurement with a gradient of NaN."""
+    """Measure one gradient of NaN in the packed collective, so that the norm is NaN on all ranks."""
     nan = torch.full((1,), torch.nan, device=registry.device)
     annotate(nan, P(), "nan")
     topology = registry.topology
@@ -492,7 +501,7 @@ def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
 
 
 class _CachedNorm(NamedTuple):
-    """The `GlobalNorm` of a list that was measured before. It keeps annotations alive, because the key has their ids."""
+    """The `GlobalNorm` of a list of parameters. It holds the annotations, because the ids in the cache key are theirs."""
 
     norm: GlobalNorm
     pending: Pending
@@ -500,7 +509,7 @@ class _CachedNorm(NamedTuple):
 
 
 class _RegistryCache:
-    """The lists of parameters that were measured with one registry, by key."""
+    """Objects that are cached for one registry: a `GlobalNorm` per list of parameters, a clipper per `ClipState`."""
 
     def __init__(self) -> None:
         self.norms: dict[tuple[object, ...], _CachedNorm] = {}
@@ -508,7 +517,7 @@ class _RegistryCache:
         self.checked = False
 
     def remember(self, key: tuple[object, ...], known: _CachedNorm) -> None:
-        """Store the result for a list. The cache is cleared at 64 lists, because lists may change in every call."""
+        """Store ``known`` for a list of parameters. At 64 lists, all are removed first, because every list may be new."""
         if len(self.norms) >= 64:
             self.norms.clear()
         self.norms[key] = known

@@ -49,7 +49,7 @@ class ByNorm(Clip):
     Args:
         max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function of the number of steps that
             were not skipped, such as `WarmUp`.
-        norm_type: p >= 1, or inf. None (default): the optimizer's p.
+        norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
     """
 
     max_norm: Threshold
@@ -69,7 +69,7 @@ class ByNorm(Clip):
 
 @dataclass(frozen=True)
 class ByValue(Clip):
-    """Clamps every element to [-clip_value, clip_value], after the norm was measured.
+    """Clamps every element of the gradients to [-clip_value, clip_value]. Reported norms are norms before the clamp.
 
         ParallelOptimizer(adamw, registry, max_norm=ByValue(0.5))
 
@@ -92,20 +92,22 @@ class ByValue(Clip):
 
 @dataclass(frozen=True)
 class ByGroup(Clip):
-    """Clips param groups with a threshold by their own norm, and all other groups by their common norm.
+    """Clips each param group that has a threshold by the norm of the group, and all other groups by their common norm.
 
         optimizer.param_groups[1]["max_norm"] = 0.5  # ParallelOptimizer then combines its rule into a ByGroup
 
-    `GradStats.clip_coef` is the coefficient of the other groups. An optimizer that normalises its update (Muon, LAMB) needs
-    no clipping, and its gradients should not shorten other gradients: give its groups ``math.inf``.
+    `GradStats.clip_coef` is the coefficient of the other groups; 1 if every group has a threshold. Give ``math.inf`` to
+    groups whose optimizer normalises its update (Muon, LAMB). They need no clipping, and their gradients then do not lower
+    the coefficient of the other groups.
 
     Args:
         thresholds: One threshold per param group. None: the group is one of the other groups. ``math.inf``: the group is
             not clipped, and not part of the common norm.
         others: The threshold of the common norm of the other groups. None (default): they are not clipped.
-        norm_type: p >= 1, or inf; the common norm is computed from the groups' norms with this p. None (default): the
-            optimizer's p.
-        clip_value: Clamp every element afterwards, as `ByValue`. None (default): no clamp.
+        norm_type: The p of the groups' norms and of the common norm; p >= 1, or inf. None (default): the ``norm_type`` of
+            the optimizer.
+        clip_value: Bound of a clamp of every element, as in `ByValue`, after the multiplication by the coefficients. None
+            (default): no clamp.
     """
 
     level = "groups"
@@ -156,7 +158,7 @@ class ByGroup(Clip):
 
 @dataclass(frozen=True)
 class PerParameter(Clip):
-    """Clips every logical parameter by its own norm, with the same factor on all of its shards.
+    """Clips every logical parameter by its own norm. All shards of a parameter get the same factor.
 
         ParallelOptimizer(adamw, registry, max_norm=PerParameter(0.1))
 
@@ -184,20 +186,20 @@ class PerParameter(Clip):
 
 @dataclass(frozen=True)
 class Adaptive(Clip):
-    """Clips each unit's gradient to a fraction of the norm of the unit's weights (adaptive gradient clipping).
+    """Clips the gradient of each row to a fraction of the norm of the row's weights (adaptive gradient clipping).
 
         ParallelOptimizer(sgd, registry, max_norm=Adaptive(0.01))
 
     ```text
-    factor = min(1, clipping * max(||w||, eps) / ||g||)        Brock et al. 2021, arXiv:2102.06171
+    factor = min(1, clipping * max(||w||, eps) / max(||g||, 1e-6))        Brock et al. 2021, arXiv:2102.06171
     ```
 
-    A unit is a row of the full tensor, which holds the weights of one output. Several ranks may hold parts of it. A tensor
-    of fewer than two dims is one unit.
+    ``w`` and ``g`` are the weights and the gradient of one unit. A unit is a row of the full tensor: the weights of one
+    output. Its elements may be distributed over several ranks. A tensor of fewer than two dims is one unit.
 
     Args:
         clipping: The fraction; finite, > 0. Default: 0.01.
-        eps: Lower bound of ||w||, so that weights that start at zero can change. Default: 1e-3.
+        eps: Lower bound of ||w||, so that weights that start at zero can change; finite, > 0. Default: 1e-3.
         unit_dim: The dim along which units are counted: 0 (default) for weights [out, in], 1 for [in, out]. Or a dim per
             glob over parameter names.
     """
@@ -231,17 +233,17 @@ class ByName(Clip):
 
         ByName({"*.experts.*": 0.5, "mtp*": ZClip(), "*.bias": None}, others=1.0)
 
-    ``max_norm={"*.experts.*": 0.5, "*": 1.0}`` is short for ``ByName`` of this dict without ``others``. Groups are
-    independent of param groups. A parameter belongs to the first pattern that matches its name. A pattern that is the first
-    match of no parameter is an error on every rank. `GradStats.named_norms` has the norms, and ``clip_coef`` the smallest
-    factor.
+    ``max_norm={"*.experts.*": 0.5, "*": 1.0}`` is short for ``ByName`` of this dict without ``others``. Named groups are
+    independent of param groups. A parameter belongs to the first pattern that matches its name. If a pattern is the first
+    match of no parameter, ValueError is raised on every rank. `GradStats.named_norms` has the norm per pattern, and
+    `GradStats.clip_coef` is the smallest factor.
 
     Args:
         groups: A threshold or a rule per glob over the names of `torch.nn.Module.named_parameters`. Rules must have level
             "total"; they receive the group's norm as the total norm, and have a separate state per group.
-        others: The threshold or rule for all parameters that no pattern matches. None: they are not clipped. Not given
-            (the default ``...``): the patterns must match every parameter, or the rule raises ValueError on every rank.
-        norm_type: p >= 1, or inf. None (default): the optimizer's p.
+        others: The threshold or rule for all parameters that no pattern matches. None: these parameters are not clipped.
+            The default ``...`` requires a matching pattern for every parameter; else ValueError is raised on every rank.
+        norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
     """
 
     level = "named"
@@ -287,7 +289,7 @@ class ByName(Clip):
         return *(pattern for pattern, rule in self.groups if rule is None), *others
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise ValueError if a pattern matches no parameter, or if ``others`` was not given and some match no pattern."""
+        """Raise ValueError if a pattern is the first match of no name, or if a name without a pattern has no rule."""
         named = Named.of(names, self.patterns)
         if not isinstance(self.others, EllipsisType):
             return
@@ -327,7 +329,7 @@ def _to_rule(value: OfGroup) -> Clip | None:
 # The argument ``max_norm=`` -------------------------------------------------------------------------------------------
 
 ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
-"""A threshold of the global norm; a rule; thresholds or rules per pattern (`ByName`). None: measure only."""
+"""The types of ``max_norm=``: a threshold of the global norm, a rule, or a dict for `ByName`. None: measure only."""
 
 
 def clip_of(max_norm: ClipSpec) -> Clip | None:
@@ -358,11 +360,11 @@ def in_use(max_norm: ClipSpec) -> ClipState | None:
 
 
 def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """Return ``plan``, with the names of logical parameters if the rule needs them.
+    """Check that the rule supports the plan's parameters. Return ``plan``, with parameter names if the rule needs them.
 
     Raises:
         ValueError: On every rank: the rule does not support a parameter, or one of its patterns matches no parameter.
-    Collectives: an object all-gather, if the rule needs names and ranks have not agreed on them.
+    Collectives: an object all-gather, if the rule needs parameter names and ``plan`` has none.
     """
     if clip is None or not ClipState(clip).needs_names:
         return plan
@@ -374,7 +376,7 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
 
 
 def check_packed(clip: Clip | None, reduction: str) -> None:
-    """Raise ValueError if the rule needs norms that only ``reduction="packed"`` computes."""
+    """Raise ValueError if ``reduction`` is not ``"packed"`` and the rule needs norms of units or of weights."""
     if clip is not None and reduction != "packed" and (clip.weights or clip.level == "units"):
         raise ValueError(f"max_norm={clip!r} needs reduction='packed', which computes its norms")
 
@@ -385,7 +387,7 @@ def check_packed(clip: Clip | None, reduction: str) -> None:
 @renamed_fields(times="factor")
 @dataclass(frozen=True)
 class AdaGC(Clip):
-    """Clips each parameter's gradient to ``factor`` times the exponential mean of the norms of its clipped gradients.
+    """Clips each parameter's gradient to ``factor`` times a running mean: the mean norm of its earlier clipped gradients.
 
         ParallelOptimizer(adamw, registry, max_norm=AdaGC())
 
@@ -397,13 +399,13 @@ class AdaGC(Clip):
                                                          Wang et al. 2025, arXiv:2502.11034
     ```
 
-    ``g_i`` is the gradient of a logical parameter; all of its shards get the same factor. A norm of 0, as of an unused
-    parameter, does not change the mean, because a mean of 0 would stay 0. A parameter without a gradient in the warm-up
-    starts its mean with its first gradient. Skipped steps do not change the state.
+    ``g_i`` is the gradient of a logical parameter; all of its shards get the factor ``h_t[i]``. A gradient norm of 0, such
+    as the norm of an unused parameter, does not change the mean, because a mean of 0 would stay 0. If a parameter has no
+    gradient in the warm-up, its first gradient is treated as in the warm-up. Skipped steps do not change the state.
 
     Args:
         max_norm: The threshold of the total norm in the warm-up; finite, > 0. Default: 1.
-        factor: The bound as a multiple of the mean; finite, > 0. Default: 1.05.
+        factor: The bound of a gradient's norm, as a multiple of the mean; finite, > 0. Default: 1.05.
         decay: The decay of the mean; >= 0, < 1. Default: 0.98.
         warm_up: Steps of the warm-up; >= 1. Default: 100.
     """
@@ -442,13 +444,14 @@ class ByPreviousNorm(Clip):
 
         ParallelOptimizer(adamw, registry, max_norm=ByPreviousNorm(1.0))
 
-    The coefficient is known before the backward of step t starts. The norm of step t is still measured by the same
-    collective, for overflow detection and for the next step. A sudden spike is not clipped: put this rule into `SkipSpikes`
-    if spikes may happen. The first step is clipped by its own norm. A skipped step does not change the stored norm.
+    The coefficient is known before the backward of step t starts. The norm of step t is still measured, with the same
+    collective as for other rules. It is used for overflow detection and for clipping in step t + 1. A spike of the norm is
+    not clipped in its own step: wrap this rule in `SkipSpikes` if spikes may happen. The first step is clipped by its own
+    norm. A skipped step does not change the stored norm.
 
     Args:
         max_norm: The threshold, as for `ByNorm`.
-        norm_type: p >= 1, or inf. None (default): the optimizer's p.
+        norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
     """
 
     max_norm: Threshold
@@ -479,20 +482,20 @@ class SkipSpikes(Clip):
 
         ParallelOptimizer(adamw, registry, max_norm=SkipSpikes(factor=4.0, inner=1.0))
 
-    Weights and optimizer states stay bitwise unchanged, and the loss scale does not back off, because a spike is not an
-    overflow. `GradStats.spiked` and ``skipped`` report the skip, and `skipped_steps` counts it. Schedules that hold on a
-    skipped step hold. `Skip` does not count spikes among its consecutive skips.
+    Such a norm is called a spike. A skipped step leaves weights and optimizer states bitwise unchanged. The loss scale is
+    not reduced, because a spike is not an overflow. `GradStats.spiked` and `GradStats.skipped` report the skip, and
+    `ParallelOptimizer.skipped_steps` counts it. Schedules treat the step like every other skipped step. The limit of
+    ``on_nonfinite=Skip(...)`` on consecutive skipped steps does not count spikes.
 
-    In the window, a spike counts as the threshold ``factor * median`` that it exceeded. So one spike changes a mean little
-    and a median hardly. If norms stay at a higher level, steps are applied again when the statistics have reached this
-    level.
+    The window stores the threshold ``factor * median`` in place of the norm of a spike, so that one spike changes the
+    median or mean little. If all norms stay at a higher level, the statistic rises, until steps are applied again.
 
     Args:
-        factor: The threshold as a multiple of the statistic; finite, > 1. Default: 4.
+        factor: The threshold, as a multiple of the statistic of the window; finite, > 1. Default: 4.
         inner: The clipping of steps that are not skipped: a rule, a threshold, or a dict as for `ByName`. A spike does not
-            change its state. None (default): no clipping.
-        statistic: The statistic of the window: ``"median"`` (default) or ``"mean"``.
-        window: Length of the window in steps; >= 1. Default: 128.
+            change the state of this rule. None (default): no clipping.
+        statistic: ``"median"`` (default) or ``"mean"`` of the norms in the window.
+        window: Number of last norms that are stored; >= 1. Default: 128.
         warm_up: No step is skipped until the window has this many norms; >= 1, at most ``window``. Default: 16.
     """
 
@@ -562,7 +565,7 @@ class SkipSpikes(Clip):
         return self.inner
 
     def _statistic(self, last: Tensor, steps: Tensor) -> Tensor:
-        """Return the median or mean of the window, 0-dim. Free slots are inf, so that sorting puts them last."""
+        """Return the median or mean of the window, 0-dim. Unused elements of ``last`` are inf, so they are sorted last."""
         count = steps.clamp(min=1, max=self.window)
         ordered = last.sort().values
         if self.statistic == "mean":
@@ -585,12 +588,13 @@ class WarmUp:
     threshold = start + (end - start) * min(1, steps taken / steps)
     ```
 
-    Any function may replace it that maps a 0-dim tensor, the number of steps that were not skipped, to a 0-dim tensor.
+    ``steps taken`` is the number of steps that were not skipped. Instead of a `WarmUp`, rules accept every function that
+    maps this number to a threshold, both as 0-dim tensors.
 
     Args:
         start: The first threshold, in units of the unscaled gradient; finite, > 0.
         end: The last threshold, in the same units; finite, > 0.
-        steps: Number of steps after which the threshold is ``end``; >= 1.
+        steps: Number of steps until the threshold is ``end``; >= 1.
     """
 
     start: float
@@ -612,7 +616,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class ZClip(Clip):
-    """Clips norms that are more than ``z`` standard deviations above their mean; larger outliers are clipped harder.
+    """Clips total norms that exceed their running mean by over ``z`` standard deviations; larger ones are clipped more.
 
         ParallelOptimizer(adamw, registry, max_norm=ZClip())
 
@@ -624,15 +628,16 @@ class ZClip(Clip):
                                                          Kumar et al. 2025, arXiv:2504.02507
     ```
 
-    In the first ``warm_up`` steps only ``max_norm`` clips. The statistics are then the population mean and variance of all
-    norms so far, as in the authors' code. Spikes enter the statistics as their clipped norm c_t. Skipped steps do not.
+    In the first ``warm_up`` steps only ``max_norm`` clips, and the statistics are the population mean and variance of all
+    norms so far, as in the authors' code. Later, a norm above the threshold enters the statistics as c_t. The norms of
+    skipped steps do not enter the statistics.
 
     Args:
         z: The threshold of the z-score; > 0. Default: 2.5.
         decay: The decay of the exponential mean and variance; >= 0, < 1. Default: 0.97.
         warm_up: Steps of the warm-up; >= 2. Default: 25.
-        max_norm: An additional bound of every norm from the first step on, as for `ByNorm`. It is applied after the
-            statistics. None (default): no such bound.
+        max_norm: An additional threshold for every step, as for `ByNorm`. The statistics do not include it: they are
+            computed from c_t. None (default): no additional threshold.
     """
 
     z: float = 2.5

@@ -1,4 +1,9 @@
-"""Change gradients in place, and keep marks on gradients that are already reduced."""
+"""Change gradients in place, and mark gradients that are already reduced.
+
+A mark on a parameter stores the address and the version counter of its gradient. Every write to the gradient increments
+the counter, so a later backward makes the mark invalid. Code that changes a reduced gradient, such as clipping, must renew
+the mark; see `keep_complete_marks`.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +26,32 @@ _COMPLETE = "_meshstep_complete"
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype in which backward accumulates: float32 with main gradients, else the parameter's dtype."""
+    """Return the dtype in which backward accumulates ``param.grad``: ``param.grad_dtype`` if set, else its own dtype."""
     return param.grad_dtype or param.dtype
 
 
 def widen_gradients(params: Sequence[Tensor]) -> None:
-    """Cast half-precision gradients of float32 parameters to float32. Call it before changing gradients in place."""
+    """Replace half-precision gradients of float32 parameters by float32 copies.
+
+    Call it before changing gradients in place, because the result would be rounded to half precision otherwise.
+    """
     for param in params:
         if param.grad is not None and param.grad.dtype != param.dtype == torch.float32 and is_half(param.grad):
             param.grad = param.grad.float()
 
 
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients by a 0-dim tensor in place, with one multi-tensor kernel per device and dtype."""
+    """Multiply the parameters' gradients by ``factor``, a 0-dim tensor, in place. Marks of reduced gradients stay valid.
+
+    Half-precision gradients of float32 parameters become float32 first.
+    """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
         scale_each([param.grad for param in params], factor)
 
 
 def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiply tensors by a 0-dim tensor in place, with one multi-tensor kernel per device and dtype. Skips None."""
+    """Multiply gradients by ``factor``, a 0-dim tensor, in place, with one multi-tensor kernel per device and dtype."""
     here = [grad for grad in gradients if grad is not None]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     if here and are_alike(here):
@@ -53,7 +64,7 @@ def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
 
 
 def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
-    """Clamp tensors to [-clip_value, clip_value] in place. Skips None."""
+    """Clamp gradients to [-clip_value, clip_value] in place. None is left out."""
     if grads := [grad for grad in gradients if grad is not None]:
         change_each(torch._foreach_clamp_min_, grads, -clip_value)
         change_each(torch._foreach_clamp_max_, grads, clip_value)
@@ -62,7 +73,11 @@ def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
 def change_each(
     change: Callable[[list[Tensor], Any], object], gradients: list[Tensor], argument: Tensor | float
 ) -> None:
-    """Call a multi-tensor kernel of torch. Lazily conjugated or negated tensors, which it rejects, are resolved first."""
+    """Call ``change(gradients, argument)``, a multi-tensor kernel of torch that writes to ``gradients``.
+
+    The kernel rejects lazily conjugated or negated tensors. Their values are then written to new memory, and the kernel is
+    called again.
+    """
     try:
         change(gradients, argument)
     except RuntimeError:  # raised before anything is changed; the search for lazy tensors is left to this rare case
@@ -74,7 +89,10 @@ def change_each(
 
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
-    """Clamp the parameters' gradients to [-clip_value, clip_value] in place."""
+    """Clamp the parameters' gradients to [-clip_value, clip_value] in place. Marks of reduced gradients stay valid.
+
+    Half-precision gradients of float32 parameters become float32 first.
+    """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
         clamp_each([param.grad for param in params], clip_value)
@@ -90,7 +108,7 @@ def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
 
 
 def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
-    """Mark the current value of a gradient as reduced. ``grad``: the gradient; None: ``param.grad``."""
+    """Mark the gradient of ``param`` as reduced, until it is written to. ``grad``: the gradient; None: ``param.grad``."""
     grad = param.grad if grad is None else grad
     if grad is not None:
         setattr(param, _COMPLETE, (grad.data_ptr(), grad._version))
@@ -104,10 +122,12 @@ def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
 
 @contextmanager
 def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Keep the marks of `mark_complete` while the body changes gradients in place.
+    """Keep the marks of `mark_complete` valid while the body of the ``with`` statement changes gradients in place.
+
+    After the body, gradients that were marked before it are marked again.
 
     Args:
-        pairs: Pairs of a parameter and its gradient; the gradient None means ``param.grad``.
+        pairs: Pairs of a parameter and its gradient. The gradient None means ``param.grad``.
     """
     complete = [(param, grad) for param, grad in pairs if is_complete(param, grad)]
     yield
@@ -126,9 +146,10 @@ def check_kinds(table: ParamTable) -> None:
 
 
 def poison_bad_kinds(table: ParamTable) -> TypeError | None:
-    """Replace gradients that have no norm by NaN; return the error to raise after the collectives of all ranks.
+    """Replace complex and sparse gradients, which have no norm, by NaN. Return a TypeError if there are any, else None.
 
-    The rank takes part in these collectives with NaN, so that all ranks skip the step.
+    The caller raises the error after the collectives of the step. In these collectives, the NaN makes all ranks skip the
+    step.
     """
     try:
         check_kinds(table)

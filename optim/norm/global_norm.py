@@ -1,14 +1,14 @@
-"""Run a reduction plan: local powers -> one packed all-reduce -> global norms, also of named groups and of units.
+"""Compute global norms by a reduction plan: local powers -> one packed all-reduce -> norms.
 
     total_norm = (sum over param groups of sum over their gradients of sum of |g|^p)^(1/p)
 
-The packed vector holds one power per param group. On request it also holds one per parameter or unit, and powers of the
-weights. Each shard's power is divided by its replication factor. The length of the vector and the ranks of the collective
-are equal on all ranks, whichever shards a rank holds. A NaN or inf in any gradient makes the sum NaN or inf, so the
-overflow flag needs no slot.
+The *power* of a tensor is the sum of |x|^p of its elements. The packed vector holds one power per param group. On request
+it also holds one power per parameter or unit, and powers of the weights. The power of a shard is divided by the shard's
+replication factor. The length of the vector and the ranks of the collective are equal on all ranks, whichever shards a
+rank holds. A NaN or inf in any gradient makes the sum NaN or inf, so the vector needs no element for an overflow flag.
 
-For p = inf, a MAX all-reduce would lose a NaN on some backends. For a high p, the powers are out of range. In both cases
-one all-gather collects norms, and every rank combines them.
+For p = inf, a MAX all-reduce would lose a NaN on some backends. For p >= `HIGH`, powers leave the range of float64. In both
+cases one all-gather collects norms instead of powers, and every rank combines them.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class GlobalNorm:
         norms = norm([row.grad_tensor.grad for row in optimizer.stepped_tensors()])
 
     Args:
-        plan: The reduction plan. All ranks must agree on it (`norm.plan_agreement.agree`) for ``reduction="per_group"`` and
-            ``per_parameter=True``, whose collectives depend on it.
+        plan: The reduction plan. With ``reduction="per_group"`` or ``per_parameter=True`` the collectives depend on it, so
+            `norm.plan_agreement.agree` must have returned it.
         registry: The process groups.
         norm_type: p >= 1, or inf. Default: 2.
         reduction: ``"packed"`` (default): one all-reduce over all ranks (one all-gather for p >= `HIGH`). ``"per_group"``:
             one all-reduce per bucket over exactly its axes, and one all-reduce of the overflow flag over all ranks.
         per_parameter: True: compute the norm of each logical parameter too. Default: False.
-        units: Compute the norms of these units too; packed only. None: no units.
-        weights_at: Compute norms of the weights too, at this level: the total, or per group, parameter or unit; packed
-            only. None: no norms of weights.
+        units: Units whose norms are computed too; requires "packed". None (default): no units.
+        weights_at: Level at which norms of the weights are computed too: "total", "groups", "parameters" or "units";
+            requires "packed". None (default): no norms of weights.
     Raises:
         TypeError: ``norm_type`` is not a number.
         ValueError: ``norm_type`` or ``reduction`` is invalid, or ``reduction`` does not support ``units`` or
@@ -96,9 +96,11 @@ class GlobalNorm:
 
         Args:
             gradients: One gradient per entry of the plan; None counts as zero.
-            extra: 1-dim tensor that the same collective sums over all ranks, returned as ``Norms.extra``. None: empty.
-            weights: The weights, one per entry; needed with ``weights_at``.
-        Collectives: one (packed), or one per bucket and one more (per group).
+            extra: 1-dim tensor that the same collective sums over all ranks; the sum is ``Norms.extra``. None (default):
+                ``Norms.extra`` is empty.
+            weights: The weights, one per entry; needed with ``weights_at``. Default: none.
+        Collectives: with "packed", one over all ranks; with "per_group", one per bucket and one over all ranks. None in a
+            world of one rank.
         Host synchronization: none.
         """
         here = [gradient for gradient in gradients if gradient is not None]
@@ -123,7 +125,10 @@ class GlobalNorm:
     def _unit_and_weight_powers(
         self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
-        """Return this rank's weighted powers of units, and its weighted powers of the weights at their level."""
+        """Return this rank's powers of the units' gradients, and its powers of the weights at the level ``weights_at``.
+
+        All powers are divided by replication factors. Powers that are not requested are left out.
+        """
         found = []
         if self.units is not None:
             found.append(self._unit_powers(self.units, gradients).to(like))
@@ -145,13 +150,13 @@ class GlobalNorm:
         return powers.pow(1 / self.norm_type) if HIGH <= self.norm_type < inf else powers
 
     def _combine(self, values: Tensor) -> Tensor:
-        """Combine several powers, or norms, into one 0-dim value."""
+        """Return the sum of powers, or the p-norm of norms if the collective carries norms; 0-dim."""
         if len(values) == 1:
             return values[0]
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 
     def _divide_by_replicas(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Divide the power of each shard by its replication factor. For p = inf replicas do not change the maximum."""
+        """Return the powers of shards divided by their replication factors. For p = inf: unchanged, as a maximum is."""
         if self.norm_type == inf or not self._has_replicas:
             return powers
         weights = self._all_replica_weights if len(present) == len(self.plan.replica_weights) else None
@@ -162,7 +167,10 @@ class GlobalNorm:
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
 
     def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return `local_powers` of gradients of any dtypes and devices, in their order; on ``device`` if there are none."""
+        """Return `local_powers` of gradients of any dtypes and devices, in the order of ``gradients``.
+
+        The result is on the device of the first gradient; without gradients it is empty, on ``device``.
+        """
         if not gradients:
             return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
         if are_alike(gradients):
@@ -209,12 +217,12 @@ class GlobalNorm:
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """Return this rank's summands: [param groups], and with ``per_parameter`` [parameters]."""
+        """Return this rank's summands of the packed vector: [param groups], and with ``per_parameter`` [parameters]."""
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 
     def _group_powers(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Combine the powers of each param group, [param groups]."""
+        """Return the combined powers of each param group, [param groups]; 0 for a group without gradients."""
         if not present:
             return powers.new_zeros(self.plan.num_groups)
         if self.plan.num_groups == 1:
@@ -229,7 +237,7 @@ class GlobalNorm:
         return torch.stack([runs.get(group, absent) for group in range(self.plan.num_groups)])
 
     def _parameter_powers(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Put each parameter's power into its slot, [parameters]."""
+        """Return one power per logical parameter, [parameters]; 0 for a parameter without a gradient on this rank."""
         slots, count = [self.plan.parameter_slots[i] for i in present], len(self.plan.parameter_names)
         if slots == list(range(count)):
             return powers
@@ -263,7 +271,7 @@ def _invert_permutation(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-# Named values that the same collective sums ---------------------------------------------------------------------------
+# Named fields that the collective of the norm sums as well -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -288,12 +296,16 @@ class PackedSum:
 
     @classmethod
     def of(cls, fields: Mapping[str, Tensor]) -> PackedSum:
-        """Pack at least one field: 1-dim float64 tensors on one device."""
+        """Return the sum object for ``fields``: at least one, each a 1-dim float64 tensor, all on one device."""
         values = [*fields.values()]
         return cls(values[0] if len(values) == 1 else torch.cat(values), {name: len(of) for name, of in fields.items()})
 
     def with_fields(self, fields: Mapping[str, Tensor]) -> PackedSum:
-        """Return a sum with ``fields`` appended, or this sum if ``fields`` is empty."""
+        """Return a new `PackedSum` with ``fields`` appended; this object if ``fields`` is empty.
+
+        Raises:
+            ValueError: A field has the name of a field that is already packed.
+        """
         if not fields:
             return self
         sizes = {**self.sizes, **{name: len(values) for name, values in fields.items()}}
@@ -303,7 +315,7 @@ class PackedSum:
         return PackedSum(torch.cat([self.values, *fields.values()]), sizes)
 
     def split(self, sums: Tensor) -> dict[str, Tensor]:
-        """Return each field of the summed vector ``sums``, as a view of it."""
+        """Return the fields of ``sums``, the vector `values` summed over all ranks, by name and as views of it."""
         if len(self.sizes) == 1:
             return dict.fromkeys(self.sizes, sums)
         return dict(zip(self.sizes, sums.split([*self.sizes.values()]), strict=True))
@@ -317,7 +329,7 @@ class PackedSum:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return True if ``pattern`` matches the name of a logical parameter, with or without its ``@stage`` suffix."""
+    """Return True if the glob ``pattern`` matches the parameter name ``name``, with or without its ``@stage`` suffix."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("@")[0], pattern)
 
 
@@ -335,7 +347,7 @@ class Named:
 
     @classmethod
     def of(cls, names: Sequence[str], patterns: Sequence[str]) -> Named:
-        """Return the groups of the parameters called ``names``, equal on every rank.
+        """Return the named groups for the logical parameters ``names``, which must be equal on every rank.
 
         Raises:
             ValueError: A pattern is the first match of no parameter.
@@ -369,11 +381,14 @@ class Named:
 # Slices along a dim ---------------------------------------------------------------------------------------------------
 
 # A unit is a slice of the full tensor, such as a row of a linear layer's weight. A rank may hold parts of many units, and
-# several ranks may hold parts of one unit. Each rank adds the powers of its parts to the slots of the units; the packed
-# collective sums the slots over all ranks.
+# several ranks may hold parts of one unit. The packed vector has one element, a *slot*, per unit. Each rank adds the powers
+# of its parts to the slots of their units, and the packed collective sums the slots over all ranks.
 
 UnitDim = int | Mapping[str, int]
-"""The dim along which units are counted: one dim for all parameters, or a dim per glob over their names (default 0)."""
+"""The dim along which units are counted: one dim for all parameters, or a dim per glob over parameter names.
+
+In the second case, a parameter that no glob matches has dim 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -422,7 +437,7 @@ class Units:
         return self.starts[-1]
 
     def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
-        """Return the power of each unit on this rank, [count] float64.
+        """Return one power per unit of the model, [count] float64. The power of units that this rank does not hold is 0.
 
         The power is the sum of |x|^p over this rank's part of the unit, times the entry's weight. For p = inf it is the
         largest |x|, without a weight. Host synchronization: none.
@@ -481,7 +496,7 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
 
 
 def _powers_along(part: Tensor, dim: int | None, norm_type: float) -> Tensor:
-    """Return the sums of |x|^p of the slices along ``dim``, 1-dim; for p = inf the largest |x|."""
+    """Return one sum of |x|^p per slice along ``dim``, 1-dim; for p = inf the largest |x|. ``dim`` None: one slice."""
     rows = part.reshape(1, -1) if dim is None else part.movedim(dim, 0).flatten(1)
     powers = rows.abs()
     return powers.amax(1) if norm_type == inf else powers.pow(norm_type).sum(1)

@@ -1,4 +1,7 @@
-"""Options and results of the measurement: the one collective of a step that computes norms and compares ranks."""
+"""Options and results of a measurement.
+
+A measurement computes the norms of a step's gradients and compares ranks, in one collective.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,20 @@ Level = Literal["total", "groups", "parameters", "named", "units"]
 
 
 class Norms(NamedTuple):
-    """Global p-norms of gradients: device tensors of the accumulation dtype.
+    """Global p-norms of gradients, as device tensors of `accumulation_dtype`, equal on all ranks.
 
         norms = GlobalNorm(plan, registry)(gradients)
         print(float(norms.total))
 
     Args:
         total: 0-dim: the norm of all parameters.
-        groups: [param groups].
-        parameters: [logical parameters]; empty if they are not measured.
-        extra: The caller's extra values, summed over all ranks in the same collective.
-        units: [units of all parameters]; empty if units are not measured.
-        weights: Norms of the weights, shaped as the gradients' norms at the requested level; empty if not requested.
-        named: [named groups + 1]: the last group holds all other parameters, see `Named`; empty without named groups.
+        groups: [param groups]: one norm per param group.
+        parameters: [logical parameters]: one norm per logical parameter; empty if they are not measured.
+        extra: The ``extra`` of `GlobalNorm`, summed over all ranks.
+        units: [units of all parameters]: one norm per unit; empty if units are not measured.
+        weights: Norms of the weights, in the shape of the gradients' norms at the requested level; empty if not requested.
+        named: [patterns + 1]: one norm per pattern, and one of all parameters that match no pattern; see `Named`. Empty
+            without patterns.
     """
 
     total: Tensor
@@ -81,7 +85,7 @@ Commit = Callable[[], bool | Tensor]
 
 
 def check_every(every: object, said: str) -> None:
-    """Raise ValueError unless ``every`` is a whole number of steps >= 1. ``said``: the argument as the user wrote it."""
+    """Raise ValueError unless ``every`` is an integer >= 1. ``said``: the argument as text, for the error."""
     if not is_whole(every, 1):
         raise ValueError(f"{said}: give a whole number of steps >= 1")
 
@@ -95,11 +99,11 @@ class Fingerprints:
         optimizer.poll()  # before a checkpoint
 
     Weights, master weights, optimizer states with their step counts, and reduced gradients are compared bitwise. A single
-    flipped bit is always detected; any other difference is missed once in 2^32.
+    flipped bit is always detected. Any other difference is missed with a probability of 2^-32.
 
     A comparison does not synchronize the host. If replicas differ, the device skips that step and all later steps on every
-    rank. 16 steps later, or in `ParallelOptimizer.poll`, every rank raises `ReplicaMismatchError`. It names the parameter,
-    the state, the axis and the ranks. Weights and states are then unchanged since the comparison. Call `poll` before a
+    rank, so weights and states stay as they were at the comparison. 16 steps later, or in `ParallelOptimizer.poll`, every
+    rank raises `ReplicaMismatchError`, which names the parameter, the state, the axis and the ranks. Call `poll` before a
     checkpoint and at the end of training.
 
     Limits:
@@ -107,8 +111,9 @@ class Fingerprints:
     * A shard without a replica is not compared. Examples are sharded weights on a mesh without data-parallel axes, states
       sharded by `Sharded`, and everything in a single process. With `Sharded` the full weights are compared. If nothing can
       be compared, a warning is issued.
-    * A gradient that was wrong before it was averaged is equally wrong on all replicas.
-    * With master weights, a flipped bit in a half-precision weight lasts for one step only.
+    * A gradient that was wrong before it was averaged is equally wrong on all replicas, so it is not detected.
+    * With master weights, every step overwrites the half-precision weights. So a flipped bit in such a weight lasts for one
+      step only, and most comparisons do not see it.
     * Only tensors in the optimizer's ``state`` are compared.
     * Replicas must be updated bitwise identically, so kernels that add in no fixed order are not supported. Neither is
       `Offloaded` if it may update one replica on the CPU and another on the device.
@@ -153,33 +158,34 @@ class GradStats:
         stats = optimizer.step()
         print(stats)  # norm 0.913, clipped x0.548
 
-    Where code expects the tensor that ``torch.nn.utils.clip_grad_norm_`` returns, a report stands for ``total_norm``:
-    ``float(stats)``, ``stats.item()``, ``f"{stats:.3f}"``, comparisons with numbers, ``stats.full_tensor()`` and torch's
+    The object can replace the tensor that ``torch.nn.utils.clip_grad_norm_`` returns. It then stands for ``total_norm``:
+    in ``float(stats)``, ``stats.item()``, ``f"{stats:.3f}"``, comparisons with numbers, ``stats.full_tensor()`` and torch's
     functions, such as ``torch.isfinite(stats)``.
 
-    No field was read by the host. ``float(stats.total_norm)`` and ``str(stats)`` read fields, and wait for the device. Each
-    step returns new tensors, except a step captured in a CUDA graph. Every replay overwrites its tensors; clone the tensors
-    that you want to keep.
+    Creating the object does not synchronize the host. ``float(stats.total_norm)`` and ``str(stats)`` read tensors, and
+    synchronize it. Each step returns new tensors, except a step captured in a CUDA graph: every replay of the graph
+    overwrites the tensors of the captured step. Clone the tensors that you want to keep.
 
     Args:
         total_norm: 0-dim float64 (float32 on a device without float64): the global p-norm of the unscaled gradients before
             clipping. May be inf or NaN.
-        clip_coef: 0-dim, same dtype: the clip coefficient. 1 without clipping, or if the norm is non-finite. Where some
-            param groups have their own ``max_norm``, this is the coefficient of the other groups.
+        clip_coef: 0-dim, same dtype: the clip coefficient; the smallest one if the rule has several. 1 without clipping, or
+            if the norm is non-finite. If some param groups have a ``max_norm``, the coefficient of the other groups.
         found_inf: 0-dim float32: 1 if the norm is non-finite, or if some gradients were computed without the loss scale of
             `backward`. The step is then skipped. See `skipped` for all reasons to skip.
         group_norms: [number of param groups]: the global p-norm per param group.
         loss_scale: 0-dim float32: the factor on the loss in backward. None in modes without a loss scale.
-        parameter_norms: The global p-norm of each logical parameter by name. Empty unless requested.
+        parameter_norms: The global p-norm of each logical parameter, by name. Empty without ``per_parameter_norms=True``.
         rejected: 0-dim float32: 1 if ``commit=`` of any rank rejected the step, else 0. None without ``commit=``.
-        replicas_diverged: 0-dim float32: 1 if replicas have diverged, from the step of the comparison until the error is
-            raised; else 0. None without `Fingerprints`.
+        replicas_diverged: 0-dim float32: 1 from the step in which replicas differed until the error is raised, else 0. None
+            without `Fingerprints`.
         spiked: 0-dim float32: 1 if the clipping rule skips the step although its norm is finite, else 0. None unless the
             rule can skip steps (`SkipSpikes`).
         named_norms: With `ByName`: for each pattern the global p-norm of the parameters whose first match it is.
-        ranks_disagree: 0-dim bool: True if ranks differ in the number of micro-batches, in weights, in clipping, in
-            hyper-parameters or in their frozen parameters. The step is then skipped. None on a single rank.
-        unclipped: With `ByName`: the patterns whose parameters are not clipped; ``"others"``: those of no pattern.
+        ranks_disagree: 0-dim bool: True if ranks differ in the number of micro-batches, in the weights of micro-batches, in
+            clipping, in hyper-parameters or in their frozen parameters. The step is then skipped. None on a single rank.
+        unclipped: With `ByName`: the patterns whose parameters are not clipped, and ``"others"`` if the parameters that
+            match no pattern are not clipped.
     """
 
     total_norm: Tensor
@@ -197,7 +203,7 @@ class GradStats:
 
     @property
     def skipped(self) -> Tensor:
-        """Return 1 if the step is skipped for any reason, else 0, as 0-dim float32. Host synchronization: none."""
+        """Return a 0-dim float32 tensor: 1 if the step is skipped for any reason, else 0. Host synchronization: none."""
         all_reasons = self.found_inf, self.rejected, self.replicas_diverged, self.spiked, self.ranks_disagree
         reasons = [reason for reason in all_reasons if reason is not None]
         if len(reasons) > 2:
@@ -220,11 +226,11 @@ class GradStats:
         return float(self.total_norm)
 
     def full_tensor(self) -> Tensor:
-        """Return ``total_norm``, as the DTensor does that torch returns."""
+        """Return ``total_norm``. The DTensor that torch's function returns for sharded models has the same method."""
         return self.total_norm
 
     def __format__(self, spec: str) -> str:
-        """Return ``total_norm`` in a number format such as ``.3f``; without a format, the text of the report."""
+        """Return ``total_norm`` in the format ``spec``, such as ``.3f``; with an empty ``spec``, ``str(self)``."""
         return format(float(self), spec) if spec else str(self)
 
     def __lt__(self, other: Any) -> Any:
@@ -241,7 +247,7 @@ class GradStats:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call torch's functions, such as ``torch.isfinite(stats)``, with ``total_norm``."""
+        """Call a function of torch, such as ``torch.isfinite``, with ``total_norm`` in place of each `GradStats`."""
         return func(*_norm_of(args), **_norm_of(kwargs or {}))
 
     def __str__(self) -> str:
@@ -265,7 +271,7 @@ class GradStats:
 
 
 def _norm_of(value: Any) -> Any:
-    """Return the value with each report in it replaced by its norm."""
+    """Return ``value`` with each `GradStats` in it, also in dicts, lists and tuples, replaced by its ``total_norm``."""
     if isinstance(value, GradStats):
         return value.total_norm
     if isinstance(value, dict):

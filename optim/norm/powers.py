@@ -1,12 +1,13 @@
-"""The sums of |g|^p of one rank's gradients, computed in one pass over the gradients, without a collective.
+"""Compute the powers, sums of |g|^p, of one rank's gradients in one pass over the gradients, without a collective.
 
-`reference_powers` is the plain reference, in float64 throughout. `powers_by_torch` computes the same values with torch's
-kernels. No finite gradient overflows or underflows, whatever its memory layout.
+`reference_powers` is a slow reference in float64. `powers_by_torch` computes the same values with torch's kernels, and
+`local_powers` chooses the fastest kernels. A finite gradient never overflows or underflows.
 
-(One float32 accumulator over a full
-gradient, which a plain ``vector_norm`` uses on a CPU, is off by 1e-5 at a million elements and by 3e-4 at ten million.)
-For p >= `HIGH`, p-th powers leave the range of float64 too. There p-norms replace powers, and they are combined after their
-maximum is factored out.
+Sums are accumulated in float64. ``torch.linalg.vector_norm`` on a CPU accumulates float32 gradients in float32; its
+relative error is 1e-5 at a million elements and 3e-4 at ten million.
+
+For p >= `HIGH`, p-th powers leave the range of float64. Then p-norms replace powers. `p_norm` combines them: it divides the
+values by their maximum before it raises them to the power p.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SMALL = 1024  # elements of a gradient that is summed together with other gradie
 ROW = 1024  # elements that are summed in float32
 SCRATCH = 2**18  # elements that are cast to float64 at a time: 2 MiB
 EXACT = 1e-29  # mean square above which float32 loses nothing significant to underflow
-HIGH = 12.0  # p from which on norms replace powers
+HIGH = 12.0  # for this p and larger ones, norms replace powers
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -38,7 +39,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the values of `local_powers`, [n] float64. Slow reference."""
+    """Return the values of `local_powers`, [n] float64, computed by a slow reference for tests."""
     if norm_type >= HIGH and norm_type != inf:
         largest = reference_powers(gradients, inf)
         scaled = [g.double() / max(float(m), 1e-300) for g, m in zip(gradients, largest, strict=True)]
@@ -72,8 +73,8 @@ def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
 
 
 def _powers_at_once(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    # An empty gradient has no maximum. torch also confuses empty tensors in lists of more than a hundred tensors.
-    # An empty gradient has no maximum. torch also mixes up empty tensors in lists of more than a hundred.
+    # Empty gradients are left out: they have no maximum, and torch's kernel gives wrong results for lists of more than a
+    # hundred tensors if some are empty.
     full = [gradient for gradient in gradients if gradient.numel()]
     norms = iter(torch._foreach_norm(full, norm_type, dtype=dtype) if full else ())
     powers = torch.stack(
@@ -95,7 +96,7 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     numels = [gradient.numel() for gradient in gradients]
     small = [i for i, numel in enumerate(numels) if numel <= SMALL]
     if small:
-        # One tensor for all small gradients: a thousand kernel calls on a few elements each cost more than this copy.
+        # All small gradients are copied into one tensor, because one kernel call per small gradient costs more.
         values = _flatten_dense_tensors([gradients[i] for i in small]).double().abs()
         sums = _segment_sums(values, norm_type, [numels[i] for i in small])
         if len(small) == len(gradients):
@@ -114,10 +115,10 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _squares_by_rows(flat: Tensor) -> Tensor | None:
-    """Return the sum of squares, or None if squares leave float32's range.
+    """Return the sum of squares of a float32 tensor, 0-dim float64; None if squares leave the range of float32.
 
-    Sums rows in float32, with an error of 1e-7, and adds the rows in float64. This takes a third of `_power_by_parts`'
-    time.
+    Sums rows of `ROW` elements in float32, with a relative error of 1e-7, and adds the rows in float64. This takes a third
+    of the time of `_power_by_parts`.
     """
     whole = flat.numel() // ROW * ROW
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), 2, dim=1).double()
@@ -128,7 +129,10 @@ def _squares_by_rows(flat: Tensor) -> Tensor | None:
 
 
 def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:
-    """Cast and sum parts that fit into the cache. A kernel that casts while it sums takes ten times as long."""
+    """Return the sum of |g|^p, 0-dim float64. Casts parts that fit into the CPU's cache into ``scratch``.
+
+    A kernel that casts while it sums takes ten times as long.
+    """
     sums = []
     for part in flat.split(len(scratch)):
         values = scratch[: len(part)].copy_(part)
@@ -140,7 +144,7 @@ def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:
 
 
 def _segment_sums(values: Tensor, norm_type: float, lengths: list[int]) -> Tensor:
-    """Return the sums of values^p over consecutive segments. Overwrites ``values``, non-negative and float64."""
+    """Return one sum of values^p per consecutive segment. ``values``, non-negative and float64, is overwritten."""
     values = values if norm_type == 1 else values.square_() if norm_type == 2 else values.pow_(norm_type)
     sums: Tensor = torch.segment_reduce(values, "sum", lengths=torch.tensor(lengths), unsafe=True)
     return sums
@@ -158,7 +162,7 @@ def _largest(gradient: Tensor) -> Tensor:
     return torch.maximum(low.neg(), high)
 
 
-# The kernels that compute them ----------------------------------------------------------------------------------------
+# Choice of the kernels that compute powers ----------------------------------------------------------------------------
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
@@ -167,14 +171,14 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return one float64 value per gradient, [n].
+    """Return the power of each gradient: the sum of |g|^p, [n] float64. For p = inf, it is the largest |g|.
 
-    The value is the sum of |g|^p; for p = inf the largest |g|; for `HIGH` <= p < inf the p-norm. On a device without
-    float64 the values are float32. A value is NaN or inf only if its gradient has a NaN or inf.
+    For `HIGH` <= p < inf the values are p-norms instead. On a device without float64 the values are float32. A value is NaN
+    or inf only if its gradient has a NaN or inf.
 
-    Relative errors: 1e-14 with the compiled loops (p = 1, 2 and inf on a CPU) and with the Triton kernels (integer p and
-    inf); 1e-7 for squares of float32 gradients on a CPU without the loops; 1e-12 otherwise. GPU kernels cast every element
-    to float64 as they read it, and sum in float64.
+    Relative errors: 1e-14 with the compiled loops (`Native`; p = 1, 2 and inf on a CPU) and with the Triton kernels
+    (integer p and inf on a GPU); 1e-7 for squares of float32 gradients on a CPU without the compiled loops; 1e-12
+    otherwise. GPU kernels cast every element to float64 as they read it, and sum in float64.
 
     Args:
         gradients: Dense real tensors of one float dtype, all on one device.
@@ -195,7 +199,13 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-    """Return `Native.powers` of CPU tensors of one dtype, [n] float64; None if the loops do not support these tensors."""
+    """Return the powers of CPU tensors of one dtype, [n] float64, from the compiled loops.
+
+    Return None if ``loops`` do not support ``norm_type``, the dtype or a class of the tensors.
+
+    Raises:
+        MemoryError: The loops could not allocate memory.
+    """
     kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
     if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
         return None

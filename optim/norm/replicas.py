@@ -1,9 +1,10 @@
 """Find replicas that differ, with the same collective that computes the gradient norm.
 
 Replicas of one shard must be bitwise identical: the parameter, its gradient and its optimizer state. Each rank hashes its
-replica (`TensorHash`). Along a replicate axis of n ranks, the replica at coordinate 0 adds -(n - 1) times its hash to a
-slot. Each other replica adds its hash. Equal replicas cancel exactly, because integers below 2^53 are exact in float64.
-A slot other than 0 names a parameter and an axis along which its replicas differ.
+replica (`TensorHash`). The collective sums one number, a *slot*, per parameter, mesh axis, kind of tensor and word of the
+hash. Along an axis with n replicas, the replica at coordinate 0 adds -(n - 1) times its hash to the slot, and each other
+replica adds its hash. Equal replicas cancel exactly, because integers below 2^53 are exact in float64. A sum other than 0
+means that replicas of this parameter differ along this axis.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ADVICE = (
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas of a parameter, its gradient or its optimizer state differ; ``mismatches`` lists them.
+    """Raised if replicas of a parameter, its gradient or its optimizer state differ; ``mismatches`` lists them.
 
         try:
             optimizer.step()
@@ -41,9 +42,9 @@ class ReplicaMismatchError(RuntimeError):
             print(error.mismatches[0].name, error.mismatches[0].ranks)
 
     Args:
-        mismatches: The parameters that differ.
-        since: First line of the message: the steps that were skipped.
-        advice: Last line of the message: possible causes.
+        mismatches: One entry per parameter, axis and kind of tensor that differs. The message shows the first 20.
+        since: First line of the message: what differs, and which steps were not taken.
+        advice: Last line of the message: possible causes, and what to do.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Mismatch:
     Args:
         name: Name of the logical parameter.
         axis: The mesh axis.
-        kind: "parameter", "gradient", "master", "stepped weight" (a shard, or an offloaded or cast replacement), "state",
-            or the name of one state: "state exp_avg".
-        ranks: The global ranks whose replicas differ from the majority; without a majority all ranks with a replica. Empty
-            if the ranks were not compared.
-        copies: Number of ranks with a replica.
+        kind: "parameter", "gradient", "master", "stepped weight" (the tensor that the optimizer steps instead of the
+            parameter: a shard, or an offloaded or cast copy), "state", or one state by name, such as "state exp_avg".
+        ranks: The global ranks whose replicas differ from the most frequent value. If two values are equally frequent, all
+            ranks with a replica. Empty if it was not determined which ranks differ.
+        copies: Number of ranks with a replica; 0 if ``ranks`` is empty.
     """
 
     name: str
@@ -86,14 +87,14 @@ class Mismatch:
 
 
 class ReplicaCheck:
-    """Computes and reads the slots that compare the replicas of one plan.
+    """Compares the replicas of a plan's parameters: computes slots to be summed over all ranks, and reads the sums.
 
     Args:
         plan: A plan that was agreed with ``names=True``.
-        params: The tensors of its entries.
+        params: One tensor per entry of the plan.
         device: The device of the slots.
         states: A function that returns the optimizer states of each entry by name. None (default): states are not compared.
-        exact: True: all bits count; see `TensorHash`. Default: False.
+        exact: True: compare all bits. False (default): all NaNs are equal, and -0 equals 0.
         what: The kind of ``params`` in a `Mismatch`. Default: "parameter".
     """
 
@@ -113,14 +114,20 @@ class ReplicaCheck:
         self.numel = len(plan.parameter_names) * len(self.axes) * len(self.kinds) * WORDS
 
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
-        """Return this rank's summands of the slots, [numel] float64.
+        """Return this rank's summands of all slots, [numel] float64.
 
-        Reads the parameters once more, and the gradients if given. Host synchronization: none.
+        Makes one pass over the parameters, the gradients and the states. Host synchronization: none.
+
+        Args:
+            gradients: One gradient per entry, or None. None (default): gradients are not compared.
         """
         return self.weighted(self.numbers(gradients))
 
     def numbers(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
-        """Return the hashes of this rank's tensors, [entries, kinds] int64. Host synchronization: none."""
+        """Return the hashes of this rank's tensors, [entries, kinds] int64. Arguments as for `slots`.
+
+        Host synchronization: none.
+        """
         given = [None] * len(self.params) if gradients is None else list(gradients)
         states = [] if self.states is None else [[value for _, value in sorted(of.items())] for of in self.states()]
         flat = [state for of_entry in states for state in of_entry]
@@ -132,7 +139,12 @@ class ReplicaCheck:
         return torch.stack(columns, dim=1)
 
     def _combine_states(self, sums: Tensor, counts: Sequence[int]) -> Tensor:
-        """Combine the hashes of each entry's states into one hash, [entries] int64. ``counts``: states per entry."""
+        """Return one hash of all states per entry, [entries] int64.
+
+        Args:
+            sums: The hashes of all states, entry by entry.
+            counts: Number of states per entry.
+        """
         total = torch.full((len(counts),), NONE, dtype=torch.int64, device=self.device)
         if not len(sums):
             return total
@@ -146,7 +158,7 @@ class ReplicaCheck:
         return total.index_add_(0, owners, sums * factors)
 
     def weighted(self, numbers: Tensor) -> Tensor:
-        """Return the slots of these hashes, [numel] float64."""
+        """Return this rank's summands of all slots, [numel] float64, from the result of `numbers`."""
         counts = len(self.plan.parameter_names), len(self.axes), len(self.kinds), WORDS
         values = torch.zeros(counts, dtype=torch.float64, device=self.device)
         if self.params:
@@ -159,7 +171,7 @@ class ReplicaCheck:
         return [self._sign(axis, entry.spec) for entry in self.plan.entries for axis in self.axes]
 
     def _sign(self, axis: str, spec: P) -> float:
-        """Return this rank's factor, such that equal replicas along ``axis`` cancel; 0 if there are no replicas."""
+        """Return this rank's factor on its hash for ``axis``: 1 - n or 1 with n replicas; 0 without replicas."""
         topology, at = self.plan.topology, self.plan.coordinate[axis]
         if axis in dict(spec.tied):
             where = spec.tied_coordinates(axis, topology)
@@ -175,7 +187,7 @@ class ReplicaCheck:
         return tuple(axis for axis in self.axes if self._sign(axis, spec) and self.plan.topology.size(axis) > 1)
 
     def differing(self, totals: Tensor) -> list[tuple[int, str, str]]:
-        """Return (slot, axis, kind) of replicas that differ. A slot is an index of ``plan.parameter_names``.
+        """Return (parameter, axis, kind) of replicas that differ; ``parameter`` is an index of ``plan.parameter_names``.
 
         Args:
             totals: The sum of all ranks' `slots`, on the host.
@@ -185,14 +197,14 @@ class ReplicaCheck:
         return [(slot, self.axes[axis], self.kinds[kind]) for slot, axis, kind in where]
 
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
-        """Return a mismatch per parameter, axis and kind whose replicas differ. ``totals`` as for `differing`."""
+        """Return one `Mismatch` per parameter, axis and kind whose replicas differ. ``totals`` as for `differing`."""
         return [Mismatch(self.plan.parameter_names[slot], axis, kind) for slot, axis, kind in self.differing(totals)]
 
 
 # Fingerprints over a long run -----------------------------------------------------------------------------------------
 
-# Replicas are compared periodically. A detected difference stays on the device, where it skips this step and all later
-# steps on every rank. So weights and states stay as they were at the comparison until the host sees the flag. Then
+# Replicas are compared periodically. If they differ, a flag on the device is set, which skips this step and all later steps
+# on every rank. So weights and states stay as they were at the comparison until the host reads the flag. Then
 # `FingerprintMonitor.error` exchanges hashes to find the ranks that differ.
 
 SINCE = "replicas have diverged; the step that compared them and all later steps were skipped"
@@ -205,9 +217,9 @@ WATCH_ADVICE = (
 )
 
 CommonCoordinates = tuple[tuple[str, int], ...]
-"""The coordinates that all ranks with a replica of one shard have in common."""
+"""(axis, coordinate) pairs that all ranks with a replica of one shard have in common. They identify the shard."""
 ReplicaHashes = dict[tuple[str, str], dict[str, dict[CommonCoordinates, list[tuple[float, ...]]]]]
-"""Hashes by (parameter name, kind), then by tensor, then by place."""
+"""Hashes by (parameter name, kind), then by the name of the tensor, then by shard."""
 
 
 class FingerprintMonitor:
@@ -216,11 +228,12 @@ class FingerprintMonitor:
     Args:
         checks: One exact check per set of compared tensors. The first one compares the stepped tensors, their gradients and
             their states.
-        every: Measurements between two comparisons; the first measurement compares.
+        every: Number of measurements from one comparison to the next; the first measurement compares.
         registry: The process groups.
 
     Attributes:
-        replicas_diverged: 0-dim float32, on the device: 1 once replicas have diverged. Read-only.
+        replicas_diverged: 0-dim float32, on the device: 1 from the comparison in which replicas differed, else 0. Do not
+            write to it.
     """
 
     def __init__(self, checks: Sequence[ReplicaCheck], every: int, registry: ProcessGroupRegistry) -> None:
@@ -236,7 +249,10 @@ class FingerprintMonitor:
         self._detected: list[tuple[Tensor, Tensor]] = []  # for each check the sums and this rank's hashes
 
     def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return this rank's slots for this measurement; empty if no comparison is due. Host synchronization: none."""
+        """Count a measurement. Return this rank's slots per check if a comparison is due, else an empty list.
+
+        Host synchronization: none.
+        """
         is_due = self._steps % self.every == 0
         self._steps += 1
         if not is_due:
@@ -249,8 +265,8 @@ class FingerprintMonitor:
 
         Args:
             totals: The sums of the `slots` over all ranks.
-            finite: 0-dim bool: the gradient norm is finite. If it is not, gradients are not compared: the step is skipped,
-                and the replicas of an overflowed gradient may differ.
+            finite: 0-dim bool: True if the gradient norm is finite. If it is not, gradients are not compared, because the
+                step is skipped and replicas of a gradient may differ after an overflow. Weights and states are compared.
         """
         if not totals:
             return
@@ -259,7 +275,7 @@ class FingerprintMonitor:
             for check, sums, numbers in zip(self.checks, totals, self._numbers, strict=True)
         ]
         earlier = self.replicas_diverged > 0
-        # The first difference is kept.
+        # After replicas have differed, later comparisons do not replace the recorded sums and hashes.
         self._detected = [
             (torch.where(earlier, kept[0], sums), torch.where(earlier, kept[1], numbers))
             for kept, (sums, numbers) in zip(self._detected or found, found, strict=True)
@@ -273,7 +289,9 @@ class FingerprintMonitor:
         return by_kind
 
     def error(self) -> ReplicaMismatchError:
-        """Return the error about the detected differences, with the ranks. Call it on every rank; it also starts over.
+        """Return an error that names the replicas and the ranks that differ, and call `start_over`.
+
+        Call it on every rank.
 
         Collectives: an object all-gather.
         Host synchronization: yes.
@@ -299,10 +317,15 @@ class FingerprintMonitor:
 
 
 def _hash_replicas(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: Tensor) -> ReplicaHashes:
-    """Return this rank's hashes of the ``wanted`` (slot, kind) pairs.
+    """Return this rank's hashes of the tensors in ``wanted``.
 
-    States are hashed one by one from their current values, which are unchanged since the comparison. Host synchronization:
-    yes.
+    States are hashed one by one from their current values, which are unchanged since the comparison.
+
+    Args:
+        check: The check that compared the tensors.
+        wanted: Pairs (index of ``plan.parameter_names``, kind).
+        numbers: The hashes of the comparison, from `ReplicaCheck.numbers`.
+    Host synchronization: yes.
     """
     held: ReplicaHashes = {}
     words = to_float_words(numbers).tolist()
@@ -327,10 +350,10 @@ def _hash_replicas(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: T
 def _differing_tensors(
     kind: str, held: Sequence[Mapping[str, Mapping[CommonCoordinates, object]]]
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Yield (tensor, minority ranks, number of replicas) for each tensor that differs.
+    """Yield (name, ranks, number of replicas) for each tensor whose replicas differ; ``ranks`` as in `Mismatch`.
 
     Args:
-        kind: Kind of the tensors. It is yielded itself if none of its tensors differs any more.
+        kind: Kind of the tensors. If no single state differs, the name is ``kind`` itself.
         held: The hashes of each rank, by global rank.
     """
     alone = sorted({what for of_rank in held for what in of_rank} - {kind})
@@ -341,7 +364,10 @@ def _differing_tensors(
 def _find_minorities(
     what: str, held: Sequence[Mapping[str, Mapping[CommonCoordinates, object]]]
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (minority ranks, number of replicas) per shard whose replicas differ. Without a majority: all ranks."""
+    """Yield (ranks, number of replicas) for each shard whose replicas of the tensor ``what`` differ.
+
+    ``ranks`` are the ranks whose hash is not the most frequent one; if two hashes are equally frequent, all ranks.
+    """
     for place in sorted({place for of_rank in held for place in of_rank.get(what, {})}):
         copies = {rank: repr(of[what][place]) for rank, of in enumerate(held) if place in of.get(what, {})}
         (most, count), *others = Counter(copies.values()).most_common()
@@ -352,15 +378,16 @@ def _find_minorities(
 
 # Shards that are replicas ---------------------------------------------------------------------------------------------
 
-# Find replicated parameters that are declared sharded, in the collective that measures the norm in the first step.
+# The collective that measures the norm in the first step also finds replicated parameters that are declared sharded.
 #
-# A replica declared ``P("tensor")`` is counted once per rank of the axis in the norm. Its "shards" along the axis are
-# bitwise equal, in the weights and in the gradients. Shards of a parameter that really is sharded are equal only if all
-# ranks drew them from the same seed, which is a mistake too. Each rank makes one hash h of the weight and the gradient.
-# Along each axis that shards the parameter, coordinate 0 adds -(n - 1) h to a slot, the n - 1 other coordinates add h, and
-# all ranks add 1 to a count. A slot of 0 with a count above 0 names a parameter and an axis.
+# If a replicated parameter is declared ``P("tensor")``, the norm counts it once per rank of the axis. Its "shards" along
+# the axis are bitwise equal, in the weights and in the gradients. Shards of a parameter that really is sharded are equal
+# only if all ranks drew them from the same seed, which is a mistake too. Each rank computes one hash h of the weight and
+# the gradient. Along each axis of n ranks that shards the parameter, coordinate 0 adds -(n - 1) h to a slot, the other
+# coordinates add h, and all ranks add 1 to a count. If a slot is 0 and its count is above 0, all shards are equal.
 #
-# Some shards may be equal without a mistake. They use a number unique to their rank instead of h, so the slot is not 0:
+# Some shards may be equal without a mistake. For these, a rank adds a number unique to the rank instead of h, so the slot
+# is not 0:
 #
 # * shards without a gradient, or with a constant gradient (zeros; ones of a symmetric initialisation),
 # * shards with fewer than `ENOUGH` elements, or with fewer than `ENOUGH_CONSTANT` and constant weights (a bias of zeros),
@@ -369,15 +396,15 @@ def _find_minorities(
 # Owned and tied parameters and DTensors are left out, because a dim and an axis alone do not describe their layout.
 
 ENOUGH, ENOUGH_CONSTANT = 4, 8
-"""Smallest number of elements of a shard that is compared: with varying weights, and with constant weights."""
+"""A shard with fewer elements than this is not compared: if its weights vary, and if its weights are constant."""
 
 
 class EqualShards:
-    """Computes and reads the slots that find replicated parameters declared sharded.
+    """Finds replicated parameters that are declared sharded: computes slots to be summed over all ranks, reads the sums.
 
     Args:
         plan: A plan of the stepped tensors that was agreed with ``names=True``.
-        axes: For each entry the axes along which its parameter is declared sharded and should be compared. (): none.
+        axes: For each entry the axes along which its shards are compared. (): the entry is not compared.
         device: The device of the slots.
     """
 
@@ -411,7 +438,7 @@ class EqualShards:
         return values.view(-1)
 
     def find(self, totals: Tensor) -> list[tuple[str, str]]:
-        """Return the (parameter, axis) pairs whose shards are equal.
+        """Return (parameter name, axis) for each parameter whose shards along the axis are all equal.
 
         Args:
             totals: The sum of all ranks' `slots`, on the host.
@@ -423,7 +450,7 @@ class EqualShards:
         ]
 
     def check(self, totals: Tensor) -> None:
-        """Raise ValueError on every rank if shards are equal. ``totals`` as for `find`."""
+        """Raise ValueError if all shards of a parameter along an axis are equal. ``totals`` as for `find`."""
         if found := self.find(totals):
             name, axis = found[0]
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -438,9 +465,9 @@ class EqualShards:
 
 
 def _can_compare(weights: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a 0-dim bool: True if equal shards with these values must be replicas.
+    """Return a 0-dim bool: True if shards that are all equal to these values must be replicas.
 
-    Return None if that cannot be known: the gradient is missing, not a dense float tensor, or too small.
+    Return None if equal values prove nothing: the gradient is missing, not a dense float tensor, or too small.
     """
     if gradient is None or gradient.layout is not torch.strided or not gradient.is_floating_point():
         return None
@@ -451,7 +478,7 @@ def _can_compare(weights: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _varies(tensor: Tensor) -> Tensor:
-    """Return a 0-dim bool: True if ``tensor`` has two different values; False if one is NaN."""
+    """Return a 0-dim bool: True if ``tensor`` has at least two different values. False if an element is NaN."""
     low, high = torch.aminmax(tensor.detach())
     return high > low
 
@@ -463,8 +490,9 @@ def _varies(tensor: Tensor) -> Tensor:
 # w_i by a power of two below 2^32, and the sum by an odd multiple of it. That is never 0 modulo 2^64, so one flipped
 # bit is always detected. Any other difference cancels about once in 2^32.
 #
-# A permutation of 64-bit integers then mixes the sum, so that differences of several replicas do not cancel each other.
-# The result is split into two 32-bit numbers, because sums of these over a million ranks are exact in float64.
+# `splitmix64_finalizer`, a permutation of 64-bit integers, is then applied to the sum, so that differences of several
+# replicas do not cancel each other. The result is split into two 32-bit numbers, because sums of such numbers over a
+# million ranks are exact in float64.
 
 CHUNK = 2**20  # words that are read at a time, at 8 bytes per word
 SMALL = 2**14  # words of a tensor that is read together with other tensors
@@ -474,7 +502,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 class TensorHash:
-    """Hashes tensors on any devices.
+    """Computes one 64-bit hash per tensor, on the tensors' devices. The comment above describes the hash.
 
     Args:
         device: The device of the hashes.
@@ -486,9 +514,9 @@ class TensorHash:
         self._constants = Constants()
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return the hash of each tensor, [n] int64, on ``device``. The hash of None is `NONE`.
+        """Return the hash of each tensor, [n] int64, on the device of this object. The hash of None is `NONE`.
 
-        Tensors on another device cost one transfer of hashes per device.
+        For tensors on other devices, the hashes are copied: one copy per device.
         """
         sums = torch.full((len(tensors),), NONE, dtype=torch.int64, device=self.device)
         here = [(at, tensor.detach()) for at, tensor in enumerate(tensors) if tensor is not None]
@@ -520,7 +548,10 @@ class TensorHash:
         return total
 
     def _hash_small(self, words: Sequence[Tensor], table: Tensor) -> Tensor:
-        """Hash small tensors with a few kernels: differences of a running sum, which is exact modulo 2^64."""
+        """Return the hashes of small tensors, as differences of one running sum over all of them.
+
+        This takes a few kernels instead of a few per tensor. The running sum is exact modulo 2^64.
+        """
         ends = [0]
         for tensor_words in words:
             ends.append(ends[-1] + len(tensor_words))
@@ -530,7 +561,7 @@ class TensorHash:
         return running[self._constants(("ends", *ends), ends.copy, torch.int64, table.device)].diff()
 
     def _words(self, flat: Tensor) -> Tensor:
-        """Return the bits of ``flat`` as 1-dim integers. Unless exact, a copy with canonical NaNs and zeros."""
+        """Return the bits of ``flat`` as 1-dim integers. If not `exact`, first replace NaNs by one NaN and -0 by 0."""
         if not self.exact and flat.is_floating_point() and flat.element_size() > 1:
             flat = flat + 0.0
             flat = torch.where(flat.isnan(), torch.full_like(flat, torch.nan), flat)
@@ -542,7 +573,7 @@ def _words_in(tensor: Tensor) -> int:
 
 
 def _batches(flat: Sequence[Tensor]) -> list[list[int]]:
-    """Return batches of indices of small tensors. Tensors of a batch have words of one dtype, at most ``CHUNK`` in all."""
+    """Return batches of indices of the small tensors. A batch has words of one integer dtype, at most ``CHUNK`` of them."""
     batches: list[list[int]] = []
     open_batches: dict[torch.dtype, tuple[list[int], int]] = {}
     for at, tensor in enumerate(flat):
@@ -567,7 +598,7 @@ _TABLES: dict[torch.device, Tensor] = {}  # cached, because making one takes as 
 
 
 def _table(device: torch.device, words: int) -> Tensor:
-    """Return a table of odd numbers by position, for at least ``words`` positions or a chunk."""
+    """Return a table of one odd number per position. It has at least ``min(words, CHUNK)`` positions, and is cached."""
     size = min(CHUNK, max(SMALL, 1 << (words - 1).bit_length()))
     table = _TABLES.get(device)
     if table is None or len(table) < size:
@@ -576,12 +607,15 @@ def _table(device: torch.device, words: int) -> Tensor:
 
 
 def _odd_numbers(positions: Tensor) -> Tensor:
-    """Return an odd 64-bit number per position, mixed: small steps between neighbours would let differences cancel."""
+    """Return one pseudo-random odd 64-bit number per position.
+
+    With numbers that grow by equal steps, differences at neighbouring positions could cancel.
+    """
     return splitmix64_finalizer(positions + 1) << 1 | 1
 
 
 def splitmix64_finalizer(numbers: Tensor) -> Tensor:
-    """Apply splitmix64's finalizer, a permutation of int64 numbers that turns equal steps into unequal ones."""
+    """Return splitmix64's finalizer of each int64 number: a permutation whose results look random."""
     for bits, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         numbers = (numbers ^ _shift_right(numbers, bits)) * factor
     return numbers ^ _shift_right(numbers, 31)
@@ -593,6 +627,6 @@ def _shift_right(numbers: Tensor, bits: int) -> Tensor:
 
 
 def to_float_words(sums: Tensor) -> Tensor:
-    """Split hashes, [...] int64, into integers below 2^32, [..., WORDS] float64. The mapping is one-to-one."""
+    """Mix hashes, [...] int64, and return them as integers below 2^32, [..., WORDS] float64. The mapping is one-to-one."""
     mixed = splitmix64_finalizer(sums)
     return torch.stack([mixed & 0xFFFFFFFF, _shift_right(mixed, 32)], dim=-1).double()

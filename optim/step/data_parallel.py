@@ -432,7 +432,7 @@ class MegatronGradSync(TorchGradSync):
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
             if hasattr(param, "main_grad"):
-                param.grad = param.main_grad.detach()  # a new tensor object each time: masters detect new gradients by it
+                param.grad = param.main_grad.detach()  # a new object each time: masters detect new gradients by it
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:

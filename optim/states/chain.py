@@ -55,9 +55,9 @@ def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 
 def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Make ``param_names`` consistent before a param group is added: torch accepts names in all groups or in none.
+    """Add or remove ``param_names`` in param groups without parameters, before the param group ``new`` is added.
 
-    Only groups without parameters are changed.
+    torch requires ``param_names`` in all groups or in none. Groups with parameters are unchanged.
 
     Args:
         new: The param group to add; its parameters may be (name, parameter) pairs.
@@ -75,7 +75,7 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
 
 
 def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[ParamPosition]:
-    """Return one position per parameter, before any tensor is replaced. Parameters are numbered from ``first``."""
+    """Return one `ParamPosition` per parameter, numbered from ``first``. Call it before any tensor is replaced."""
     return [
         ParamPosition(index, name or f"parameter {index}", param, param)
         for index, (name, param) in enumerate(named_params_of(param_groups), first)
@@ -83,7 +83,10 @@ def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> l
 
 
 def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
-    """Return the ``params`` of a group with each tensor replaced by any number of tensors, and matching ``param_names``."""
+    """Return the new entries of a group: ``params`` with each tensor replaced by the tensors in ``replacement(tensor)``.
+
+    If the group has ``param_names``, the result also has them, with one name per new tensor.
+    """
     named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
     result: dict[str, Any] = {"params": [param for _, param in named]}
     return {**result, "param_names": [name for name, _ in named]} if "param_names" in param_group else result
@@ -93,7 +96,7 @@ def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequenc
     """Move the optimizer's state of ``param``, if it has any, to the tensors that replace it.
 
     Args:
-        targets: (tensor, offset) pairs: the tensor holds the elements of the flattened parameter from ``offset`` on.
+        targets: (tensor, offset) pairs. The tensor holds elements of the flattened parameter, beginning at ``offset``.
     """
     state = optimizer.state.pop(param, None)
     for target, offset in targets if state else ():
@@ -108,7 +111,7 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
     if key not in SCALAR_STATE and value.shape == param.shape != target.shape:
         value = value.reshape(-1)[offset : offset + target.numel()].view(target.shape)
     elif target.device == param.device:
-        return value.clone()  # keeps step counts on the CPU, where optimizers that are not fused expect them
+        return value.clone()  # stays on its device: optimizers without fused kernels keep step counts on the CPU
     return value.to(target.device, copy=True)
 
 
@@ -144,7 +147,7 @@ class Position(IntEnum):
 
 @dataclass(frozen=True)
 class PlacementContext:
-    """The settings that a state placement must be compatible with.
+    """The optimizer's settings, against which a state placement checks its compatibility.
 
     Args:
         optimizer: The torch optimizer that the user passed.
@@ -152,7 +155,7 @@ class PlacementContext:
         registry: The process groups of the mesh.
         averages_data: True (default) if this library averages gradients over the data axes.
         data_parallel: The controller of torch's or Megatron's data parallelism. None (default): neither is used.
-        overlap: True if gradients are reduced while backward runs. Default False.
+        overlap: True if gradients are reduced during backward. Default False.
         placements: All state placements of the optimizer. Default: none.
     """
 
@@ -212,7 +215,7 @@ class StatePlacement(ABC):
     cut_over="sharded_over",
 )
 class ParamTransform:
-    """A parameter transform that replaces nothing. Subclasses override the methods that they need.
+    """The base class of parameter transforms. It replaces no tensor; subclasses override the methods that they need.
 
         class CountUpdates(ParamTransform):
             updates = 0
@@ -221,7 +224,7 @@ class ParamTransform:
                 self.updates += 1
                 super().step(request, update)
 
-    In `step`, ``update`` runs the inner transforms and then steps or skips the optimizer.
+    In `step`, ``update`` calls the `step` of the transforms nearer to the optimizer, and then the optimizer.
     """
 
     idle = False
@@ -236,20 +239,23 @@ class ParamTransform:
     """True if all transforms between this one and the optimizer are ``supports_partial_step``; set by the chain."""
 
     def keeps_grad_here(self, tensor: Tensor) -> bool:
-        """Return True if the gradient of ``tensor``, an input of this transform, is reduced, measured and clipped there.
+        """Return True if gradients are reduced, measured and clipped on ``tensor``, an input of this transform.
 
-        False (default): these run on the gradient of the replacement.
+        False (default): they are reduced, measured and clipped on the replacement of ``tensor``.
         """
         return False
 
     def not_captured(self) -> str | None:
-        """Return the transform's name and why a CUDA graph can't capture a step with it; None: it can."""
+        """Return the reason why a CUDA graph can't capture a step with this transform; None (default) if it can.
+
+        The text begins with the transform's name.
+        """
         return None
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Return the replacements of the tensors in ``positions``; a tensor without an entry stays.
+        """Return the replacements of the tensors in ``positions``. A tensor without an entry is not replaced.
 
-        Also called for param groups that are added later.
+        It is called again, with the new positions, when a param group is added.
         """
         return {}
 
@@ -260,7 +266,7 @@ class ParamTransform:
         move_state(optimizer, tensor, targets)
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return the plan of the replacements. ``plan`` has one entry per position, before replacement."""
+        """Return the plan of the replacements. ``plan`` has one entry per position, for the tensor before replacement."""
         return plan
 
     def micro_batch(self, window: Window) -> AbstractContextManager[None]:
@@ -271,18 +277,20 @@ class ParamTransform:
         return nullcontext()
 
     def catch_up(self, window: Window) -> None:
-        """Run the collectives of backward on a rank that ran no backward in this window.
+        """Issue the collectives of this transform's `micro_batch`, if this rank ran no backward in the window.
 
-        Afterwards all ranks have issued the same collectives, in the same order, before the end of the window.
+        Called at the end of a window, so that all ranks issue the same collectives in the same order.
         """
 
     def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
         """Move gradients from the replaced tensors to their replacements, at the end of a window.
 
         Args:
-            averaged: False if torch's data parallelism should have averaged the gradients over the data axes, but did not.
+            averaged: False if torch's data parallelism should have averaged the gradients over the data axes, but did
+                not.
         Returns:
-            The error for an unusable gradient of this rank, whose replacement has NaN instead; None: all are usable.
+            The error for an unusable gradient of this rank; None: all gradients are usable. The replacement of an
+            unusable gradient is filled with NaN, so that all ranks skip the step.
         """
         return None
 
@@ -298,16 +306,17 @@ class ParamTransform:
         """Write the values of the replacements into the replaced tensors. Every rank must call it."""
 
     def reload(self) -> None:
-        """Set the replacements to the values of the replaced tensors, after weights of the model were written."""
+        """Set the replacements to the values of the replaced tensors. Called after other code wrote weights."""
 
     def has_copies(self) -> bool:
-        """Return True if a replacement has separate memory: `write_back` would undo a write to the replaced tensor."""
+        """Return True if a replacement has memory of its own, so that `write_back` overwrites the replaced tensor."""
         return False
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first tensor whose values `write_back` would overwrite with different values; None: there is none.
+        """Return the first replaced tensor that other code wrote and `write_back` would overwrite; None if there is none.
 
-        Tensors that the next `pull_grads` reads again are skipped. Host synchronization: one per tensor with a copy.
+        Tensors whose write was detected are left out, because `pull_grads` copies them to the replacement. Host
+        synchronization: one per tensor with a copy.
         """
         return None
 
@@ -319,21 +328,21 @@ class ParamTransform:
         return None
 
     def extra_state(self, tensor: Tensor) -> Mapping[str, Tensor]:
-        """Return tensors that belong to a stepped tensor in addition to its optimizer state, by name.
+        """Return the state tensors that this transform keeps for the stepped tensor ``tensor``, by name; default: none.
 
-        They have replicas on the same ranks as ``tensor``.
+        A rank with a replica of ``tensor`` must have replicas of them.
         """
         return {}
 
     def master_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a float32 copy of the master of ``tensor`` if the master has more bits than ``tensor``, else None."""
+        """Return the master of a split weight ``tensor``, as a new float32 tensor; None for other tensors."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries that a checkpoint needs in addition to the optimizer's own state.
 
-        Keys must be unique among transforms. Except for masters and layouts, a checkpoint stores the values of rank 0: they
-        must be plain values that are equal on all ranks.
+        Keys must be unique among transforms. Except for masters and layouts, a checkpoint stores the values of rank 0:
+        they must be plain values that are equal on all ranks.
         """
         return {}
 
@@ -341,7 +350,7 @@ class ParamTransform:
         """Raise ValueError if ``state`` was saved in another layout; change nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` on this rank; `write_back` follows on all ranks.
+        """Restore ``state`` on this rank. The caller then calls `write_back` on all ranks.
 
         Raises:
             ValueError: The state does not fit; nothing is changed.
@@ -350,15 +359,16 @@ class ParamTransform:
 
 # The first transform of a chain: local tensors of DTensors ------------------------------------------------------------
 
-_SHARED = "_meshstep_shared"  # attribute of gradients that came from a DTensor
+_SHARED = "_meshstep_shared"  # attribute of a gradient that is the local tensor of a DTensor's gradient
 
 
 class LocalTensors(ParamTransform):
     """The transform that replaces each DTensor by its local parameter, with the same memory, name and spec.
 
-    FSDP2 and torch's tensor parallelism create DTensor parameters. With local tensors an optimizer may mix both kinds of
-    parameters, which torch's fused optimizers reject otherwise. An update then issues no hidden collectives, and later
-    transforms handle plain tensors only. The optimizer state becomes local as well. Without DTensors it does nothing.
+    FSDP2 and torch's tensor parallelism create DTensor parameters. torch's fused optimizers reject a mixture of
+    DTensors and plain tensors; local tensors avoid this. An update then issues no hidden collectives, and later
+    transforms handle plain tensors only. The optimizer state becomes local as well. If the optimizer has no DTensors,
+    the transform does nothing.
 
     Args:
         topology: Its axes correspond to the dims of the DTensors' device meshes.
@@ -388,7 +398,7 @@ class LocalTensors(ParamTransform):
     def move_state(
         self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """Move the local tensors of the state."""
+        """Move the state of a DTensor to its local parameter, with the local tensors of state DTensors."""
         state = optimizer.state.pop(tensor, None)
         for target, _ in targets if state else ():
             optimizer.state[target] = {
@@ -396,10 +406,10 @@ class LocalTensors(ParamTransform):
             }
 
     def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
-        """Give every local parameter the local tensor of its DTensor's gradient; partial gradients are reduced later.
+        """Set the gradient of every local parameter to the local tensor of its DTensor's gradient, possibly partial.
 
-        If the DTensor has no gradient, a gradient that was set on the local parameter stays: trainers create states before
-        loading them by a step with zero gradients.
+        If the DTensor has no gradient, a gradient that other code set on the local parameter stays. Trainers set zero
+        gradients for a step that creates states, before they load states.
         """
         from ...parallel.interop.dtensor import local_parameter, poison_gradient, share_gradient
 
@@ -418,7 +428,7 @@ class LocalTensors(ParamTransform):
         return problem
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update`` and give the DTensors their gradients back, so that clearing these frees the memory."""
+        """Call ``update``, then set the DTensors' gradients again, so that clearing them frees the memory."""
         from ...parallel.interop.dtensor import return_gradient
 
         update(request)
@@ -442,26 +452,27 @@ class StepObserver:
                 update(request)
                 self.seconds = time.perf_counter() - start
 
-    Subclasses override the methods that they need. Every rank calls them in the order below, once per step. An
-    observer that is installed on all ranks may therefore use collectives. It must not change gradients, weights or the
-    request.
+    Subclasses override the methods that they need. In each step every rank calls `local_grads`, `reduced_grads` and
+    `update`, in this order. An observer that was added on all ranks may therefore use collectives. It must not change
+    gradients, weights or the request.
     """
 
     def not_captured(self) -> str | None:
-        """Return why a step can't be captured in a CUDA graph with this observer; None (default): it can be captured."""
+        """Return the reason why a CUDA graph can't capture a step with this observer; None (default) if it can."""
         return None
 
     def local_grads(self, window: Window) -> None:
-        """Read the gradients that backward left: this rank's own, except gradients that were reduced during backward."""
+        """Read the gradients after backward, before `step` reduces them. Some may have been reduced during backward."""
 
     def reduced_grads(self, window: Window) -> None:
-        """Read the reduced gradients of the stepped tensors (`ParallelOptimizer.pieces`), before clipping.
+        """Read the reduced gradients of the stepped tensors (`ParallelOptimizer.stepped_tensors`), before clipping.
 
-        They still contain the loss scale (``window.scale``) and are not divided by the window's weight.
+        These gradients are still multiplied by the loss scale (``window.scale``), and not divided by the window's
+        weight.
         """
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update(request)`` exactly once: it steps or skips, and writes the result into the model."""
+        """Call ``update(request)`` exactly once. ``update`` steps or skips, and writes the result into the model."""
         update(request)
 
 
@@ -470,14 +481,14 @@ class StepObserver:
 
 @dataclass(frozen=True, eq=False)
 class GivenParam:
-    """A model parameter and its properties when the optimizer received it.
+    """A model parameter, and its dtype, device and ``requires_grad`` at an earlier time.
 
     Args:
-        name: Name for messages.
+        name: The parameter's name for messages.
         param: The parameter.
-        trained: ``requires_grad`` when the last param group was added.
-        dtype: Dtype when the optimizer received it.
-        device: Device when the optimizer received it.
+        trained: ``param.requires_grad`` when the last param group was added.
+        dtype: The dtype when the optimizer received the parameter.
+        device: The device when the optimizer received the parameter.
     """
 
     name: str
@@ -507,7 +518,7 @@ class TransformChain:
         registry: The process groups of the mesh.
 
     Attributes:
-        positions: One position per stepped tensor, in the order of the param groups.
+        positions: One `ParamPosition` per stepped tensor, in the order of the param groups.
         given: The model parameters, including parameters of which this rank holds no shard.
         frozen: Model parameters that were frozen when a param group was added. They cannot be unfrozen.
         pulling_grads: The transforms that override `pull_grads`, from the model to the optimizer.
@@ -529,7 +540,7 @@ class TransformChain:
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer and install the transforms over it. If this raises, nothing has changed."""
+        """Add a param group to the optimizer, and install the transforms over it. An error leaves everything unchanged."""
         before, given, frozen = len(self.optimizer.param_groups), self.given[:], self.frozen[:]
         with own_calls:
             self.optimizer.add_param_group(param_group)
@@ -544,7 +555,7 @@ class TransformChain:
         positions = positions_in(groups, first=len(self.given))
         for param in (at.param for at in positions if type(at.param) in PLAIN and at.param.is_neg()):
             resolve_(param)  # transforms read memory directly, because shards are views of it
-        # The plan is agreed again without parameters that have been frozen since, so these stay frozen for good.
+        # The new plan leaves out parameters that have been frozen since the last plan; they can't be unfrozen later.
         self.frozen += [of.param for of in self.given if of.trained and not of.param.requires_grad]
         self.given = [replace(of, trained=of.trained and of.param.requires_grad) for of in self.given]
         self.given += [GivenParam.of(at.name, at.param) for at in positions]
@@ -581,7 +592,7 @@ class TransformChain:
         self.around_update = [*self._stepping, *(observer.update for observer in self.observers)]
 
     def _those_with(self, *methods: str) -> list[ParamTransform]:
-        """Return the non-idle transforms that override any of these methods, so that a step calls no empty ones."""
+        """Return the non-idle transforms that override any of these methods, so that a step calls no empty methods."""
         return [
             transform
             for transform in self.transforms
@@ -616,7 +627,7 @@ class TransformChain:
         return params_of(self.optimizer.param_groups)
 
     def values(self) -> list[Tensor]:
-        """Return the stepped tensors in full precision: a copy of the master for each split weight."""
+        """Return the values of the stepped tensors: a new float32 master for each split weight, else the tensor itself."""
         transforms = self._those_with("master_of")
         return [
             next((master for transform in transforms if (master := transform.master_of(tensor)) is not None), tensor)
@@ -658,7 +669,7 @@ class TransformChain:
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Return the named state tensors per stepped tensor: its optimizer state, then additions of the transforms."""
+        """Return one dict of state tensors by name per stepped tensor: its optimizer state and the `extra_state`."""
         state, transforms = self.optimizer.state, self._those_with("extra_state")
         return [
             {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}
@@ -670,16 +681,16 @@ class TransformChain:
 
     @property
     def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
-        """Return the context managers that every rank enters around a micro-batch's backward; each takes the window."""
+        """Return functions of the window that return the context managers around the backward of a micro-batch."""
         return [transform.micro_batch for transform in self._those_with("micro_batch")]
 
     def has_copies(self) -> bool:
-        """Return True if a replacement on this rank has separate memory."""
+        """Return True if a replacement on this rank has memory of its own."""
         return any(transform.has_copies() for transform in self.transforms)
 
     @torch.no_grad()
     def find_overwritten(self) -> str | None:
-        """Return the name of the first parameter whose values the next step would undo; None: there is none.
+        """Return the name of the first parameter that other code wrote and the next step would overwrite, or None.
 
         Host synchronization: one per tensor with a copy.
         """
@@ -691,7 +702,7 @@ class TransformChain:
         return None
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model, of the stepped tensors, and of all tensors between them."""
+        """Clear the gradients of the model parameters, of the stepped tensors, and of all tensors between them."""
         with own_calls:
             self.optimizer.zero_grad(set_to_none)
             for transform in self.transforms:
@@ -721,7 +732,7 @@ class TransformChain:
             transform.load_state_dict(state)
 
     def write_back(self) -> None:
-        """Write the stepped weights into the model, after they were loaded. Every rank must call it."""
+        """Write the values of the stepped tensors into the model. Every rank must call it after a load."""
         for transform in reversed(self.transforms):
             transform.write_back()
 
@@ -751,7 +762,7 @@ def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], obj
 
 
 def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
-    """Return the error for optimizer states that were saved in another layout than the present one. None: unsharded."""
+    """Return the error for optimizer states whose ``saved`` sharding differs from the present one; None means unsharded."""
     layouts = [
         f"sharded over {shards['axis']}={shards['size']} in {len(shards['pieces'])} shards" if shards else "unsharded"
         for shards in (saved, own)

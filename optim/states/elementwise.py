@@ -112,7 +112,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
-    """Raise ValueError if the optimizer would get shards, of declared parameters or of DTensors, that it can't step.
+    """Raise ValueError if parameters are sharded (declared or DTensors), and the optimizer is not elementwise.
 
     Args:
         entries: The plan entries of all stepped parameters, with validated specs. Frozen parameters are ignored.
@@ -169,7 +169,7 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why the optimizer may not be elementwise, as the end of a sentence; None: it is."""
+    """Return the reason why the optimizer may not be elementwise, as the end of a sentence; None if it is elementwise."""
     if asks_other_ranks(optimizer):
         return None
     said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
@@ -187,7 +187,10 @@ def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _quantized_states(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the class or option that quantizes states in blocks; None: there is none, or ``elementwise`` is set."""
+    """Return the name of the class or option that quantizes states in blocks; None if states are not quantized.
+
+    Also None if ``optimizer.elementwise`` is set.
+    """
     if asks_other_ranks(optimizer) or getattr(optimizer, "elementwise", None) is not None:
         return None
     names = (kind.__name__ for kind in type(optimizer).__mro__ if _is_known(kind))
@@ -202,13 +205,13 @@ def _is_known(kind: type) -> bool:
 
 
 def _steps_like(optimizer: torch.optim.Optimizer, kind: type) -> bool:
-    """Return True if the optimizer inherits the `step` of ``kind``, compared without torch's wrappers."""
+    """Return True if the optimizer has the same `step` as the class ``kind``, apart from torch's wrappers of `step`."""
     own, known = (getattr(owner, "step", None) for owner in (type(optimizer), kind))
     return own is not None and known is not None and unwrap(own) is unwrap(known)
 
 
 def _values(optimizer: torch.optim.Optimizer, option: str) -> list[Any]:
-    """Return the values of an option in all places where libraries store them."""
+    """Return the values of an option in the param groups, in the optimizer's attributes, and in ``optimizer.args``."""
     found = [group.get(option) for group in optimizer.param_groups]
     return [*found, getattr(optimizer, option, None), getattr(getattr(optimizer, "args", None), option, None)]
 

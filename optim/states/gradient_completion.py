@@ -33,25 +33,28 @@ _CHAINS: WeakSet[TransformChain] = WeakSet()
 
 
 class GradientCompletion:
-    """The reduction of an optimizer's gradients at the end of each window. Adding parameters creates a new object.
+    """The reduction of an optimizer's gradients at the end of each window, with checks in the first windows.
+
+    `ParallelOptimizer` creates a new object when a param group is added.
 
     Args:
         chain: The parameter transforms.
         table: One record per stepped tensor.
-        buckets: A function that makes the gradient buckets of a reduction plan. They reduce gradients after all transforms
-            have moved them.
-        early: Buckets over the model's parameters that can be reduced while backward runs; they are reduced before
-            transforms move gradients. None: gradients are not reduced in backward.
-        agreement: The comparison of settings between ranks, evaluated in the first window; None: the world has one rank.
-        unused: The watch for parameters without gradients.
-        model: The modules whose parameters the first window compares with the optimizer's.
+        buckets: A function that returns the gradient buckets of a reduction plan. These buckets reduce gradients after
+            all transforms have moved gradients.
+        early: Buckets over the model's parameters that are reduced during backward, or before transforms move
+            gradients.
+            None: gradients are not reduced in backward.
+        agreement: The comparison of settings between ranks, evaluated in the first window; None: there is one rank.
+        unused: The check for parameters without gradients.
+        model: The check for trainable parameters that the optimizer does not have.
         has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
 
     Attributes:
-        table: The records, with the partial gradients that the first window found in DTensor gradients.
+        table: The records. The first window adds the axes over which DTensor gradients are partial to their specs.
         grads_checked: True after all ranks have checked the gradients of the first window.
-        changed: Indices of the parameters that were frozen, and of the parameters that were unfrozen, since they were
-            added. Updated in every window.
+        changed: Indices of parameters that were frozen since they were added, and of parameters that were unfrozen
+            since then. Updated in every window.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class GradientCompletion:
         self._next_checked = 0
 
     def not_captured(self) -> str | None:
-        """Return why a step can't be captured in a CUDA graph now; None: it can be."""
+        """Return the reason why a CUDA graph can't capture a step now; None if it can."""
         if self.grads_checked:
             return None
         return "no step was made before, and the first one looks at what came, on the host: make some steps without a graph"
@@ -88,17 +91,18 @@ class GradientCompletion:
         Args:
             switch: The controller of gradient reduction during backward; None: backward reduces nothing.
         Returns:
-            An error in this rank's gradients, to be raised after the remaining collectives; None: there is no error.
+            An error that only this rank's gradients have; raise it after the step's remaining collectives. None: no
+            error.
         Raises:
-            RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not reduced
-                gradients that only it can reduce. In the first window, on every rank: there are no gradients, gradients did
-                not pass through `backward` or `window`, the model has trainable parameters that no optimizer has, or ranks
-                disagree. In the second and 16th window, on every rank: the step would undo weights that were written
-                through ``.data``.
-            TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, or the gradient of a
-                DTensor has an unsupported layout.
-        Collectives: the reductions of buckets and transforms; in the first and 16th window, an object all-gather; in the
-            second window another object all-gather, if a rank has copies of weights (masters, `Offloaded`).
+            RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not
+                reduced gradients that only it can reduce. In the first window, on every rank: there are no gradients,
+                gradients are not from `backward` or `window`, the model has trainable parameters that no optimizer has,
+                or settings differ between ranks. In the second and 16th window, on every rank: the step would overwrite
+                weights that other code wrote through ``.data``.
+            TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, or the gradient
+                of a DTensor has an unsupported layout.
+        Collectives: the reductions of buckets and transforms; in the first and 16th window, an object all-gather; in
+            the second window another object all-gather, if a rank has copies of weights (masters, `Offloaded`).
         Host synchronization: in these three windows only.
         """
         if window.phase in ("complete", "clipped"):
@@ -118,7 +122,7 @@ class GradientCompletion:
         seen = None if self.grads_checked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
-        # These collectives precede the transforms, so that their order does not depend on whether this rank ran a backward.
+        # Reduced before transforms run, as after a backward: all ranks then issue the same collectives in the same order.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
         for transform in self.chain.catching_up:
@@ -148,11 +152,11 @@ class GradientCompletion:
         return problem
 
     def _watch_first_windows(self, unused: UnusedParameters) -> None:
-        """Look for parameters without gradients and, in the second and last watched window, for overwritten weights.
+        """Check for parameters without gradients and, in the second and 16th window, for weights that other code wrote.
 
         Raises:
-            RuntimeError: On every rank: the step would undo weights that were written. The next call raises again unless
-                the weights were reloaded.
+            RuntimeError: On every rank: the step would overwrite weights that other code wrote. The next call raises
+                again unless `ParallelOptimizer.reload_from_model` was called.
         Collectives: an object all-gather in the last window, and in the second one if a rank has copies of weights.
         """
         if self._has_copies and unused.windows == 1:
@@ -163,7 +167,7 @@ class GradientCompletion:
             self._unused = None
 
     def _seen(self, window: Window) -> GradientReport:
-        """Return this rank's report on the gradients that backward left and on wrappers around the model."""
+        """Return this rank's report on its gradients and on the model's modules, for `_look`."""
         params = self.chain.params
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         own = (of.param for chain in _CHAINS for of in chain.given)
@@ -214,7 +218,8 @@ class GradientCompletion:
     def _check_converted(self) -> None:
         """Raise RuntimeError if the dtype or device of a parameter has changed since the optimizer received it.
 
-        Checks the first, the last, and in turn one other parameter, because ``model.double()`` converts all of them.
+        Each call checks only the first, the last, and one other parameter in turn. This is enough because a conversion
+        such as ``model.double()`` converts all parameters.
         """
         given = self.chain.given
         if given:
@@ -223,7 +228,7 @@ class GradientCompletion:
                 raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:
-        """Return this rank's summand in the field of facts. Host synchronization: for settings in tensors on a device."""
+        """Return this rank's summand for the `StepAgreement`. Host synchronization: one if settings are device tensors."""
         if self._agreement is None:
             return 0
         number = window.number_of_facts(self._agreement, self.changed)
@@ -234,8 +239,8 @@ class GradientCompletion:
         """Find parameters whose ``requires_grad`` has changed since they were added, and record them in `changed`.
 
         Returns:
-            The ids of frozen parameters without a gradient, and the error for an unfrozen parameter or None. The error must
-            be raised after this rank's part in the collectives.
+            The ids of frozen parameters without a gradient, and the error for an unfrozen parameter or None. Raise the
+            error only after the collectives that other ranks expect.
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]
@@ -251,7 +256,7 @@ class GradientCompletion:
         return frozen | {id(given[at].param) for at in self.changed[0] if given[at].param.grad is None}, problem
 
     def _forget(self, frozen: set[int]) -> None:
-        """Clear gradients of parameters that are frozen on this rank: other ranks' reductions have filled them."""
+        """Clear the gradients of ``frozen`` parameters, to which the reduction has added other ranks' gradients."""
         for row in self.table:
             if id(row.leaf) in frozen:
                 clear_gradients([row.grad_tensor, *row.path], set_to_none=True)

@@ -40,21 +40,24 @@ class HalfStates(StatePlacement):
     | master weights | 12 | 8 |
     | split master weights | 10 | 6 |
 
-    `Sharded` divides these further. A step also needs float32 copies of the states of 4 million elements, or of one larger
-    parameter. Step counts and other scalars are unchanged.
+    With `Sharded`, a rank has only its shards of these. A step also needs float32 copies of the states of 4 million
+    elements, or of one larger parameter. Step counts and other scalars keep their dtypes.
 
-    Rounding is stochastic. ``v += 0.001 * (g * g - v)`` changes ``v`` by less than half a unit in the last place, which
-    rounding to nearest loses. After 2000 steps of a small network, AdamW's second moments were 3.4 times the float32 ones
-    with rounding to nearest. With stochastic rounding they were 1.0 to 1.06 times the float32 ones.
+    Rounding is stochastic. An update such as ``v += 0.001 * (g * g - v)`` often changes ``v`` by less than half a unit
+    in the last place of bfloat16, and rounding to nearest would lose the change. After 2000 steps of a small network,
+    AdamW's second moments were 3.4 times the float32 ones with rounding to nearest. With stochastic rounding they were
+    1.0 to 1.06 times the float32 ones.
 
-    Replicas of a parameter draw equal random bits, because the seed depends on its name and the step. A CPU draws other
-    bits than a GPU: replicas that `Offloaded` steps on different devices diverge more than by the kernels' rounding.
+    Replicas of a parameter draw equal random bits, because the seed depends on the parameter's name and the step. A CPU
+    draws other bits than a GPU. So replicas that `Offloaded` steps on different devices differ by more than the
+    kernels' rounding.
 
     Args:
         dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would
             underflow most second moments to 0.
         seed: The seed of the stochastic rounding, an integer, equal on all ranks. Default 0.
-    Collectives: none. Host synchronization: as in the optimizer's step, once per bucket.
+    Collectives: none. Host synchronization: none of its own. It steps bucket by bucket, so an optimizer whose step
+    synchronizes does so once per bucket.
     """
 
     position: ClassVar[Position] = Position.STATE
@@ -78,7 +81,7 @@ class HalfStatesTransform(ParamTransform):
 
     def __init__(self, how: HalfStates, context: PlacementContext) -> None:
         self.how, self.registry, self.optimizer, self.steps = how, context.registry, context.optimizer, 0
-        self._split = context.precision.split_masters  # bfloat16 tensors then have float32 states
+        self._split = context.precision.split_masters  # True: bfloat16 tensors have float32 states in an update
         self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:
@@ -97,7 +100,10 @@ class HalfStatesTransform(ParamTransform):
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update`` once per bucket. A skipped update changes nothing: bfloat16 values round to themselves."""
+        """Convert states to float32, call ``update``, and round the states, bucket by bucket.
+
+        A skipped update changes nothing, because bfloat16 values round to themselves.
+        """
 
         def step_one(bucket: Bucket) -> None:
             self._lend(chain.from_iterable(bucket))
@@ -139,11 +145,11 @@ class HalfStatesTransform(ParamTransform):
         return torch.Generator(param.device).manual_seed(seed_of(self.how.seed, self.steps, self._keys[param]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"half_states": {"steps": number of steps that have rounded}}``."""
+        """Return ``{"half_states": {"steps": number of steps in which states were rounded}}``."""
         return {"half_states": {"steps": self.steps}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the number of steps in ``state`` is not a count."""
+        """Raise ValueError if the saved number of steps is not a whole number >= 0."""
         if "half_states" in state:
             fields({"steps": check_count})(state["half_states"], "half_states")
 

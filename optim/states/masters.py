@@ -32,8 +32,9 @@ from .elementwise import check_in_buckets
 
 # Split master weights -------------------------------------------------------------------------------------------------
 
-# A split weight is not replaced: the param groups hold the bfloat16 weight, its gradient is the float32 main gradient, and
-# its optimizer state is float32. The update engine joins the master in registers or in a bucket (`SplitWeights`).
+# A split weight is a bfloat16 weight with an int16 remainder: the upper and lower 16 bits of its float32 master. It is not
+# replaced: the param groups hold the bfloat16 weight, its gradient is the float32 main gradient, and its optimizer state is
+# float32. The update engine joins weight and remainder to the master, in registers or in a bucket (`SplitWeights`).
 
 MANY_WRITES = 3
 """Number of consecutive steps that found written weights before a warning."""
@@ -41,7 +42,7 @@ _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError if the mode has split masters and another setting or a parameter does not support them.
+    """Raise ValueError if the mode has split masters, and another setting or a parameter is incompatible with them.
 
     Args:
         params: (name or None, parameter) pairs of all parameters of the optimizer.
@@ -64,17 +65,17 @@ def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Te
 
 
 class SplitMasters(ParamTransform):
-    """The remainders of trained bfloat16 tensors: the low 16 bits of their float32 masters.
+    """The transform that keeps remainders of trained bfloat16 tensors: the low 16 bits of their float32 masters.
 
-    Writing a weight between two steps sets its remainder to 0, so that its master is the written value. A write is detected
-    by the tensor's version counter, or by new memory with other values. Equal values in new memory, as after
-    ``model.to(memory_format=...)``, keep the remainder. For this comparison the previous memory, 2 bytes per element, stays
-    allocated until the next step. In-place writes through ``.data`` are not detected: the remainder stays, and the master
-    still rounds to the written value (`join_master`).
+    If other code writes a weight between two steps, the next step sets its remainder to 0, so that the master is the
+    written value. A write is detected by the tensor's version counter, or by new memory with other values. If the
+    values in new memory are equal, as after ``model.to(memory_format=...)``, the remainder is kept. For this comparison
+    the previous memory, 2 bytes per element, stays allocated until the next step. In-place writes through ``.data`` are
+    not detected: the remainder is kept, and the master still rounds to the written value (`join_master`).
 
     Attributes:
-        remainders: int16 remainder per trained bfloat16 tensor. 0 unless one was loaded or stepped: the master is the
-            weight.
+        remainders: The int16 remainder of each trained bfloat16 tensor. It is 0 until the tensor is stepped or a
+            remainder is loaded; the master then equals the weight.
     """
 
     supports_partial_step = True
@@ -87,7 +88,7 @@ class SplitMasters(ParamTransform):
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._memory: list[Tensor] = []  # aliases keep replaced memory allocated until it has been compared
-        self._loaded: list[int] = []  # a hash of each weight, from a load until the next step
+        self._loaded: list[int] = []  # after a load: a hash of each weight; empty from the next step on
         self._writes = 0  # consecutive steps that found written weights
         load_states_exactly(self.optimizer, self.remainders)
 
@@ -104,7 +105,7 @@ class SplitMasters(ParamTransform):
     # Written weights -------------------------------------------------------------------------------------------------
 
     def _note_weights(self) -> None:
-        """Record versions and addresses of the weights: the remainders belong to their present values."""
+        """Record versions and addresses of the weights, to detect later writes by other code."""
         if len(self._weights) != len(self.remainders):
             self._weights = list(self.remainders)
             self._index = {weight: index for index, weight in enumerate(self._weights)}
@@ -116,13 +117,13 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
-        """Set the remainders of written weights to 0. Return the weights that were written or have new memory."""
+        """Set the remainders of weights that other code wrote to 0. Return the weights that were written or moved."""
         weights, versions = self._weights, list(map(_version, self._weights))
         addresses = list(map(Tensor.data_ptr, weights))
         if versions == self._versions and addresses == self._addresses:
             return []
         written, moved = _changed(versions, self._versions), _changed(addresses, self._addresses)
-        if self._loaded:  # a model that is loaded after the optimizer writes the same weights
+        if self._loaded:  # a model that is loaded after the optimizer writes equal values, which must keep remainders
             sums = _bit_sums([weights[index] for index in written])
             written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
         if written:
@@ -133,10 +134,11 @@ class SplitMasters(ParamTransform):
         return [weights[index] for index in sorted({*written, *moved})]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Set the remainders of written weights to 0. Host synchronization: none, except once after a load.
+        """Set the remainders of weights that other code wrote to 0. Host synchronization: none, except once after a load.
 
         Raises:
-            RuntimeError: A weight was written before a step that a CUDA graph captures: every replay would set them to 0.
+            RuntimeError: A weight was written before a step that a CUDA graph captures: every replay would set its
+                remainder to 0.
         """
         dropped = self._drop_written()
         if dropped and window.captured:
@@ -204,7 +206,7 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"masters": {position: float32 tensor}}``, as `Masters` does. Allocates 4 bytes per element."""
+        """Return ``{"masters": {position: float32 master}}``, as `Masters` does. Allocates 4 bytes per element."""
         self._drop_written()
         masters = {
             position: join_master(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()
@@ -212,7 +214,7 @@ class SplitMasters(ParamTransform):
         return {"masters": masters}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if `load_state_dict` would; change nothing."""
+        """Raise ValueError if `load_state_dict` would raise it. Change nothing."""
         check_saved(state, dict(self._by_position()))
 
     @torch.no_grad()
@@ -234,7 +236,7 @@ def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
-    """Set a weight's remainder to 0 unless the weight is bitwise equal to ``before``. Host synchronization: none."""
+    """Set ``remainder`` to 0 unless ``weight`` is bitwise equal to ``before``, its earlier value, on the device."""
     if (weight.shape, weight.dtype, weight.device) != (before.shape, before.dtype, before.device):
         remainder.zero_()
         return
@@ -292,11 +294,11 @@ class ModelDtypes(ParamTransform):
         return {"dtypes": sorted({str(param.dtype) for param in params})}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the dtypes in ``state`` are not names."""
+        """Raise ValueError if the entry ``"dtypes"`` of ``state`` is not a list of texts."""
         list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the state was saved with parameters of the same dtypes, because torch would cast states silently.
+        """Raise ValueError if the state was saved with other parameter dtypes; torch would cast states without a message.
 
         Raises:
             ValueError: The dtypes differ, or the state has masters because it was saved in another precision mode.
@@ -314,8 +316,8 @@ class Masters(ParamTransform):
     """The transform that replaces half-precision tensors by float32 masters; see `MasterWeights`.
 
     Args:
-        main_grads: True if half-precision tensors have float32 gradients; the masters then share them.
-        cast: True (default): otherwise masters get float32 copies of the gradients.
+        main_grads: True if half-precision tensors have float32 gradients; a master then shares its tensor's gradient.
+        cast: True (default): masters without a shared gradient get float32 copies of the gradients.
     """
 
     supports_partial_step = True
@@ -342,7 +344,7 @@ class Masters(ParamTransform):
     def move_state(
         self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """Do nothing: `MasterWeights` has moved the state, in float32."""
+        """Do nothing, because `MasterWeights` moves the state to the masters and converts it to float32."""
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
         self._made.collect()
@@ -351,7 +353,7 @@ class Masters(ParamTransform):
         masters = self._made
         late = []
         for tensor, master in masters.held():
-            # set after `pull_grads`, on a copy that CPU offload made
+            # `step` of CPU offload sets the gradient of its copy, after `pull_grads`
             if master.grad is None and tensor.grad is not None:
                 master.grad = tensor.grad.float()
                 late.append(master)
@@ -359,7 +361,7 @@ class Masters(ParamTransform):
         update(replace(request, low_precision_out=copies))
         masters.write_back(copies.written)
         if late:
-            clear_gradients(late, set_to_none=True)  # CPU offload gives the copy new gradient memory in the next step
+            clear_gradients(late, set_to_none=True)  # CPU offload sets these again in the next step
 
     def write_back(self) -> None:
         self._made.write_back()
@@ -397,7 +399,11 @@ class StochasticallyRounded(ParamTransform):
         return "stochastic rounding draws by the number of the step, and replays would round by the same bits"
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Prepare the parameters for rounding. Raises ValueError if a parameter has no name and there are several ranks."""
+        """Prepare the parameters for rounding, and replace none.
+
+        Raises:
+            ValueError: A parameter has no name, and there are several ranks.
+        """
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)
         else:

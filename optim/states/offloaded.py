@@ -3,9 +3,9 @@
     device   parameters, gradients ----------+                           +--> parameters
     CPU                                      +--> step of the copies ----+
 
-The parameters stay on the device, where their gradients are reduced, measured and clipped. A step copies the gradients of
-offloaded parameters to the CPU, and steps device and CPU with their own fused kernels. It then copies the new weights back
-in the parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
+The parameters stay on the device, where their gradients are reduced, measured and clipped. A step copies the gradients
+of offloaded parameters to the CPU, and steps device and CPU with their own fused kernels. It then copies the new
+weights back in the parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
 
 Transfers use buckets of 32 MiB of gradients, with one copy per direction. They overlap with the CPU's updates:
 
@@ -52,17 +52,17 @@ ALIGNMENT = 64
 
 
 class HostBucket:
-    """Parameters of one dtype and device, with a copy of each on the CPU.
+    """A bucket of parameters of one dtype and device, with a CPU copy of each.
 
     Args:
         params: The parameters, at least one.
         grad_dtype: The dtype of their gradients.
 
     Attributes:
-        copies: The CPU copies, with the parameters' memory formats, which fused kernels require. Pinned if the parameters
-            are on a CUDA device.
-    CPU memory: one copy of the parameters and, after the first step, of their gradients. Device memory: one flat copy of
-    the bucket during a transfer; none for a bucket with a single parameter.
+        copies: The CPU copies. They have the parameters' memory formats, because fused kernels require this. They are
+            pinned if the parameters are on a CUDA device.
+    CPU memory: one copy of the parameters and, after the first step, of their gradients. Device memory: one flat copy
+    of the bucket during a transfer; none for a bucket with a single parameter.
     """
 
     def __init__(self, params: Sequence[Tensor], grad_dtype: torch.dtype) -> None:
@@ -74,7 +74,7 @@ class HostBucket:
             self._views_of.append((self._numel, param.shape, torch.empty_like(param, device="meta").stride()))
             self._numel += -(-param.numel() // ALIGNMENT) * ALIGNMENT
         self._weights = self._flat(params[0].dtype)
-        # `.data` gives each copy its own version counter, from which masters detect writes.
+        # `.data` gives each copy a version counter of its own; masters detect writes to the copy by this counter.
         self.copies: list[Tensor] = [nn.Parameter(view.data) for view in self._views(self._weights)]
         self._gradients: Tensor | None = None
         self._came: list[int] = []  # indices of the parameters whose gradients are being copied
@@ -85,7 +85,7 @@ class HostBucket:
         return torch.empty(self._numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def _flat_there(self, host: Tensor) -> Tensor:
-        """Return the device buffer of a transfer of ``host``. The bucket uses no other device memory."""
+        """Return a new device buffer for the transfer of ``host``."""
         return torch.empty_like(host, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -99,7 +99,8 @@ class HostBucket:
         """Copy the parameters' values into the CPU copies. Host synchronization: a wait for the device.
 
         Args:
-            written: Indices of parameters that have changed; masters then compare the copies of these parameters.
+            written: Indices of parameters that have changed. The versions of their copies are incremented, so that
+                masters compare these copies.
         """
         self._down(self._weights, list(range(len(self.params))), self.params)
         self.wait()
@@ -124,7 +125,7 @@ class HostBucket:
                 self.copies[index].grad = views[index]
 
     def _down(self, host: Tensor, which: list[int], tensors: list[Tensor]) -> None:
-        """Start to copy ``tensors`` to the positions of parameters ``which`` in ``host``; the rest of it is overwritten."""
+        """Start to copy ``tensors`` to the positions of the parameters ``which`` in ``host``; the rest may change."""
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy([self._views(host)[index] for index in which], tensors)
         else:
@@ -155,7 +156,10 @@ class HostBucket:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start to copy the CPU weights to the device. Call `wait` before writing to them. Host synchronization: none."""
+        """Start to copy the CPU copies to the parameters. Call `wait` before writing to the copies.
+
+        Host synchronization: none.
+        """
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy(self.params, self.copies)
         else:
@@ -174,10 +178,10 @@ class Offloaded(StatePlacement):
 
         optimizer = ParallelOptimizer(adamw, registry, states=Offloaded(0.5))  # at least half of the elements
 
-    Device memory then holds only the parameter and its gradient for each offloaded element: AdamW's states save 8 bytes per
-    element, and a master 4. During a step, one flat bucket of 32 MiB of gradients is added. Pinned CPU memory holds a copy
-    of the offloaded parameters and gradients. If the parameters are on the CPU, the copies take additional CPU memory and
-    everything else is the same.
+    Device memory then holds only the parameter and the gradient of an offloaded element. This saves 8 bytes per element
+    for AdamW's states, and 4 for a master. During a step, a flat bucket of 32 MiB of gradients is also on the device.
+    Pinned CPU memory holds copies of the offloaded parameters and gradients. If the parameters are on the CPU, the
+    copies are made in CPU memory as well.
 
     A step waits for the gradients and the step decision on the host, so a CUDA graph can't capture it.
 
@@ -186,12 +190,13 @@ class Offloaded(StatePlacement):
     this.
 
     torch's fused optimizers step bucket by bucket. All parameters are stepped at once, after all gradients have
-    arrived, in these cases: with other optimizers; with `HalfStates` or stochastic rounding, whose random numbers depend on
-    the step count; and if the optimizer has step hooks.
+    arrived, in these cases: with other optimizers; with `HalfStates` or stochastic rounding, whose random numbers
+    depend on the step count; and if the optimizer has step hooks.
 
     Args:
-        fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require gradients.
-            Default 1.0: all are offloaded. Otherwise the largest parameters that fit into the rest stay on the device.
+        fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require
+            gradients. Default 1.0: all are offloaded. Otherwise the largest parameters that fit into ``1 - fraction``
+            of the elements stay on the device.
     Collectives: none. Host synchronization, if parameters are on a device: a step waits for the step decision, for each
     bucket of gradients, and for the last bucket of weights.
     """
@@ -257,7 +262,7 @@ class OffloadTransform(ParamTransform):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        # Parameters of earlier groups keep the state they had after the last step, so that writes since then are detected.
+        # Only for new parameters: for earlier ones the record of the last step is needed, to detect writes since then.
         self._seen |= {param: _look(param) for param in made}
         self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
@@ -297,7 +302,7 @@ class OffloadTransform(ParamTransform):
         self._arrive()
 
     def _step_in_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest, update: Update) -> None:
-        """Step the parameters on the device first, because their kernels run while the first bucket is copied."""
+        """Step the parameters on the device, then the copies bucket by bucket. Device kernels overlap with the copies."""
         for bucket in self.buckets[:1]:
             bucket.start()
         here = {self._places[param] for param in self.copies}
@@ -332,7 +337,7 @@ class OffloadTransform(ParamTransform):
         self._note_versions()
 
     def _arrive(self) -> None:
-        """Wait until the CPU weights may be written to, and record the versions of parameters and copies."""
+        """Wait until all copies to the device are complete, and record the versions of parameters and CPU copies."""
         for bucket in self.buckets[-1:]:
             bucket.wait()  # transfers complete in order, so this includes all earlier buckets
         self._note_versions()
@@ -345,7 +350,10 @@ class OffloadTransform(ParamTransform):
         return bool(self.copies)
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter whose values differ from its copy. Pairs with a detected write are skipped."""
+        """Return the first parameter whose values differ from its CPU copy, or None.
+
+        Parameters with a detected write to them or to their copy are left out. Host synchronization: one per parameter.
+        """
         for param, copy in self.copies.items():
             is_settled = self._seen[param] == _look(param) and self._copy_versions[param] == copy._version
             if is_settled and not has_equal_values(param, copy):
@@ -358,7 +366,7 @@ class OffloadTransform(ParamTransform):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy written parameters to the CPU, because the model may have been loaded first; masters are loaded later."""
+        """Copy parameters that were written to the CPU: the model may have been loaded before. Masters are loaded later."""
         self._refresh()
 
 
@@ -397,7 +405,7 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
 def reference_offloaded_step(
     params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Apply the reference computation of an offloaded step: copy gradients to the CPU, step, and copy weights back.
+    """Step ``params`` in place by the reference computation: copy gradients to the CPU, step there, copy weights back.
 
     Args:
         params: The parameters on the device.

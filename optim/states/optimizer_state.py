@@ -1,4 +1,4 @@
-"""Optimizer state dicts: saving, checks, loading on all ranks or on none, and copies and pickles of an optimizer."""
+"""State dicts of an optimizer: saving, checks, and loading on all ranks or on none; copies and pickles of an optimizer."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ from .chain import TransformChain, params_of
 
 # Rank layout of optimizer states --------------------------------------------------------------------------------------
 
-# A rank's state dict contains the rank's coordinates, because it fits only the rank with the same coordinates.
+# A rank's state dict contains the rank's coordinates: only a rank with the same coordinates can load it.
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's index, and the size, of every axis along which ranks step different tensors or shards.
+    """A rank's index along every axis along which ranks step different tensors or shards, and the size of the axis.
 
-    Pickled, and therefore in a file, it is an ``OrderedDict``. `torch.distributed.checkpoint` treats plain tensors with
-    equal keys as replicas and stores them from one rank only; `__create_write_items__` prevents this if they differ.
+    In a pickle or a file it becomes an ``OrderedDict``. `torch.distributed.checkpoint` treats plain tensors with equal
+    keys as replicas, and stores them from one rank only. `__create_write_items__` raises if ranks have different
+    tensors.
 
     Args:
         axes: (index, size) by axis name.
@@ -71,7 +72,7 @@ class Coordinates:
         return cls({axis: (registry.coordinate[axis], size) for axis, size in sizes.items() if size > 1})
 
     def check(self, saved: object) -> None:
-        """Raise ValueError if ``saved`` are the coordinates of another rank. None (an old state dict) is accepted."""
+        """Raise ValueError if ``saved`` are other coordinates than these. None, as in old state dicts, is accepted."""
         if saved is None:
             return
         axes = saved.axes if isinstance(saved, Coordinates) else saved
@@ -88,7 +89,7 @@ class Coordinates:
         return OrderedDict, ([(axis, list(where)) for axis, where in self.axes.items()],)
 
     def __create_write_items__(self, *_: object) -> Iterable[Any]:
-        """Refuse to be saved by `torch.distributed.checkpoint`, which calls this before it writes a file."""
+        """Raise ValueError if ranks step different tensors. `torch.distributed.checkpoint` calls it before it saves."""
         if not self.axes:
             return []
         raise ValueError(
@@ -106,17 +107,18 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError if torch's state-dict functions called `state_dict` and would use it wrongly.
+    """Raise ValueError if torch's state-dict functions called `state_dict` and would save wrong states.
 
-    These functions look up a state by its model parameter, and treat shards as replicas.
-    They pass no argument and call no later method, so this call is the only place for the check.
+    These functions look up a state by its model parameter, and treat shards as replicas. They pass no argument to
+    `state_dict`, and call no method afterwards, so `state_dict` itself must check.
 
     Args:
         module: The module that called `state_dict`.
         where: The coordinates of this rank.
         stepped: The stepped tensors.
         given: The model parameters.
-        makes_states: True if states exist, or if the step with zero gradients that these functions run creates them.
+        makes_states: True if states exist, or if a step with zero gradients creates states. torch's functions run such
+            a step.
     """
     if module != "torch.distributed.checkpoint.state_dict":
         return
@@ -155,7 +157,7 @@ _RANGES = {
 
 
 def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if hyper-parameters in saved param groups differ in type from ``groups`` or are out of range."""
+    """Raise ValueError if a hyper-parameter in ``saved`` has another type than in ``groups``, or is out of range."""
     list_of(fields({"params": list_of(anything)}))(saved, "param_groups")
     for index, (new, group) in enumerate(zip(saved, groups, strict=False)):  # type: ignore[call-overload]
         for name, value in new.items():
@@ -164,7 +166,7 @@ def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_hyper(name: str, value: object, now: object, where: str) -> None:
-    """Raise ValueError if a hyper-parameter differs in type from its present value ``now`` or is out of range."""
+    """Raise ValueError if a hyper-parameter has another type than its present value ``now``, or is out of range."""
     field = f"{where}[{name!r}]"
     check_text(name, f"a key of {where}")
     if name in _FLAGS and not (value is None or isinstance(value, bool)):
@@ -199,7 +201,7 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """The parts of an optimizer that its state dict contains.
+    """The objects of an optimizer whose state its state dict contains, with methods that save, check and load it.
 
     Args:
         optimizer: The wrapped torch optimizer.
@@ -222,7 +224,7 @@ class Saved:
     clip: ClipState | None = None
 
     def state_dict(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict; ``"meshstep"`` holds the rest, including the step ``counts``.
+        """Return the wrapped optimizer's state dict with one more entry ``"meshstep"``, which includes ``counts``.
 
         Host synchronization: a few.
         """
@@ -238,10 +240,10 @@ class Saved:
         return {**self.optimizer.state_dict(), "meshstep": own}
 
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load a state dict from `state_dict`; return its ``"meshstep"`` entry, which includes the step counts.
+        """Load a result of `state_dict`, and return its entry ``"meshstep"``, which includes the counts.
 
         Raises:
-            ValueError: On every rank, if the state of any rank does not fit; nothing is changed.
+            ValueError: On every rank, if the state of any rank does not fit. Nothing is changed.
         Collectives: two object all-gathers. Host synchronization: a few.
         """
         inner, scale = self.optimizer, self.loss_scale
@@ -263,7 +265,7 @@ class Saved:
             on_all_ranks(partial(_all_there, load), self.registry)
             self._load_weights(own)
         except Exception:
-            # torch has replaced the containers instead of changing them, so the backup has the old values.
+            # `load_state_dict` of torch replaces the dicts and lists, so the backup still has the old values.
             inner.__setstate__(backup)
             if scale is not None:
                 scale.load_state_dict(scale_backup)
@@ -301,7 +303,7 @@ class Saved:
             self.clip.check_state((own or {}).get("clip"))
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
-        """Load the state of the transforms, at last, because masters overwrite a model that may have been loaded before."""
+        """Load the state of the transforms. Call it last, because masters overwrite the model's weights."""
         model = [(param, param.detach().clone()) for param in self.model_params if self.precision.masters]
         backup = _cloned(self.chain.state_dict())
 
@@ -334,7 +336,7 @@ class Saved:
 
 
 def _all_there(load: Callable[[], None]) -> None:
-    """Call ``load()`` and convert the errors of an incomplete state into a ValueError."""
+    """Call ``load()``. Raise ValueError for errors that an incomplete state causes, such as KeyError."""
     try:
         load()
     except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
@@ -362,12 +364,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments and state from which a copy of an optimizer is constructed. Can be copied and pickled.
+    """The arguments and the state from which a copy of an optimizer is constructed. It can be copied and pickled.
 
     Args:
         plain: The wrapped optimizer without state, over the model's parameters.
-        attributes: Attributes of the wrapped optimizer that torch's copies lose.
-        annotations: The parameters' annotations, which their copies lose.
+        attributes: Attributes of the wrapped optimizer that torch leaves out of copies.
+        annotations: The parameters' annotations, which are not copied with the parameters.
         registry: The process groups of the mesh.
         options: The other constructor arguments.
         state: The optimizer's state dict.
@@ -410,7 +412,10 @@ class Recipe:
 
 
 def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
-    """Return the optimizer of a recipe. Raises, collectives: as the constructor and `load_state_dict`."""
+    """Construct and return the optimizer of a recipe, and load its state.
+
+    Errors and collectives are those of the constructor and of `load_state_dict`.
+    """
     for param, annotation in zip(params_of(recipe.plain.param_groups), recipe.annotations, strict=True):
         if annotation is not None:
             attach(param, annotation)
@@ -422,7 +427,7 @@ def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
 
 
 class PicklableOptimizer:
-    """A base class of wrapping optimizers: copies, pickles, and hooks of the state dict."""
+    """A base class for optimizers that wrap another one. It provides copies, pickles, and hooks of the state dict."""
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -431,10 +436,10 @@ class PicklableOptimizer:
     _setup: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which a new process can continue."""
+        """Return the state that a new process needs to continue training. Subclasses implement it."""
         raise NotImplementedError
 
-    # These hooks are registered on the wrapped optimizer, because its methods call them.
+    # Hooks are registered on the wrapped optimizer, because the wrapped optimizer's methods call them.
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
         """Register a hook that runs before `state_dict`, as in `torch.optim.Optimizer`."""

@@ -1,4 +1,4 @@
-"""Repetition of the last update from copies of its inputs, which separates flipped bits from reproducible errors."""
+"""A repetition of the last update from copies of its inputs, to distinguish flipped bits from reproducible errors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Replayable(StatePlacement):
 
         optimizer = ParallelOptimizer(adamw, registry, states=Replayable())
 
-    Memory: a copy of the stepped tensors, their gradients and their states on the same device. With AdamW in float32 or
-    with masters these are 16 bytes per element, and 12 more during a replay. Time per step: these copies.
+    Memory: copies of the stepped tensors, their gradients and their states on the same device. With AdamW in float32 or
+    with masters the copies have 16 bytes per element; a replay allocates 12 more. Each step makes the copies anew.
     Collectives: none. Host synchronization: one per step.
     """
 
@@ -51,21 +51,24 @@ class Replayable(StatePlacement):
 
 
 def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
-    """Repeat the last update that was not skipped, and compare its result bitwise with the present values, which stay.
+    """Repeat the last update that was not skipped, and return the names of tensors that it does not reproduce bitwise.
 
-    The update runs on this rank only, on the stepped tensors (masters and shards if there are any). It uses the gradients,
-    clip coefficient and param-group options of the original update. Step hooks of the wrapped optimizer run again.
+    The optimizer and the model are unchanged afterwards.
+
+    The update runs on this rank only, on the stepped tensors (masters and shards if there are any). It uses the
+    gradients, clip coefficient and param-group options of the original update. Step hooks of the wrapped optimizer run
+    again.
 
         names = replay(optimizer)  # [] or names such as "layer.weight: exp_avg"
 
-    An empty result means that the update is reproducible, so an error must be in its inputs. Otherwise a bit has flipped on
-    this rank during or after the update, or a tensor was written to since then. A nondeterministic kernel also causes
-    differences; then another replay differs too, in other elements.
+    An empty list means that the update is reproducible; if weights are wrong, its inputs were wrong. Otherwise a bit
+    has flipped on this rank during or after the update, or other code has written to a tensor since then. A
+    nondeterministic kernel also causes differences; a second replay then differs in other elements.
 
     Args:
         optimizer: An optimizer with ``states=Replayable()``.
     Returns:
-        The tensors that differ, such as ``["layer.weight: parameter", "layer.weight: exp_avg"]``.
+        Names of the tensors that differ, such as ``["layer.weight: parameter", "layer.weight: exp_avg"]``.
     Raises:
         RuntimeError: `Replayable` is not installed, or no update was made since the optimizer was made or loaded.
     Collectives: none. Host synchronization: a few.
@@ -113,7 +116,7 @@ class UpdateRecorder(ParamTransform):
         self._inputs = None
 
     def reload(self) -> None:
-        self._inputs = None  # they belong to the old weights
+        self._inputs = None  # they are the inputs for other weights
 
     @property
     def _params(self) -> list[Tensor]:
@@ -121,7 +124,7 @@ class UpdateRecorder(ParamTransform):
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Copy the inputs, then call ``update``. A skipped update keeps the copies of the one before.
+        """Copy the inputs of the update, then call ``update``. If the update is skipped, the earlier copies are kept.
 
         Host synchronization: one.
         """
@@ -160,7 +163,7 @@ class UpdateRecorder(ParamTransform):
                 group.update(before)
 
     def _put(self, inputs: _Inputs) -> None:
-        """Put copies of the kept inputs into the parameters, gradients, states and param groups."""
+        """Set parameters, gradients, states and param groups to copies of ``inputs``."""
         copy_each_([*inputs.params], [kept.value for kept in inputs.params.values()])
         for param, kept in inputs.params.items():
             gradient = None if kept.gradient is None else kept.gradient.clone()

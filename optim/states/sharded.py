@@ -60,7 +60,7 @@ from .elementwise import check_elementwise
 
 # Buckets of sharded parameters ----------------------------------------------------------------------------------------
 
-# A flat bucket of parameters: gradients are reduced into this rank's slice, and the slices are gathered into parameters.
+# A flat bucket of parameters. A reduce-scatter reduces gradients into each rank's slice; an all-gather collects the slices.
 
 
 class ZeroBucket:
@@ -71,18 +71,19 @@ class ZeroBucket:
         layout: The parameters' positions in the bucket, and its slices.
         registry: The process groups of the mesh.
         axes: The axes over which the bucket is sharded, one slice per rank.
-        summed: True if gradients must be summed over the axes; False: all these ranks have equal gradients. A sum over data
-            axes is divided by their size.
+        summed: True if gradients must be summed over the axes; False: all ranks of the axes have equal gradients. A sum
+            over data axes is divided by the size of these axes.
         grad_dtype: The dtype of the gradient slice and of the collective.
         hook: The communication hook that sums gradients.
-        release: True: free the parameters' gradients after their reduction. False: the slice may share memory with them.
+        release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
+            them.
 
     Attributes:
-        segments: The parts of parameters in this rank's slice.
-        pieces: A 1-dim parameter (a shard) per segment: a view of the model parameter, or of a copy if the parameter is not
-            contiguous.
-        shards: The (segment, piece) pairs.
-        gradients: The reduced gradient per segment so far, or None.
+        segments: The segments of parameters in this rank's slice.
+        pieces: One shard per segment, a 1-dim parameter: a view of the model parameter, or a copy of the segment if the
+            model parameter is not contiguous.
+        shards: The (segment, shard) pairs.
+        gradients: The sum of the reduced gradients per segment in this window, or None.
     """
 
     adopt = False
@@ -103,7 +104,8 @@ class ZeroBucket:
         rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
         self._own = slice(rank * self._numel, (rank + 1) * self._numel)
         average = 1 / registry.size(*axes) if {*axes} <= {*registry.topology.data_axes} else 1.0
-        # float16 gradients are divided before the sum, which could overflow; others after it, on the smaller slice.
+        # float16 gradients are divided before the sum, because the sum could overflow. Other gradients are divided
+        # afterwards, when only the slice must be divided.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
@@ -118,7 +120,7 @@ class ZeroBucket:
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def _part(self, segment: Segment) -> Tensor:
-        """Return the segment of the parameter, detached and with its own version counter; a view if contiguous."""
+        """Return the segment, detached, with a version counter of its own; a view if the parameter is contiguous."""
         flat = self.params[segment.position].data.reshape(-1)
         return flat[segment.start : segment.start + segment.numel]
 
@@ -135,7 +137,7 @@ class ZeroBucket:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the shards of parameters that were written to or have new memory. Host synchronization: none."""
+        """Set shards to the values of parameters that were written to or have new memory. Host synchronization: none."""
         now = self._look()
         for segment, piece in self.shards:
             if now[segment.position] != self._seen[segment.position]:
@@ -148,10 +150,10 @@ class ZeroBucket:
         return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter that differs from a shard which is a copy; None: there is none.
+        """Return the first parameter that differs from its shard, if the shard is a copy; None: no parameter differs.
 
-        Shards that were written to, and parameters that `refresh` would read, are skipped. Host synchronization: one per
-        copy.
+        Shards that were written to, and parameters that `refresh` would copy, are left out. Host synchronization: one
+        per copy.
         """
         now = self._look()
         for segment, piece in self.shards:
@@ -163,12 +165,15 @@ class ZeroBucket:
         return None
 
     def reload(self) -> None:
-        """Update all shards from the parameters, including parameters that were written to through ``.data``."""
+        """Set all shards to the values of the parameters, including parameters that were written to through ``.data``."""
         self._seen = [(0, -1, ())] * len(self.params)
         self.refresh()
 
     def gather(self) -> Finish:
-        """Start to gather the shards of all ranks into the parameters. Collectives: one all-gather."""
+        """Start to gather the shards of all ranks into the parameters, and return a function that completes it.
+
+        Collectives: one all-gather.
+        """
         if self._travels_as_it_is and self.params[0].is_contiguous():
             flat = self.params[0].data.view(-1)
         else:
@@ -202,12 +207,12 @@ class ZeroBucket:
         self.gradients = [None if gradient is None or set_to_none else gradient.zero_() for gradient in self.gradients]
 
     def start(self) -> Finish:
-        """Start `reduce`; the interface of buckets that are reduced during backward."""
+        """Call `reduce`. Buckets that are reduced during backward have this method."""
         return self.reduce()
 
     @torch.no_grad()
     def reduce(self, summed: bool = False) -> Finish:
-        """Start to add the parameters' gradients to this rank's slice; a missing gradient counts as zeros.
+        """Start to reduce the parameters' gradients and add them to ``gradients``; a missing gradient counts as zeros.
 
         Args:
             summed: True: sum over the axes even if the bucket was made without a sum. Default False.
@@ -279,10 +284,10 @@ def reference_sharded_step(
     layout: FlatBucket,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Apply the reference computation of a sharded step: each rank steps its slice, and the slices form the parameters.
+    """Step ``params`` in place by the reference computation of a sharded step: step each rank's slice, then join slices.
 
     Args:
-        params: The parameters of the bucket; they are changed.
+        params: The parameters of the bucket.
         gradients: For each rank of the data axis, the gradient per parameter.
         layout: The layout of the bucket.
         optimizers: For each rank an optimizer over copies of its segments.
@@ -302,7 +307,7 @@ def reference_sharded_step(
 
 
 class ShardingDecision(NamedTuple):
-    """The axes over which a parameter is sharded (none: unsharded), and whether its gradients are summed over them."""
+    """The axes over which a parameter's optimizer state is sharded (empty: unsharded), and whether to sum its gradients."""
 
     axes: tuple[str, ...] = ()
     summed: bool = False
@@ -311,11 +316,11 @@ class ShardingDecision(NamedTuple):
 def choose_sharded_axes(
     entry: ParameterEntry, axis: str, topology: Topology, averages_data: bool, gradients: bool
 ) -> ShardingDecision:
-    """Return over which axes of ``axis``, an axis or alias, the optimizer state of a parameter is sharded.
+    """Return the axes of ``axis`` (an axis or alias) over which the optimizer state of a parameter is sharded.
 
-    Candidates are the axes on which the parameter is replicated. If the gradient must still be summed over some of them,
-    only these are used: torch has averaged over the others. With sharded gradients a DTensor is not sharded, because its
-    gradient can't be taken during backward.
+    Candidates are the axes over which the parameter is replicated. If the gradient must still be summed over some of
+    these axes, only those are used, because torch has averaged over the others. With ``gradients=True`` a DTensor is
+    not sharded, because its gradient can't be moved during backward.
 
     Args:
         entry: The parameter's entry in the plan.
@@ -377,27 +382,30 @@ class Sharded(StatePlacement):
 
         optimizer = ParallelOptimizer(adamw, registry, states=Sharded("data", gradients=True))
 
-    This applies to parameters that require gradients and are replicated over the axis. Unsharded stay parameters that the
-    axis already shards, that one of its coordinates owns, or that are tied over it; and DTensors if gradients are sharded.
+    It shards parameters that require gradients and are replicated over the axis. It does not shard parameters that the
+    axis already shards, that one of its coordinates owns, or that are tied over it. With ``gradients=True`` it does not
+    shard DTensors.
 
-    A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis. Plans, norms and clipping treat
-    it like any parameter. It shares memory with a contiguous parameter. Masters are made per shard. The optimizer's update
-    must be elementwise.
+    A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis. Plans, norms and clipping
+    treat a shard like any parameter. A shard shares memory with its parameter if the parameter is contiguous. Each
+    master is the master of one shard. The optimizer's update must be elementwise.
 
     Args:
-        axis: An axis or alias. Default ``"data"``. From an alias only the axes are used on which a parameter is replicated:
-            if ``data`` is ``edp x mid``, experts that ``mid`` shards are sharded over ``edp``.
+        axis: An axis or alias. Default ``"data"``. Of the axes of an alias, only those over which a parameter is
+            replicated are used for this parameter: if ``data`` is ``edp x mid``, experts that ``mid`` shards are
+            sharded over ``edp``.
         gradients: True: every backward reduces gradients into this rank's slice, so all ranks must call `backward` for
-            every micro-batch. Buckets are reduced while backward runs, with the exceptions below. Default False: gradients
-            are reduced at the end of a window.
-        compression: The communication hook that reduces gradients over the axis, such as `Bf16Compression`. Default None:
-            without compression.
+            every micro-batch. Buckets are reduced while backward runs, with the exceptions below. Default False:
+            gradients are reduced at the end of a window.
+        compression: The communication hook that reduces gradients over the axis, such as `Bf16Compression`. Default
+            None: without compression.
 
-    With ``gradients=True`` some buckets are reduced at the end of backward: owned parameters, parameters whose bucket
-    layout differs between ranks, and all parameters if the model itself may use a data axis. It may if a spec names the
-    axis, or if the axis does more than split the batch, as ``cp`` does.
+    With ``gradients=True`` some buckets are reduced at the end of backward: buckets of owned parameters, buckets whose
+    layout differs between ranks, and all buckets if the model's own collectives may use a data axis. They may if a spec
+    names the axis, or if the axis does more than split the batch, as ``cp`` does.
 
-    Collectives: one object all-gather at installation; per window (ZeRO-1) or micro-batch (ZeRO-2) one reduce-scatter per
+    Collectives: one object all-gather at installation; per window (ZeRO-1) or micro-batch (ZeRO-2) one reduce-scatter
+        per
     bucket of 32 MiB of gradients that must be summed over the axis; per step one all-gather per bucket.
     Host synchronization: none.
     Memory in addition to the slices: flat copies of two buckets during these collectives.
@@ -493,8 +501,8 @@ class Shards(ParamTransform):
     ) -> list[tuple[ShardingDecision, FlatBucket]]:
         """Return the sharding and layout of each bucket, in the order in which backward fills the buckets.
 
-        Ranks with replicas of a parameter must shard it at the same offsets, whatever other parameters they hold. Therefore
-        a bucket contains only parameters of one kind of layout.
+        Ranks with replicas of a parameter must shard it at the same offsets, whatever other parameters they hold.
+        Therefore a bucket contains only parameters of one kind of layout.
         """
         together: dict[tuple[ShardingDecision, NormBucket, torch.dtype, str], list[int]] = {}
         for index, decision in sharded.items():
@@ -511,7 +519,7 @@ class Shards(ParamTransform):
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
     def _is_late(self, entry: ParameterEntry) -> bool:
-        """Return True if the parameter's bucket is reduced after backward, because other ranks may have other buckets."""
+        """Return True if the parameter's bucket is reduced after backward, not during it; the class docstring says when."""
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
     def _make_bucket(
@@ -547,7 +555,7 @@ class Shards(ParamTransform):
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
             if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):
-                averaged = (*entry.averaged, *axes)  # over data axes by this bucket, or by torch before
+                averaged = (*entry.averaged, *axes)  # this bucket averages over data axes, or torch has averaged before
                 entry = replace(
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
                 )
@@ -559,9 +567,9 @@ class Shards(ParamTransform):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return the context manager of a micro-batch; with sharded gradients it reduces every bucket into the slices.
+        """Return a context manager around a micro-batch. With ``gradients=True`` it reduces each bucket into the slices.
 
-        Micro-batches add up in the slices, and the parameters have no gradients afterwards.
+        The slices sum the gradients of micro-batches. The parameters then have no gradients after each micro-batch.
 
         Raises:
             RuntimeError: The gradients of the previous window have not been cleared.
@@ -577,7 +585,11 @@ class Shards(ParamTransform):
 
     @torch.no_grad()
     def catch_up(self, window: Window) -> None:
-        """Run the reductions on a rank without a backward. Raises RuntimeError if old gradients are not cleared."""
+        """With ``gradients=True``, reduce all buckets if this rank ran no micro-batch in the window.
+
+        Raises:
+            RuntimeError: The gradients of the previous window have not been cleared.
+        """
         if self._reducer is not None:
             _check_cleared(window)
             if not window.micro_batches:
@@ -590,12 +602,12 @@ class Shards(ParamTransform):
         """Reduce the gradients that backward has not reduced, and set the gradient of each shard.
 
         Raises:
-            RuntimeError: With sharded gradients, some micro-batches of the window bypassed `micro_batch`.
+            RuntimeError: With ``gradients=True``, some micro-batches of the window bypassed `micro_batch`.
         """
         buckets = self.buckets
         if self._reducer is not None and window.micro_batches:
             self._check_nothing_came()
-        for bucket in buckets:  # reads weights of the model that were written since the last step
+        for bucket in buckets:  # other code may have written weights since the last step
             bucket.refresh()
         if self._reducer is None:
             for bucket in buckets:
@@ -630,7 +642,7 @@ class Shards(ParamTransform):
     def find_overwritten(self) -> Tensor | None:
         found = next((found for bucket in self.buckets if (found := bucket.find_overwritten()) is not None), None)
         for bucket in self.buckets:
-            bucket.refresh()  # detected writes change the versions of shards, from which later transforms detect them
+            bucket.refresh()  # increments versions of shards, so that later transforms detect writes
         return found
 
     def clear(self, set_to_none: bool) -> None:
@@ -655,7 +667,7 @@ class Shards(ParamTransform):
             raise other_layout(saved, own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Update the shards, because the model may have been loaded first; masters are loaded later and override it."""
+        """Set the shards to the model's weights, which may have been loaded before. Masters are loaded later."""
         for bucket in self.buckets:
             bucket.refresh()
 

@@ -1,10 +1,11 @@
 """The comparison of settings between ranks in every step, within the collective that measures the gradient norm.
 
-Each rank computes integers h (hashes of `BITS` bits) from its facts and adds one number to one field of that
-collective. Of n ranks that must agree on a fact, the first one adds -(n - 1) h and each other one adds h. Equal facts
-cancel exactly, because all sums are integers below 2^53. A difference stays undetected with a probability of 2^-28. If
-the field is not 0, every rank skips the step. The facts of the last steps stay on the host, for an error that names the
-differences.
+A fact is a value that must be equal on a set of ranks in a step, such as a learning rate, a clipping threshold, or the
+number of micro-batches. Each rank computes an integer hash h of `BITS` bits per fact, and adds one number, the sum over
+its facts, to the field ``"agreement"`` of the collective. Of n ranks that must agree on a fact, the first rank
+contributes -(n - 1) h, and each other rank contributes h. Equal facts cancel exactly, because all sums are integers
+below 2^53. A difference stays undetected with a probability of 2^-28. If the field is not 0, every rank skips the step.
+The facts of the last steps stay on the host, for an error that names the differences.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ EXPLICIT = "explicit clipping"
 
 
 class ClipFacts(NamedTuple):
-    """The clipping of one step on one rank.
+    """The clipping rules and thresholds of one rank in one step.
 
     Args:
         explicit: The rules of the window's explicit clips, in the order of the calls. Default: none.
-        rule: The optimizer's own rule, which is ignored if there is an explicit clip. Default None: it does not clip.
+        rule: The optimizer's own rule; it is ignored if the window has an explicit clip. Default None: no own rule.
         thresholds: ``max_norm`` of each param group; empty (default) if ranks have different groups.
     """
 
@@ -71,12 +72,12 @@ class ClipFacts(NamedTuple):
 
 
 class UsedClip:
-    """The clipping rules and thresholds of this rank, hashed when one is replaced.
+    """The clipping rules and thresholds of this rank, and a hash of them that is updated when one of them changes.
 
     Args:
-        rule: The optimizer's own rule; None: it does not clip.
-        all_groups: True if every rank has all param groups. Otherwise thresholds of groups are not compared, because
-            changing one raises on that rank.
+        rule: The optimizer's own rule; None: no own rule.
+        all_groups: True if every rank has all param groups. Otherwise thresholds of param groups are not compared;
+            other code then raises if a threshold is changed.
 
     Attributes:
         number: A hash below 2^`BITS`, equal on ranks with equal clipping.
@@ -90,7 +91,7 @@ class UsedClip:
         self.set_rule(rule)
 
     def set_rule(self, rule: Clip | None) -> None:
-        """Replace the optimizer's own rule. Host synchronization: for a threshold in a tensor."""
+        """Replace the optimizer's own rule. Host synchronization: one if its threshold is a tensor on a device."""
         self._of_rule = hash_of("max_norm", _rule_text(rule))
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
@@ -144,10 +145,10 @@ def _threshold_text(value: object) -> str:
 
 # Step agreement -------------------------------------------------------------------------------------------------------
 
-NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # compared by the plan and by `UsedClip`
+NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the plan and `UsedClip` compare these
 MICRO_BATCHES = "the number of micro-batches"
 SUM_OF_WEIGHTS = "the sum of weight= of the window"
-MOST = 6  # maximum number of differences in an error
+MOST = 6  # the maximum number of differences that an error lists
 SINCE = "ranks disagree about a step, which was skipped on all of them"
 
 
@@ -159,7 +160,7 @@ class Facts(NamedTuple):
         weighted: True if the window has a weight.
         settings: The settings of each compared param group.
         frozen: Indices of parameters that were frozen after the plan was agreed.
-        thawed: Indices of parameters that were unfrozen after the plan was agreed, which is an error.
+        thawed: Indices of parameters that were unfrozen after the plan was agreed; unfreezing is an error.
         weight: The sum of the window's weights, or its device if it is a tensor on a device; None: not compared.
         clip: The clipping of the window.
     """
@@ -174,7 +175,7 @@ class Facts(NamedTuple):
 
 
 class NamedFacts(NamedTuple):
-    """A rank's facts by name. Facts with equal names are compared between ranks."""
+    """A rank's facts as text, by name, for the error. Facts with the same name are compared between ranks."""
 
     facts: Mapping[str, str]
     frozen: tuple[str, ...] = ()
@@ -182,11 +183,11 @@ class NamedFacts(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """Ranks that must agree on a fact.
+    """A set of ranks that must have equal facts of one kind.
 
     Args:
-        coefficient: The factor of this rank's hashes.
-        label: A hash of these ranks.
+        coefficient: The factor of this rank's hashes; 0: this rank is the only one.
+        label: A hash of the set and the kind, so that facts of different sets have different hashes.
     """
 
     coefficient: int
@@ -194,10 +195,10 @@ class _Class(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[int], rank: int, kind: str) -> _Class:
-        """Return the class of these ranks.
+        """Return the set of ``ranks`` with this rank's coefficient.
 
         Args:
-            ranks: In ascending order, including ``rank``.
+            ranks: The ranks in ascending order, including ``rank``.
             rank: This rank.
             kind: The kind of the facts.
         """
@@ -205,7 +206,7 @@ class _Class(NamedTuple):
         return cls(0 if size == 1 else 1 - size if rank == ranks[0] else 1, hash_of(kind, tuple(ranks)))
 
     def term(self, *fact: object) -> int:
-        """Return this rank's summand for a fact."""
+        """Return this rank's summand for a fact in the field ``"agreement"``."""
         return self.coefficient * hash_of(self.label, fact) if self.coefficient else 0
 
 
@@ -222,16 +223,16 @@ class Settings(NamedTuple):
 
 
 class _Group:
-    """The settings of one param group: compared by identity, and hashed when one has changed.
+    """The settings of one param group, with a hash that is updated when a setting has changed.
 
     Args:
-        index: The index of the group.
-        ranks: The ranks that must agree.
+        index: The index of the param group.
+        ranks: The ranks that must have equal settings.
 
     Attributes:
-        number: The sum of the hashes.
-        settings: The settings that were read last.
-        tensors: The settings that are tensors on a device, with a hash of the key.
+        number: The sum of the hashes of the settings.
+        settings: The settings that `read` has read last.
+        tensors: The settings that are tensors on a device, each with a hash of its key.
     """
 
     def __init__(self, index: int, ranks: _Class) -> None:
@@ -243,9 +244,9 @@ class _Group:
         self.number, self.tensors = 0, list[tuple[Tensor, int]]()
 
     def read(self, group: Mapping[str, object]) -> bool:
-        """Read the present settings; return True if one has changed. Host synchronization: none.
+        """Read the present settings, and return True if one has changed. Host synchronization: none.
 
-        It does not loop over parameters.
+        Its time does not depend on the number of parameters.
         """
         before = self.settings.values
         if len(before) == len(group) and all(map(is_, group.values(), before)):
@@ -375,7 +376,7 @@ class StepAgreement:
         thawed: tuple[int, ...],
         explicit: tuple[Clip | None, ...] = (),
     ) -> int:
-        """Return this rank's summand in the field. Host synchronization: none. Collectives: none.
+        """Return this rank's summand of the field ``"agreement"``. Host synchronization: none. Collectives: none.
 
         Args:
             micro_batches, frozen, thawed: The fields of `Facts`.
@@ -421,7 +422,7 @@ class StepAgreement:
         return float(weight) if weight.is_cpu else f"a tensor on {weight.device.type}"
 
     def _frozen_number(self, frozen: Sequence[int]) -> int:
-        """Return the summand for parameters that are frozen on this rank; a rank with an unfrozen replica adds 0."""
+        """Return the summand for parameters that are frozen on this rank; an unfrozen replica on another rank adds 0."""
         names: dict[Holders, list[str | int]] = {}
         for index in frozen:
             holders, name = self._called.keys[index]
@@ -483,13 +484,13 @@ class StepAgreement:
         return RuntimeError(f"{since}: {self._text_of(gather_objects(self._named(facts), self.registry))}")
 
     def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
-        """Return the differences between the ranks' facts, and advice."""
+        """Return the text of an error: the differences between the ranks' facts, and advice."""
         thawed = [(name, rank) for rank, of_rank in enumerate(by_rank) for name in of_rank.thawed]
         if thawed:
             name, ranks = thawed[0][0], sorted({rank for other, rank in thawed if other == thawed[0][0]})
             return thawed_text(name, f" on {named_ranks(ranks)}")
         found = [*_different(of_rank.facts for of_rank in by_rank)]
-        if any(name.startswith(MICRO_BATCHES) for name, _ in found):  # different weights then follow from it
+        if any(name.startswith(MICRO_BATCHES) for name, _ in found):  # the cause of the different sums of weights
             found = [(name, text) for name, text in found if not name.startswith(SUM_OF_WEIGHTS)]
         frozen = {name for of_rank in by_rank for name in of_rank.frozen}
         if frozen:
@@ -534,7 +535,7 @@ UNNAMED = "the different setting is equal again, such as a learning rate in a te
 
 
 def thawed_text(name: str, where: str = "") -> str:
-    """Return the message for a parameter that was unfrozen. ``where`` names the ranks."""
+    """Return the message for a parameter that was unfrozen. ``where`` names the ranks, or is empty (default)."""
     return (
         f"{name} was frozen when the optimizer was made, and is not now{where}; the trained parameters were agreed then: "
         "unfreeze before making ParallelOptimizer, or leave it out and add it later with add_param_group"
@@ -546,7 +547,7 @@ def _at(names: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:
 
 
 def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for each fact that differs between the ranks that have a fact of this name."""
+    """Yield (name, text) for each fact that differs between ranks. Ranks without a fact of this name are ignored."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, facts in enumerate(by_rank):
         for name, value in facts.items():
@@ -557,7 +558,10 @@ def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]
 
 
 def _hashed(tensor: Tensor, salt: int) -> Tensor:
-    """Return a hash of a tensor's bits below 2^`BITS`, 0-dim float64 on its device. Host synchronization: none."""
+    """Return a hash of a tensor's bits, an integer below 2^`BITS` as 0-dim float64 on its device.
+
+    Host synchronization: none.
+    """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
     mixed = splitmix64_finalizer(words + salt)

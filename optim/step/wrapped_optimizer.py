@@ -1,6 +1,6 @@
-"""The torch optimizer that a `ParallelOptimizer` wraps: several optimizers as one, and the guard of their methods.
+"""Several torch optimizers combined into one, and a guard against direct calls of a wrapped optimizer's `step`.
 
-For example Muon for matrices and AdamW for the rest:
+An example of a combination is Muon for matrices and AdamW for the rest:
 
     ParallelOptimizer([Muon(matrices, lr=0.02), AdamW(others, lr=1e-3, fused=True)], registry, max_norm=1.0)
 
@@ -28,10 +28,11 @@ COPIED_ATTRIBUTES = ("elementwise", "_step_supports_amp_scaling")  # torch's cop
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, with the param groups and the state of all.
+    """One optimizer made of several torch optimizers, with the param groups and the states of all of them.
 
     Args:
-        parts: Torch optimizers. They share this optimizer's groups and state from now on: step and save this one only.
+        parts: The torch optimizers. They are changed: their param groups and states become those of this object. Step
+            and save only this object from then on.
     Raises:
         ValueError: ``parts`` is empty, or a parameter is in two optimizers.
         TypeError: An element is not a torch optimizer, or is itself a wrapper or combination.
@@ -53,7 +54,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers, updated to the present groups and state."""
+        """Return the single optimizers, after giving them the present param groups and state of this object."""
         self._share()
         return self._parts
 
@@ -63,31 +64,31 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.state = self.state
 
     def release(self) -> None:
-        """Give the optimizers back their original param groups and states."""
+        """Restore the original param groups and states of the single optimizers."""
         for part, (groups, state) in zip(self._parts, self._given, strict=False):  # `_given` is empty in a copy
             part.param_groups, part.state = groups, state
             for group in groups:
                 del group[OPTIMIZER_INDEX]
 
     def keep(self) -> None:
-        """Drop the originals that `release` would restore, which may use much memory."""
+        """Drop the original groups and states, so that their memory is freed. `release` then restores nothing."""
         self._given = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each optimizer, with ``grad_scale`` and ``found_inf`` if these attributes were set on it."""
+        """Step each of the single optimizers, with ``grad_scale`` and ``found_inf`` if these attributes are set."""
         if closure is not None:
             raise ValueError("several optimizers take no closure, which each would evaluate: call backward, then step")
         for part in self.parts:
             part.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer with the index ``param_group["optimizer"]``, which fills in its defaults.
+        """Add a param group to the optimizer with index ``param_group["optimizer"]``, with that optimizer's defaults.
 
         Raises:
             ValueError: The index is missing or out of range, or the optimizer rejects the group.
         """
         if not self._parts:
-            self.param_groups.append(param_group)  # torch's constructor calls this with one group
+            self.param_groups.append(param_group)  # the call from torch's constructor, before parts exist
             return
         index = param_group.get(OPTIMIZER_INDEX)
         if not isinstance(index, int) or not 0 <= index < len(self._parts):
@@ -118,11 +119,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
     # State -----------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load into each optimizer its param groups and their state.
+        """Load a state dict: each of the single optimizers loads its own param groups and their states.
 
         Raises:
-            ValueError: The state is of other optimizers, or one optimizer rejects it. Optimizers that loaded before
-                keep the loaded state.
+            ValueError: The state is of other optimizers, or one optimizer rejects it. Optimizers before that one have
+                loaded, and keep the loaded state.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -172,7 +173,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def _emptied(part: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a shallow copy without groups and state."""
+    """Return a shallow copy of the optimizer without param groups and state."""
     new = copy(part)
     new.state, new.param_groups = defaultdict(dict), []
     return new
@@ -204,9 +205,9 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 @contextmanager
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context manager that restores the optimizers in a `CombinedOptimizer` after an error.
+    """Return a context manager that restores the single optimizers of a `CombinedOptimizer` if its body raises.
 
-    After success their original groups and states are dropped."""
+    If the body does not raise, their original groups and states are dropped."""
     try:
         yield
     except BaseException:
@@ -218,7 +219,7 @@ def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class name, or the names joined by " + ", for messages."""
+    """Return the optimizer's class name for messages; for a combination, the names joined by " + "."""
     return " + ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
@@ -234,7 +235,7 @@ FORWARDED = ("zero_grad", "load_state_dict", "add_param_group", "train", "eval")
 
 
 class _OwnCalls(threading.local):
-    """A per-thread context manager for this library's calls of a wrapped optimizer, which the guard accepts."""
+    """A per-thread context manager in which the guard accepts calls of a wrapped optimizer's methods."""
 
     depth = 0
 
@@ -249,13 +250,14 @@ own_calls = _OwnCalls()
 
 
 class CallGuard:
-    """A step pre-hook of one wrapped torch optimizer that refuses calls of its `step` from outside this library.
+    """A step pre-hook of a wrapped torch optimizer. It raises if code outside this library calls the optimizer's `step`.
 
-    The guard removes itself after the last `ParallelOptimizer` over ``optimizer`` has been garbage-collected.
+    It also forwards other methods of the optimizer to the `ParallelOptimizer`. The guard removes itself after the last
+    `ParallelOptimizer` over ``optimizer`` has been garbage-collected.
 
     Args:
         optimizer: The torch optimizer, referenced weakly.
-        listed: True if it is an element of the list that was passed to `ParallelOptimizer`.
+        listed: True if the optimizer is an element of a list that was passed to `ParallelOptimizer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, listed: bool) -> None:
@@ -263,7 +265,7 @@ class CallGuard:
         self._owners: list[weakref.ref[Any]] = []
         self._handle = optimizer.register_step_pre_hook(self)
         if isinstance(hooks := _step_pre_hooks(optimizer), OrderedDict):
-            hooks.move_to_end(self._handle.id, last=False)  # before user hooks run
+            hooks.move_to_end(self._handle.id, last=False)  # so that it raises before hooks of the user run
         for name in FORWARDED:
             method = getattr(type(optimizer), name, None)
             if callable(method) and name not in vars(optimizer):
@@ -297,7 +299,7 @@ class CallGuard:
 def _forwarded(
     guard: CallGuard, optimizer: weakref.ref[Any], method: Callable[..., Any], listed: bool
 ) -> Callable[..., Any]:
-    """Return the replacement of a method of a wrapped optimizer."""
+    """Return a function to replace ``method`` of a wrapped optimizer; it calls the method of the `ParallelOptimizer`."""
     name = method.__name__
 
     @wraps(method)
@@ -317,7 +319,7 @@ def _forwarded(
 
 
 def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
-    """Refuse calls of ``optimizer.step`` while ``owner``, the `ParallelOptimizer` that wraps it, exists."""
+    """Let calls of ``optimizer.step`` raise while ``owner``, the `ParallelOptimizer` that wraps the optimizer, exists."""
     guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for index, part in enumerate(guarded):
         guard = next((hook for hook in _step_pre_hooks(part).values() if type(hook) is CallGuard), None)
@@ -336,7 +338,7 @@ def _step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
 
 
 def remove_forwarding(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the methods of the optimizer's class."""
+    """Remove the forwarding replacements from ``optimizer``, so that it has the methods of its class again."""
     for name in FORWARDED:
         if hasattr(vars(optimizer).get(name), "_meshstep_forwarded"):
             del vars(optimizer)[name]

@@ -24,8 +24,8 @@ from .tensors import Request, WholeTensors
 
 # Factored second moments: the means of a matrix's rows and of its columns ---------------------------------------------
 
-# A tensor with two or more dims is a stack of matrices over its last two dims; other tensors are not factored. The rows
-# and columns are the full tensor's, independent of the sharding.
+# A tensor with two or more dims is a stack of matrices over its last two dims; other tensors are not factored. Rows and
+# columns are rows and columns of the full tensor, independent of the sharding.
 
 
 def is_factored(shape: Shape) -> bool:
@@ -34,7 +34,7 @@ def is_factored(shape: Shape) -> bool:
 
 
 def row_and_column_sums(position: int, value: Tensor, shape: Shape) -> Iterator[Request]:
-    """Yield requests for the sums over each row and each column: [..., rows, 1] and [..., 1, columns]."""
+    """Yield requests to `WholeTensors.sums` for the sums of rows [..., rows, 1] and columns [..., 1, columns]."""
     yield position, value, (len(shape) - 1,)
     yield position, value, (len(shape) - 2,)
 
@@ -46,7 +46,7 @@ def row_and_column_zeros(slot: Slot, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def total(position: int, value: Tensor, shape: Shape) -> Request:
-    """Return a request for the sum of all elements."""
+    """Return a request to `WholeTensors.sums` for the sum of all elements."""
     return position, value, tuple(range(len(shape)))
 
 
@@ -79,13 +79,13 @@ class Adafactor(WholeOptimizer):
         params: Parameters or param groups.
         lr: Largest relative step: a number or a 0-dim tensor.
         beta2_decay: c, the exponent of the second moments' decay.
-        eps: eps1, the least root of a second moment (None: the machine epsilon of the parameter's dtype), and eps2, the
-            least RMS of a parameter.
+        eps: (eps1, eps2). eps1 is the smallest root of a second moment; None: the machine epsilon of the parameter's
+            dtype. eps2 is the smallest RMS of a parameter.
         d: Largest RMS of an update.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
 
     The state of a matrix is ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the full tensor, on every
-    rank that holds part of it. The state of other tensors is ``variance`` of the shard.
+    rank that holds a part of it. The state of another tensor is ``variance``, of the shard's shape.
 
     Raises:
         ValueError: An option is out of range.
@@ -286,7 +286,7 @@ class CAME(WholeOptimizer):
         return {key: toward(slot.state[key], mean, rate) for key, mean in means.items()}
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """Return u, the scaled gradient, as in the formulas above the class."""
+        """Return u of the formulas above the class: this rank's shard of the scaled gradient."""
         if "exp_avg_sq" in moments:
             return slot.grad * moments["exp_avg_sq"].rsqrt()
         return slot.grad * self._inverse_root(slot, moments, "sq")

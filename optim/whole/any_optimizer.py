@@ -1,4 +1,4 @@
-"""Adapter that lets any torch optimizer step full tensors: each parameter is sent to one owner rank, which steps it."""
+"""An adapter with which any torch optimizer steps full tensors: one owner rank per parameter receives and steps it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .tensors import LogicalTensor, WholeTensors
 
 # Flattening of a nested optimizer state into tensors ------------------------------------------------------------------
 
-# The nesting and all values that are no tensors are JSON text in one of the tensors. So they are sent, saved and restored
-# like the other tensors.
+# A nested optimizer state is stored as flat tensors. One of these contains JSON text with the nesting and all values that
+# are not tensors, so that these are sent, saved and restored as tensors.
 
 PLAN = "plan"
 _KINDS: dict[type, str] = {list: "list", tuple: "tuple"}
 
 
 def flattened(nested: Any) -> dict[str, Any]:
-    """Return the tensors of ``nested`` by path, and the JSON text as bytes under `PLAN`.
+    """Return a dict of the tensors in ``nested`` by path, with the JSON text as a uint8 tensor under `PLAN`.
 
-    A value that is neither plain nor a container is returned unchanged.
+    A value that is neither plain nor a container is in the dict unchanged.
     """
     found: dict[str, Any] = {}
     plan = _flatten(nested, "", found)
@@ -66,11 +66,11 @@ def _beneath(path: str, key: Any) -> str:
 
 
 def nested(found: Mapping[str, Any], device: torch.device) -> Any:
-    """Return the argument of `flattened`.
+    """Return the nested value from which `flattened` made ``found``.
 
     Args:
         found: The result of `flattened`.
-        device: Device of the tensors that were not on the CPU.
+        device: The device for the tensors that were not on the CPU.
     """
     plan = json.loads(bytes(found[PLAN].cpu().tolist()).decode())
     return _followed(plan, found, device)
@@ -126,7 +126,7 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
 
 
 class AnyOptimizer(HomeOptimizer):
-    """Result of `whole`, which see."""
+    """The full-tensor optimizer that `whole` makes of a torch optimizer; see `whole`."""
 
     lists = 2
     not_captured = "reads the skip flag on the host, and the wrapped optimizer may synchronize too"
@@ -155,7 +155,7 @@ class AnyOptimizer(HomeOptimizer):
         return [Box((0,) * len(tensor.shape), tensor.shape)] if tensor.metadata and prod(tensor.shape) else []
 
     def cost(self, shape: Shape) -> float:
-        """Return the cost of a product of the matrix with itself."""
+        """Return the cost of a matrix product of the tensor with itself; with fewer than two dims, its size."""
         return float(prod(shape) * min(shape[-2:])) if len(shape) > 1 else float(prod(shape))
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class AnyOptimizer(HomeOptimizer):
             yield Update(slot, found.get(slot.position, slot.param), {})
 
     def _stepped(self, lists: list[Tensor], slot: Slot) -> Tensor:
-        """Return the new weights, and update the state."""
+        """Step one full tensor on its owner rank, update its state, and return the new weights."""
         param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))
         one.grad = grad.to(slot.param.device)
@@ -205,7 +205,7 @@ class AnyOptimizer(HomeOptimizer):
         return one.detach().to(param.device)
 
     def _state(self, slot: Slot) -> Any:
-        """Return the nested state from the last step or from a checkpoint."""
+        """Return the nested state of a slot, from the last step or, after a load, from the loaded tensors."""
         written: Tensor | None = slot.state.get(_HOME + PLAN)
         if written is None:
             return {"own": {}, "others": {}, "group": {}, "self": {}}
@@ -223,7 +223,7 @@ class AnyOptimizer(HomeOptimizer):
         """Return a copy of the optimizer for one tensor."""
         copy: torch.optim.Optimizer = object.__new__(self.kind)
         for name, value in self.attributes.items():
-            with suppress(TypeError, RuntimeError):  # a value that has no copy is shared
+            with suppress(TypeError, RuntimeError):  # a value that can't be copied is shared
                 value = deepcopy(value)
             vars(copy)[name] = value
         copy.defaults = dict(self.defaults)

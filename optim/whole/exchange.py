@@ -1,4 +1,4 @@
-"""Exchange of matrices between ranks: shards are sent to owner ranks, which send the results back to all holders."""
+"""Exchange of matrices between ranks: shards are sent to owner ranks, which send results to all ranks with shards."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from .tensors import LogicalTensor, WholeTensors, narrowed
 
 
 class Buffers:
-    """A flat buffer per use, which grows to the longest request and is valid until the next request for the same use.
+    """Flat communication buffers, one per use. A buffer is valid until the next request for the same use.
 
-    Buffers are kept on a CPU only. There, every new page of 4 KiB costs a page fault, which is slower than writing it.
-    On a GPU, the caching allocator keeps memory itself and can lend it to other code between two steps.
+    On a CPU a buffer is kept, and grows to the longest request, because page faults of new memory are slower than
+    writing. On a GPU no buffer is kept: torch's caching allocator keeps the memory, and other code can use it between
+    two steps.
     """
 
     def __init__(self) -> None:
         self._kept: dict[object, Tensor] = {}
 
     def flat(self, use: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor [numel]."""
+        """Return an uninitialised 1-dim tensor of ``numel`` elements for ``use``."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         numbytes = numel * dtype.itemsize
@@ -48,7 +49,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A part of a full tensor that is computed separately.
+    """A matrix: a part of a full tensor whose update is computed separately, on one owner rank.
 
     It is the full tensor, an expert, a block of a fused weight, or a head.
 
@@ -56,9 +57,9 @@ class Matrix:
         tensor: The full tensor.
         number: Index among the tensor's matrices.
         box: The matrix's elements in the tensor.
-        home: The owner rank, which computes it.
-        sources: Per rank, the boxes that it sends to the owner rank.
-        holders: Per rank, the boxes of the result that it receives.
+        home: The owner rank, which computes the matrix's update.
+        sources: For each rank, the boxes that the rank sends to the owner rank.
+        holders: For each rank, the boxes of the result that the rank receives.
     """
 
     tensor: LogicalTensor = field(repr=False)
@@ -78,11 +79,11 @@ Compute = Callable[[Matrix, list[Tensor]], Tensor]
 
 
 class TransferSlice(NamedTuple):
-    """Elements of this rank's shards in the flat buffer that is sent or received.
+    """A box of this rank's shards, and its place in the flat buffer that is sent or received.
 
     Args:
         matrix: Index of the matrix in the round.
-        which: Index of the list.
+        which: Index of the tensor among the ``lists`` tensors per matrix.
         box: The elements in the full tensor; they lie in a single rectangle of one shard.
         begin: First element in the flat buffer; None if this rank is the owner rank.
     """
@@ -102,7 +103,7 @@ class Round:
         matrices: The matrices, the same on all these ranks.
         lists: Number of tensors per matrix that are sent to the owner rank.
         dtype: Dtype of the sent elements.
-        buffer_index: Rounds with the same index are never in flight together and share their buffers.
+        buffer_index: Index of the buffers. Rounds with the same index share buffers, and are never in flight together.
         buffers: The buffers.
 
     Attributes:
@@ -133,7 +134,7 @@ class Round:
         self.positions = sorted({at for matrix in matrices for at in tensors.positions(matrix.tensor)})
 
     def _counts(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[tuple[int, int], int]:
-        """Return the number of elements by (other rank, owner rank), without those that stay on the owner rank."""
+        """Return the number of elements that each (other rank, owner rank) pair exchanges."""
         found: dict[tuple[int, int], int] = {}
         for matrix in self._matrices:
             for rank, those in boxes(matrix).items():
@@ -225,7 +226,7 @@ class Round:
         stays: dict[int, Tensor] = {}
         for number in self._own:
             matrix = self._matrices[number]
-            # copying parts of a transposed tensor would be slow
+            # contiguous, because copies of parts of a transposed tensor are slow
             stays[number] = made = compute(matrix, wholes.pop(number)).contiguous()
             for rank in self.ranks:
                 for box in matrix.holders.get(rank, ()) if rank != self._me else ():
@@ -236,7 +237,7 @@ class Round:
 
         def finish() -> Iterator[int]:
             elements = arrived()
-            for position in self.positions:  # also positions without any element
+            for position in self.positions:  # also stepped tensors without elements, which need a result too
                 places = self._returned.get(position, [])
                 if position not in results:
                     shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
@@ -254,7 +255,7 @@ class Round:
         return finish
 
     def _begins(self) -> dict[tuple[int, int, Box], int]:
-        """Return the first element in the send buffer by matrix, rank and box."""
+        """Return the offset in the send buffer by (matrix, rank, box), in elements, for the results of this rank."""
         found, at = {}, 0
         for rank in self.ranks:
             for number in self._own if rank != self._me else ():
@@ -309,9 +310,9 @@ class Round:
 def in_flight(
     rounds: Sequence[Round], values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Run the rounds, and yield results as they arrive.
+    """Run the rounds, and yield (position, this rank's shard of the result) as results arrive.
 
-    One round computes while the next one and the previous one are sent.
+    While one round computes, the shards of the next round and the results of the previous round are in transit.
     """
     last = {position: index for index, one in enumerate(rounds) for position in one.positions}
     results: dict[int, Tensor] = {}
@@ -337,11 +338,11 @@ def in_flight(
 
 # Owner ranks ----------------------------------------------------------------------------------------------------------
 
-# Each matrix is computed by one owner rank: the shards are sent there, and the results back to all ranks that hold parts.
+# One owner rank computes each matrix. Ranks send their shards to it, and it sends the results to all ranks with shards.
 #
-# The owner rank holds a part of the matrix itself; the choice balances the cost between ranks. All ranks compute the same
-# communication plan once, without communication. A step only packs, exchanges and unpacks. Matrices are grouped into
-# rounds, so that one round computes while the next one is sent.
+# The owner rank is one of the ranks with shards of the matrix; the choice balances the cost between ranks. All ranks
+# compute the same communication plan once, without communication. A step only packs, exchanges and unpacks. Matrices are
+# grouped into rounds, so that one round computes while the next round is sent.
 
 ROUND_BYTES = 64 * 2**20
 
@@ -351,12 +352,13 @@ class Homes:
 
     Args:
         tensors: The full tensors.
-        boxes: Returns the parts of a full tensor that are computed separately. They tile it, or there are none.
+        boxes: Returns the boxes of a full tensor's matrices. They tile the tensor, or the list is empty.
         cost: Returns the approximate time for a matrix of a shape, in any unit.
         lists: Number of tensors per matrix that are sent to the owner rank. Default: 1.
         dtype: Dtype of the elements that are sent in both directions. None: the tensor's dtype.
         round_bytes: Largest size of the full matrices on one owner rank in one round; a single matrix may be larger.
-        settled: Owner ranks, by tensor name and number, of matrices whose states are already there. None: no matrices.
+        settled: By (tensor name, matrix number), the rank that already has the matrix's state and stays its owner rank.
+            None: no matrix has a state.
 
     Attributes:
         own: The matrices that this rank owns.
@@ -378,7 +380,7 @@ class Homes:
         self.tensors, self._dtype = tensors, dtype
         load: dict[int, float] = {}
         by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
-        # by tensor and owner rank; the owner rank contributes all elements that it holds
+        # by (tensor, owner rank): the boxes that ranks send. The owner rank contributes all elements that it holds
         canonical_boxes: dict[tuple[str, int], dict[int, list[Box]]] = {}
         parts = [
             (tensor, number, box) for tensor in tensors.everything.values() for number, box in enumerate(boxes(tensor))
@@ -427,7 +429,7 @@ class Homes:
             An iterator of positions and shards in the tensor's dtype; replicas are bitwise identical.
 
         Collectives: per round, at most two all-to-alls of the ranks that hold its tensors. The first is omitted if
-            every owner rank already holds its full matrices, both if no other rank holds any part.
+            every owner rank already holds its full matrices. Both are omitted if no other rank holds any part.
         Host synchronization: none.
         Memory: at most three rounds of full matrices; on a CPU the buffers of two rounds are kept for the next step.
         """
@@ -438,7 +440,7 @@ class Homes:
         return in_flight(self._rounds, values, compute, device)
 
     def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> Iterator[tuple[int, Tensor]]:
-        """Compute all matrices in a single process, where some parameters may have no gradient."""
+        """Compute all matrices in a single process. Matrices of parameters without a value are left out."""
         by_position: dict[int, list[Matrix]] = {}
         for matrix in self.own:
             (position,) = self.tensors.positions(matrix.tensor)
@@ -461,7 +463,7 @@ def _common(held: Sequence[Box], box: Box) -> list[Box]:
 
 
 def _rounds(matrices: Sequence[Matrix], lists: int, round_bytes: int) -> list[list[Matrix]]:
-    """Divide the matrices into rounds with about equal sizes per owner rank."""
+    """Return the matrices divided into rounds, with about equal sizes per owner rank."""
     rounds: list[list[Matrix]] = []
     filled: dict[int, tuple[int, int]] = {}  # by owner rank: its last round, and the bytes in it
     for matrix in matrices:

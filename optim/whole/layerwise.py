@@ -32,7 +32,7 @@ class LAMB(WholeOptimizer):
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor.
         betas, eps: As in Adam.
-        weight_decay: Part of the update, added before its norm is taken.
+        weight_decay: Multiplied by the weights and added to the update before the update's norm is taken.
         bias_correction: True: divide m and v by 1 - b1^t and 1 - b2^t.
         always_adapt: True: adapt param groups without weight decay too. Default: False.
 
@@ -85,7 +85,7 @@ class LAMB(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m, v and r."""
+    """Return m, v and r of the formulas in the module docstring: the new moments and the update direction of the shard."""
     group, t = slot.group, slot.step
     beta1, beta2 = group["betas"]
     m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
@@ -230,7 +230,7 @@ class StableAdamW(WholeOptimizer):
 
 
 def _rate(slot: Slot, which: int) -> Tensor:
-    """Return 1 - b'."""
+    """Return 1 - b' of the formulas above `StableAdamW`, 0-dim; ``which`` is the index in ``betas``."""
     beta: float = slot.group["betas"][which]
     return (1 - beta) / (1 - beta**slot.step)
 

@@ -96,7 +96,7 @@ def normalize(matrix: Tensor) -> Tensor:
 
 
 def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Run the matrix form.
+    """Return the result of the matrix form of the iteration.
 
     Args:
         x: [short, long], with singular values up to 1; its memory is overwritten.
@@ -114,7 +114,7 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 
 
 def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Run the Gram form. Arguments as in `on_matrix`."""
+    """Return the result of the Gram form of the iteration. The arguments are those of `on_matrix`."""
     a, b, c = coefficients
     after = x.new_empty(x.shape)
     gram, p, q, spare = (x.new_empty(2 * x.shape[:1]) for _ in range(4))
@@ -138,7 +138,7 @@ def uses_gram(shape: Shape, steps: int = 5) -> bool:
 
 
 def flops(shape: Shape) -> float:
-    """Return the approximate number of operations of five steps."""
+    """Return the approximate number of floating-point operations of five steps for a matrix of ``shape``."""
     return _flops_on_gram(shape, 5) if uses_gram(shape) else _flops_on_matrix(shape, 5)
 
 
@@ -190,9 +190,10 @@ class Muon(WholeOptimizer):
         optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.02), registry, max_norm=1.0)
 
     A parameter with two or more dims is a matrix unless its name matches ``adamw_names`` (embeddings and heads).
-    `for_model` also looks at the types of modules. `assignment` returns the result, and ``repr`` shows it. Three dims are a
-    stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the rows and all
-    other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or ``"adamw"``.
+    `for_model` also looks at the types of modules. `assignment` returns the result, and ``repr`` shows it. Three dims
+    are a stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the rows
+    and all other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or
+    ``"adamw"``.
 
     Args:
         params: Parameters, ``model.named_parameters()`` (needed for ``adamw_names``), or param groups.
@@ -271,14 +272,15 @@ class Muon(WholeOptimizer):
     @classmethod
     @renamed_arguments(no_matrices="adamw_names")
     def for_model(cls, model: nn.Module, *args: Any, adamw_names: Sequence[str] = ADAMW_NAMES, **options: Any) -> Muon:
-        """Make the optimizer of a model's trained parameters; AdamW steps embeddings and heads whatever their names are.
+        """Return a Muon over a model's trained parameters, with AdamW for embeddings and heads of any name.
 
             muon = Muon.for_model(model, lr=0.02)
             print(muon.assignment())
 
-        AdamW steps, besides vectors and names that match ``adamw_names``: the weight of each module whose class name
-        contains "Embedding", also where another module shares it, and the last other weight with the shape of an
-        embedding's weight, which is an untied head. A pipeline stage without an embedding finds a head by its name only.
+        AdamW steps vectors, parameters whose names match ``adamw_names``, and the weight of each module whose class
+        name contains "Embedding", even if another module shares the weight. It also steps the last other weight with
+        the shape of an embedding's weight, because this is an untied head. In a pipeline stage without an embedding, a
+        head is recognized by its name only.
 
         Args:
             model: This rank's part of the model.
@@ -319,7 +321,7 @@ class Muon(WholeOptimizer):
         return "\n".join([super().__repr__(), *lines])
 
     def _sorted(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Divide a group without "algorithm" into a group of matrices and a group of other parameters."""
+        """Yield the param group; without "algorithm", yield one group for Muon and one for AdamW."""
         if "algorithm" in group:
             yield dict(group)
             return
@@ -331,7 +333,7 @@ class Muon(WholeOptimizer):
             yield {**group, **names, "params": own, "algorithm": algorithm}
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:
-        """Return ``"muon"`` or ``"adamw"``, by the rule of the class."""
+        """Return ``"muon"`` or ``"adamw"``: the algorithm that steps a parameter, by its dims and name."""
         no_matrix = name is not None and any(fnmatchcase(_unwrapped(name), pattern) for pattern in self.adamw_names)
         return "adamw" if param.dim() < 2 or no_matrix else "muon"
 
@@ -411,7 +413,7 @@ class Muon(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> Tensor:
-    """Return u, from the new momentum."""
+    """Return u of the formulas in the module docstring, computed from the new momentum."""
     m: Tensor = slot.state["momentum_buffer"]
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
 

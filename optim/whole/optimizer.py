@@ -1,10 +1,13 @@
-"""Base classes of optimizers whose update needs full tensors.
+"""Base classes of full-tensor optimizers: the update of an element depends on the full tensor, not on a shard alone.
 
-A subclass defines a step in `WholeOptimizer.updates`, in terms of `WholeTensors`. The same code runs in a single
-process, where each parameter is a full tensor, and on many ranks, where `meshstep.optim.ParallelOptimizer` binds the
-optimizer to shards.
+A subclass defines a step in `WholeOptimizer.updates`, with the operations of `WholeTensors`. The same code runs in a
+single process, where each parameter is a full tensor, and on many ranks, where `meshstep.optim.ParallelOptimizer` binds
+the optimizer to shards.
 
-`HomeOptimizer` is the base class of those that keep a full matrix state on the matrix's owner rank only.
+`HomeOptimizer` is the base class of optimizers that keep the state of a matrix on one rank only, the matrix's owner
+rank.
+
+A position is the index of a stepped tensor over all param groups.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of
 
 @dataclass
 class Slot:
-    """A position of the param groups during a step.
+    """A stepped tensor with its gradient and state during a step.
 
     Args:
-        position: Index over all param groups.
+        position: The tensor's index over all param groups.
         param: The stepped tensor, contiguous.
         grad: Its unscaled gradient, of the same shape, contiguous.
         state: The optimizer state of the tensor. Read only; return new values in an `Update`.
         group: The param group.
-        step: Number of steps including this one, 0-dim float64, on the device.
+        step: Number of steps, including the present one; 0-dim float64, on the device.
     """
 
     position: int
@@ -55,7 +58,7 @@ class Slot:
 
 
 class Update(NamedTuple):
-    """Result of a step at one position: the new parameter, and the state tensors that change."""
+    """The result of a step for one `Slot`: the slot, the new values of its parameter, and the state tensors that change."""
 
     slot: Slot
     param: Tensor
@@ -63,18 +66,19 @@ class Update(NamedTuple):
 
 
 class WholeOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that computes with full tensors.
+    """The base class of full-tensor optimizers.
 
     In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
-    parameter without a gradient on this rank then counts as one with a gradient of zeros, because other ranks may have
-    one. An overflow is detected on the device, and the step then changes nothing.
+    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. An
+    overflow is detected on the device, and the step then changes nothing.
 
     Attributes:
         tensors: Operations on the full tensors.
-        whole_states: Names of the states that belong to full tensors; they are equal on all ranks that have them.
+        whole_states: Names of the states that belong to the full tensor, not to the shard. They are equal on all ranks
+            that have them.
         kept: Names of the subclass's attributes that a copy of the optimizer keeps.
-        not_captured: Reason why a CUDA graph can't capture the step, as the end of a sentence after the optimizer's
-            name; None: it can.
+        not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name; None:
+            a CUDA graph can capture it.
     """
 
     asks_other_ranks = True
@@ -91,7 +95,9 @@ class WholeOptimizer(torch.optim.Optimizer):
     # For subclasses -------------------------------------------------------------------------------------------------
 
     def metadata_for(self, name: str | None, shape: tuple[int, ...], group: Mapping[str, Any], spec: P | None) -> Any:
-        """Return a value that must be equal on all ranks that hold the parameter; it becomes `LogicalTensor.metadata`.
+        """Return the metadata of a full tensor, which `LogicalTensor.metadata` holds; None (default): no metadata.
+
+        It must be equal on all ranks that hold shards of the tensor.
 
         Args:
             name: Name of the parameter; None if the optimizer received no names.
@@ -103,7 +109,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def initial(self, slot: Slot) -> dict[str, Any]:
-        """Return the state of a position before its first step.
+        """Return the initial state of a stepped tensor, before its first step.
 
         Collectives: none.
         """
@@ -112,7 +118,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         """Compute one step and yield its updates.
 
-        Collectives: must be the same on all ranks, whatever tensors this rank holds.
+        Collectives: must be the same on all ranks, independent of the tensors that a rank holds.
         Host synchronization: none.
         """
 
@@ -121,7 +127,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         return key in self.whole_states
 
     def keeps(self, param: Tensor, key: str) -> bool:
-        """Return True if this rank has the state ``key`` of the full tensor of which ``param`` is a shard."""
+        """Return True if ``key`` is a state of the full tensor of ``param``, and this rank has the state."""
         return self.is_whole_state(key)
 
     # Binding --------------------------------------------------------------------------------------------------------
@@ -146,7 +152,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             registry: The process groups.
 
         Raises:
-            ValueError: On every rank, as `bind`.
+            ValueError: On every rank, in the cases of `bind`.
 
         Collectives: object all-gathers.
         """
@@ -162,14 +168,14 @@ class WholeOptimizer(torch.optim.Optimizer):
             part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
 
     def bind(self, rows: Sequence[tuple[str, SteppedTensor]], registry: ProcessGroupRegistry) -> None:
-        """Bind the optimizer to tensors, which it then steps together with other ranks.
+        """Bind the optimizer to stepped tensors. It then computes their full tensors' updates together with other ranks.
 
         Args:
             rows: By position in the param groups, the unique name of the full tensor and the stepped tensor.
             registry: The process groups.
 
         Raises:
-            ValueError: On every rank, as `WholeTensors.of`.
+            ValueError: On every rank, in the cases of `WholeTensors.of`.
 
         Collectives: an object all-gather.
         """
@@ -186,13 +192,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         self.bound(tensors)
 
     def bound(self, tensors: WholeTensors) -> None:
-        """Set the full tensors that are stepped. Subclasses extend it by work that is needed once per binding."""
+        """Set `tensors`. Subclasses override it to prepare objects that depend on the binding, such as owner ranks."""
         self._tensors = tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict like torch, but leave the states of full tensors in their own dtypes.
+        """Load a state dict as torch does, except that states of full tensors keep their saved dtypes.
 
-        torch casts all states to the parameters' dtypes.
+        torch alone would cast all states to the parameters' dtypes.
         """
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -207,11 +213,11 @@ class WholeOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
-        if kept is not None:  # set for a copy or a pickle, not for load_state_dict
+        if kept is not None:  # present in a copy or a pickle, absent in a call from load_state_dict
             vars(self).update(kept, _tensors=None, _frozen=set())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group; the optimizer must be bound again afterwards."""
+        """Add a param group, and remove the binding: call `bind_all` afterwards if ranks hold shards."""
         super().add_param_group(param_group)
         self._tensors, self._frozen = None, set()
 
@@ -219,10 +225,10 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step; if ``found_inf`` is 1, nothing changes.
+        """Make one step, and return the loss of ``closure`` or None. If ``found_inf`` is 1, nothing changes.
 
         Args:
-            closure: Recomputes the loss, as in torch. None: not called.
+            closure: Recomputes and returns the loss, as in torch. None: no closure.
 
         Collectives: those of `updates`.
         Host synchronization: none.
@@ -254,9 +260,8 @@ class WholeOptimizer(torch.optim.Optimizer):
     def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
         """Update ``target`` to ``target - rate (direction + decay target)`` in place and in one pass.
 
-        Nothing changes if the step is skipped.
-
-        Call it within a step. An `Update` may then return ``target`` itself as the new value.
+        If the step is skipped, ``target`` is unchanged. Call it within `updates`; an `Update` may then have ``target``
+        itself as the new value.
 
         Args:
             target: The tensor to change.
@@ -268,8 +273,8 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if not target.is_cpu or not target.is_contiguous() or is_half(target):
-            # The fused kernel saves the allocation of memory, which is slow on a CPU only. On a CPU it ignores strides, and
-            # loses updates of half-precision tensors (torch 2.12, 2.13).
+            # On a CPU a fused kernel is used because it allocates no memory; allocations are slow there. This kernel
+            # ignores strides, and loses updates of half-precision tensors (torch 2.12, 2.13).
             whole = target.float() if is_half(target) else target
             self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
             return
@@ -320,13 +325,13 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def moments(slot: Slot) -> dict[str, Any]:
-    """Return Adam's two moments of a position before its first step, zeros of the shard's shape and dtype."""
+    """Return the initial state of Adam: two moments, zeros of the stepped tensor's shape and dtype."""
     zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
     return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def adamw_update(slot: Slot) -> Update:
-    """Return one step of AdamW.
+    """Return the `Update` of one step of AdamW for a stepped tensor.
 
     Collectives: none.
     Host synchronization: none.
@@ -344,7 +349,7 @@ def adamw_update(slot: Slot) -> Update:
 
 
 class LazyTensors(Mapping[int, Tensor]):
-    """Tensors by position that are computed on each access, so that they are never all in memory together.
+    """A mapping from positions to tensors that computes a tensor on each access, to keep few of them in memory.
 
     Args:
         slots: The positions.
@@ -369,15 +374,18 @@ class LazyTensors(Mapping[int, Tensor]):
 
 # Base class of optimizers that keep a full matrix state on the matrix's owner rank only -------------------------------
 
-# The state is stored under the first shard of the tensor that the owner rank holds. Its key is "<name>.<number of the
-# matrix>", followed by ".<index>" if there are several of one name. It belongs to the full tensor: a checkpoint contains
-# it once, and after loading in any layout the matrix's owner rank there receives it.
+# The owner rank stores the state of a matrix with the state of the first shard of the tensor that it holds. The key is
+# "<name>.<number of the matrix>", followed by ".<index>" if the matrix has several states of this name. The state
+# belongs to the full tensor: a checkpoint contains it once. After loading in any layout, the
+# owner rank in that layout has it.
 
 _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
 
 
 class HomeOptimizer(WholeOptimizer):
-    """Assigns an owner rank to every matrix, and keeps it as long as the owner rank has the matrix's state.
+    """A full-tensor optimizer that assigns every matrix to an owner rank, which alone keeps the matrix's state.
+
+    A matrix whose state is on a rank already keeps that rank as its owner rank.
 
     Attributes:
         lists: Number of tensors per matrix that are sent to the owner rank, such as 1 for the gradient alone.
@@ -394,11 +402,11 @@ class HomeOptimizer(WholeOptimizer):
     _with_others = False
 
     def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
-        """Return the matrices of a tensor; none if it has fewer than two dims."""
+        """Return the matrices of a tensor as a tuple of boxes; empty if it has fewer than two dims."""
         return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
 
     def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
-        """Return the matrices of a tensor; empty if it has none."""
+        """Return the boxes of a tensor's matrices; empty if it has none."""
         return tensor.metadata or ()
 
     def cost(self, shape: Shape) -> float:
@@ -419,7 +427,7 @@ class HomeOptimizer(WholeOptimizer):
             self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
 
     def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Return the rank that has the state of each matrix, by tensor name and number."""
+        """Return the rank that has the state of each matrix, by (tensor name, matrix number). ``own``: on this rank."""
         registry = self.tensors.registry
         if registry is None:
             return dict.fromkeys(own, 0)
@@ -433,7 +441,7 @@ class HomeOptimizer(WholeOptimizer):
         return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
 
     def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
-        """Return the matrices whose states are on this rank already, when it is bound again for another param group."""
+        """Return (tensor name, matrix number) of the matrices whose states this rank has from before the binding."""
         return {
             (tensor.name, number)
             for tensor, param in zip(tensors.tensors, params_of(self.param_groups), strict=True)
@@ -442,7 +450,7 @@ class HomeOptimizer(WholeOptimizer):
         }
 
     def own(self, slot: Slot) -> list[Matrix]:
-        """Return the matrices whose state is stored at a position, the first position of a tensor on its owner rank."""
+        """Return the matrices whose states this rank stores in ``slot``: the owner rank's first shard of a tensor."""
         return self._own.get(slot.position, [])
 
     # State ----------------------------------------------------------------------------------------------------------
@@ -469,10 +477,10 @@ def _number(key: str) -> int | None:
 
 
 class StepsTaken:
-    """Number of steps by position, known on the host without waiting for the current step.
+    """The number of steps of each stepped tensor, on the host, without waiting for the current step.
 
-    At the end of a step the device counts are copied to the host asynchronously; the copies are complete by the next
-    step. If a count was changed in between, for example by a checkpoint, it is read again.
+    At the end of a step, `note` starts asynchronous copies of the device counts to the host. `of` waits for the copies
+    in the next step. If other code changed a count in between, such as a load, `of` reads it from the device.
     """
 
     def __init__(self) -> None:
@@ -483,7 +491,8 @@ class StepsTaken:
     def of(self, slot: Slot) -> int:
         """Return the number of steps before this one.
 
-        Host synchronization: on a GPU, it waits for the previous step; in the first step and after loading, for the device.
+        Host synchronization: on a GPU, it waits for the previous step; in the first step and after loading, for the
+        device.
         """
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:

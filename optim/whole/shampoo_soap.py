@@ -16,14 +16,13 @@ averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309
 SOAP is Adam in the eigenbasis of Shampoo's preconditioners::
 
     L <- b3 L + (1 - b3) G G^T                R <- b3 R + (1 - b3) G^T G
-    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency`` steps
-    G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient
-    m <- b1 m + (1 - b1) G                    v <- b2 v + (1 - b2) G'^2
-    U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T
-    w <- (w - lr sqrt(1 - b2^k) / (1 - b1^k) U) (1 - lr wd)
+    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency``
+    steps G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient m <- b1 m + (1 -
+    b1) G                    v <- b2 v + (1 - b2) G'^2 U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T w <- (w - lr sqrt(1
+    - b2^k) / (1 - b1^k) U) (1 - lr wd)
 
-k counts the updates: the first step only computes the first bases. A tensor with four or more dims has a preconditioner
-per dim. A vector has none: it is stepped like Adam, from the second step on.
+k is the number of updates. The first step makes no update: it only computes the first bases. A tensor with four or more
+dims has a preconditioner per dim. A vector has no preconditioner, and is stepped by Adam from the second step on.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11321), with the defaults of the authors'
 code.
@@ -46,7 +45,7 @@ from .tensors import Blocks
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
 
-# Statistics of the rows and of the columns of a matrix, with their eigenbases and roots (Shampoo, SOAP).
+# Statistics of the sides of a matrix (its rows and its columns), and their eigenbases and inverse roots.
 
 Sides = Sequence[Tensor | None]
 """Per dim of a tensor, a square matrix of the dim's size; None for a dim without preconditioner."""
@@ -61,7 +60,7 @@ def sides_of(shape: Shape) -> Shape:
 
 
 def gram(g: Tensor, dim: int) -> Tensor:
-    """Return the Gram matrix [side, side] of the slices along ``dim``."""
+    """Return the Gram matrix [side, side] of ``g`` along ``dim``: the inner products of its slices."""
     rows = g.movedim(dim, 0).flatten(1)
     return rows @ rows.mT
 
@@ -79,7 +78,10 @@ def out_of(x: Tensor, bases: Sides) -> Tensor:
 
 
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors; arbitrary ones of a non-finite matrix, which occurs only in a skipped step."""
+    """Return eigenvalues and eigenvectors of a symmetric matrix; for a non-finite matrix, those of the identity.
+
+    A matrix is non-finite only in a skipped step.
+    """
     finite = torch.isfinite(symmetric).all()
     eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)
     values, vectors = torch.linalg.eigh(torch.where(finite, symmetric, eye))
@@ -87,7 +89,7 @@ def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def renewed(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the basis after one step of power iteration, and the order of the old basis's columns in it."""
+    """Return the basis after one step of power iteration, and the order in which it has the columns of the old basis."""
     product = symmetric @ basis
     order = torch.argsort((basis * product).sum(0), descending=True)
     return torch.linalg.qr(product[:, order])[0], order
@@ -101,11 +103,11 @@ def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
 
 
 class PreconditionedOptimizer(HomeOptimizer):
-    """Base class of Shampoo and SOAP: each side of a matrix has a square matrix of statistics and one made of them.
+    """The base class of Shampoo and SOAP. Each side of a matrix has two square states: statistics, and a root or basis.
 
     Attributes:
-        square_names: Names of the states of a side: the statistics, and the root or basis that is made of them.
-        longest: Name of the option with the longest side that has these states.
+        square_names: Names of the two states of a side: the statistics, and the root or basis computed from them.
+        longest: Name of the option that limits the length of a side with these states.
         product_cost: Cost of the products with one root or basis per step, per element and unit of length.
     """
 
@@ -125,7 +127,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         super().__init__(params, defaults)
 
     def cost(self, shape: Shape) -> float:
-        """Return the cost of the products in each step, and of a factorisation every few steps."""
+        """Return the relative cost of a step: its products, and its share of a factorisation every few steps."""
         often: int = self.defaults["precondition_frequency"]
         numel, sides = torch.Size(shape).numel(), [n for n in sides_of(shape) if n <= self.defaults[self.longest]]
         return sum(self.product_cost * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
@@ -144,7 +146,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         return state
 
     def squares(self, slot: Slot, matrix: Matrix) -> list[tuple[Tensor, Tensor] | None]:
-        """Return the two states of each side of a matrix; None for a side without them."""
+        """Return the two states of each side of a matrix; None for a side without these states."""
         found: list[tuple[Tensor, Tensor] | None] = []
         for dim in range(len(sides_of(matrix.shape))):
             statistics, made = (slot.state.get(named(name, matrix, dim)) for name in self.square_names)
@@ -187,7 +189,7 @@ Grafting = Literal["adam", "sgd"]
 
 
 class Shampoo(PreconditionedOptimizer):
-    """Shampoo for matrices, the grafted method for vectors.
+    """Shampoo, which steps matrices by Shampoo and vectors by the grafted method (``grafting``).
 
         optimizer = ParallelOptimizer(Shampoo(model.named_parameters()), registry, max_norm=1.0)
 
@@ -268,7 +270,7 @@ class Shampoo(PreconditionedOptimizer):
         self.taken.note(slots)
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
-        """Return P |A| / |P|, and update the matrix's states."""
+        """Return P |A| / |P| of the formulas in the module docstring, and update the matrix's states."""
         group, t = slot.group, taken + 1
         beta1, beta2 = group["betas"]
         squares = self.squares(slot, matrix)
@@ -294,7 +296,7 @@ class Shampoo(PreconditionedOptimizer):
 
 
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the new moments, and A."""
+    """Return the new moments m and v, and the grafted step A of the formulas in the module docstring."""
     beta1, beta2 = group["betas"][0], group["grafting_beta2"]
     m, v = m.lerp(g, 1 - beta1), v.lerp(g.square(), 1 - beta2)
     m_hat = m / (1 - beta1**t)
@@ -307,16 +309,16 @@ def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -
 
 
 class SOAP(PreconditionedOptimizer):
-    """SOAP for matrices, its Adam for vectors.
+    """SOAP, which steps matrices by SOAP and vectors by SOAP's variant of Adam.
 
         optimizer = ParallelOptimizer(SOAP(model.named_parameters()), registry, max_norm=1.0)
 
     A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix (L, R,
     both bases and two moments) are on its owner rank only.
 
-    The first bases come from a single gradient. If that has fewer independent columns than rows, the rest of a basis is
-    arbitrary, as in the authors' code. It depends on the last bits of the gradient, so sums in another order give other
-    bases.
+    The first bases come from a single gradient. If this gradient has fewer independent columns than rows, the other
+    vectors of a basis are arbitrary, as in the authors' code. They depend on the last bits of the gradient, so a sum of
+    gradients in another order gives other bases.
 
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
@@ -392,7 +394,7 @@ class SOAP(PreconditionedOptimizer):
         self.taken.note(slots)
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
-        """Return U, and update the matrix's states."""
+        """Return U of the formulas in the module docstring, and update the matrix's states."""
         group, squares = slot.group, self.squares(slot, matrix)
         (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]
         q = [None if pair is None else pair[1] for pair in squares]

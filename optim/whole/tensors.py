@@ -1,7 +1,7 @@
-"""Full tensors of which each rank holds shards: which rank holds which elements, norms, sums over dims, and shards.
+"""Operations on full tensors of which each rank holds shards: locating elements, norms, sums over dims, and shards.
 
-Replicated elements count once: one rank contributes them, so the result is bitwise identical on every rank. A tensor
-that is complete on every rank that holds it needs no collective.
+Exactly one rank contributes a replicated element to a sum, and the result is bitwise identical on every rank. A tensor
+of which no rank holds only a part needs no collective.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LogicalTensor:
         name: Unique in the model.
         shape: Shape of the full tensor.
         dtype: Dtype of the stepped shards.
-        metadata: The optimizer's metadata, equal on all ranks that hold the tensor (see `WholeOptimizer.metadata_for`).
-        held: The rectangles that each rank holds.
+        metadata: The result of `WholeOptimizer.metadata_for`, equal on all ranks that hold shards of the tensor.
+        held: For each global rank, the boxes of the tensor that the rank holds. A box is a rectangular region.
     """
 
     name: str
@@ -46,7 +46,7 @@ class LogicalTensor:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that hold some elements, in ascending order."""
+        """Return the ranks that hold at least one element, in ascending order."""
         return tuple(sorted(self.held))
 
     def is_whole_on(self, rank: int) -> bool:
@@ -59,11 +59,12 @@ class LogicalTensor:
         return not all(map(self.is_whole_on, self.ranks))
 
     def sources(self, first: int | None = None) -> dict[int, list[Box]]:
-        """Return the boxes that each rank contributes, so that every element comes from exactly one rank.
+        """Return the boxes that each rank contributes, so that exactly one rank contributes each element.
 
         Args:
-            first: A rank that contributes all elements it holds. The ranks after it follow in order, which spreads the
-                work among replicas. None: start at the lowest rank.
+            first: The rank that contributes all elements that it holds. The following ranks contribute the elements
+                that no earlier rank has, in cyclic order. Different first ranks spread the work among replicas. None:
+                the lowest rank.
         """
         at = 0 if first is None else self.ranks.index(first)
         order = self.ranks[at:] + self.ranks[:at]
@@ -79,7 +80,7 @@ def _without_copies(held: Iterator[tuple[int, Sequence[Box]]] | Any) -> Iterator
 
 
 def without(box: Box, others: Sequence[Box]) -> list[Box]:
-    """Return the parts of ``box`` outside of ``others``, as boxes that don't overlap."""
+    """Return the region of ``box`` outside of ``others``, as boxes that don't overlap."""
     rest = [box]
     for other in others:
         rest = [part for one in rest for part in _minus(one, other)]
@@ -103,14 +104,14 @@ def _minus(box: Box, other: Box) -> Iterator[Box]:
 
 
 def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> dict[str, LogicalTensor]:
-    """Merge the records of all ranks into full tensors, by name.
+    """Return the full tensors by name, from the records of all ranks.
 
     Args:
         ranks: Per rank, the name, dtype, metadata and region of each stepped tensor.
 
     Raises:
-        ValueError: Ranks disagree about a tensor, some of its elements are on no rank, or one rank has an element
-            twice.
+        ValueError: Ranks have different shapes, dtypes or metadata for a tensor, no rank holds some of its elements, or
+            one rank holds an element twice.
     """
     found: dict[str, LogicalTensor] = {}
     for rank, own in enumerate(ranks):
@@ -147,9 +148,10 @@ Blocks = Mapping[str, int | Sequence[int]]
 
 
 def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> list[Box]:
-    """Return the matrices of a tensor in order.
+    """Return the boxes of a tensor's matrices, in order.
 
-    The tensor is divided by ``blocks`` if its name matches, else by the blocks of its layout.
+    A fused weight has several blocks, each of which is a matrix. The block sizes come from ``blocks`` if the name
+    matches one of its globs, else from the layout ``spec``.
 
     A tensor with 2 dims is a matrix, a tensor with 3 dims a stack of matrices. With 4 or more dims, the first dim is
     the rows and all other dims together are the columns.
@@ -171,7 +173,7 @@ def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) 
 
 
 def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> tuple[int, tuple[int, ...]]:
-    """Return the dim that consists of blocks, -2 or -1, and the block sizes."""
+    """Return the dim along which a tensor is divided into blocks, -2 or -1, and the block sizes."""
     rows = shape[-2]
     matching = (given for pattern, given in blocks.items() if name is not None and fnmatchcase(name, pattern))
     given_blocks = next(matching, None)
@@ -196,18 +198,18 @@ Request = tuple[int, Tensor, tuple[int, ...]]
 
 
 class WholeTensors:
-    """The full tensors of which an optimizer steps shards, by position in its param groups.
+    """The full tensors whose shards an optimizer steps. A position is a shard's index over all param groups.
 
     Args:
-        positions: Per position, the name of the full tensor and the region of it that this rank steps.
+        positions: For each position, the name of the full tensor and the region of it that this rank steps.
         everything: The full tensors of all ranks by name, in the same order on all ranks.
         registry: The process groups; None: a single process.
-        shapes: Shapes of the stepped tensors. None: the shape of the shard, or one dim if only a part of the shard is
-            stepped.
+        shapes: Shapes of the stepped tensors. None: the shape of the shard, or one dim if this rank steps only a part
+            of the shard.
 
     Attributes:
         tensors: The full tensor of each position.
-        everything: As the argument.
+        everything: The argument of this name.
         rank: The global rank of this process.
     """
 
@@ -222,7 +224,7 @@ class WholeTensors:
         self.rank = 0 if registry is None else registry.global_rank
         self.tensors = [everything[name] for name, _ in positions]
         self._regions = [region for _, region in positions]
-        # A stepped tensor may be flat although it contains the full shard.
+        # The shapes are stored, because a stepped tensor may have one dim although it contains the entire shard.
         self._shapes = [tuple(shape) for shape in shapes or map(_shape_of, self._regions)]
         self._positions: dict[str, list[int]] = {}
         for position, tensor in enumerate(self.tensors):
@@ -306,20 +308,20 @@ class WholeTensors:
         ]
 
     def piece_shape(self, position: int) -> Shape:
-        """Return the shape of the stepped tensor: the shard's shape, or one dim."""
+        """Return the shape of the stepped tensor at a position: the shard's shape, or one dim."""
         return self._shapes[position]
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
     def rectangles(self, position: int, piece: Tensor) -> dict[Shape, Tensor]:
-        """Return views of the rectangles of the full tensor in ``piece``, by their offsets.
+        """Return views of the boxes of the full tensor that ``piece`` contains, by their offsets in the full tensor.
 
-        ``piece`` is contiguous and has the stepped tensor's shape.
+        ``piece`` must be contiguous and have the stepped tensor's shape.
         """
         return self._regions[position].parts(piece)
 
     def of_whole(self, position: int, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor that broadcasts to the full shape.
+        """Return this rank's shard of ``whole``, expanded to the full tensor's shape.
 
         Args:
             position: The position of the shard.
@@ -338,7 +340,7 @@ class WholeTensors:
         return piece
 
     def views(self, position: int, piece: Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
-        """Yield views of the elements of ``piece`` that lie in the boxes of the full tensor, each with its box."""
+        """Yield (box, view) for each box of the full tensor: a view of the elements of ``piece`` in the box."""
         boxes = tuple(boxes)
         if not piece.is_contiguous():
             yield from self._cut(position, piece, boxes)
@@ -366,13 +368,13 @@ class WholeTensors:
     # Sums -----------------------------------------------------------------------------------------------------------
 
     def norms_of(self, *values: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-        """Measure the L2 norms of full tensors, for several lists of them at once.
+        """Return the L2 norms of full tensors, for several mappings at once.
 
         Args:
-            values: Per list, a tensor of the shard's shape by position; the same positions on all ranks that hold a
-                tensor.
+            values: Mappings from positions to tensors of the stepped tensors' shapes. Positions of the same full tensor
+                must be in the mappings of all ranks that hold shards of it.
         Returns:
-            Per list, the norms by position, 0-dim float64.
+            For each mapping, the norm of each full tensor by position, 0-dim float64.
 
         Collectives: one all-reduce over the world if any tensor of the model is sharded.
         Host synchronization: none, except to copy a sum from a GPU to parameters on the CPU.
@@ -394,7 +396,7 @@ class WholeTensors:
         return [{at: power.sqrt().to(device) for at, (power, device) in of_list.items()} for of_list in found]
 
     def _power(self, position: int, value: Tensor) -> Tensor:
-        """Return the sum of squares of the elements that this rank contributes."""
+        """Return the sum of squares of the elements of ``value`` that this rank contributes, 0-dim float64."""
         canonical_boxes = self._canonical_boxes[position]
         if canonical_boxes is None:
             return _power(value)
@@ -403,15 +405,16 @@ class WholeTensors:
         return torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=value.device)
 
     def sums(self, requests: Iterable[Request]) -> list[Tensor]:
-        """Sum full tensors over some of their dims, all at once.
+        """Return sums of full tensors over some of their dims, for all requests at once.
 
         Args:
-            requests: Position, tensor of the shard's shape, and dims; in the same order on all ranks that hold a
-                tensor. They are consumed one by one, so the tensors of a generator are not in memory together.
+            requests: (position, tensor of the stepped tensor's shape, dims to sum) each. Requests of a full tensor must
+                be in the same order on all ranks that hold shards of it. They are consumed one by one, so a generator's
+                tensors are not in memory together.
         Returns:
-            Per request the full result, float64, with size 1 in the summed dims.
+            For each request the sum, float64, with the full tensor's number of dims and size 1 in the summed dims.
 
-        Collectives: one all-reduce per set of ranks that shares sharded tensors.
+        Collectives: one all-reduce per set of ranks that hold shards of the same tensors.
         Host synchronization: as in `norms_of`.
         """
         results, positions = list[Tensor](), list[int]()

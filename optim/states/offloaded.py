@@ -189,9 +189,9 @@ class Offloaded(StatePlacement):
     stages with a tied embedding, owned parameters). CPU and GPU kernels may round differently; ``fraction=1.0`` avoids
     this.
 
-    torch's fused optimizers step bucket by bucket. All parameters are stepped at once, after all gradients have
-    arrived, in these cases: with other optimizers; with `HalfStates` or stochastic rounding, whose random numbers
-    depend on the step count; and if the optimizer has step hooks.
+    torch's fused optimizers step bucket by bucket. In three cases all parameters are stepped at once, after all
+    gradients have arrived: with other optimizers; with `HalfStates` or stochastic rounding, because their random
+    numbers depend on the step count; and if the optimizer has step hooks.
 
     Args:
         fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require

@@ -4,9 +4,9 @@ An example of a combination is Muon for matrices and AdamW for the rest:
 
     ParallelOptimizer([Muon(matrices, lr=0.02), AdamW(others, lr=1e-3, fused=True)], registry, max_norm=1.0)
 
-They share one gradient norm and one step decision. Their param groups are in one list, each with the index of its
-optimizer under ``"optimizer"``, and their states are in one dict. Sharding, masters, checkpoints and schedules
-therefore handle them as one optimizer; only the update uses `parts_of`.
+Combined optimizers have a common gradient norm and step decision. Their param groups are in one list, and
+``"optimizer"`` in a param group is the index of its optimizer. Their states are in one dict. Sharding, masters,
+checkpoints and schedules therefore handle them as one optimizer; only the update steps each one (`parts_of`).
 """
 
 from __future__ import annotations

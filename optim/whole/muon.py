@@ -185,22 +185,22 @@ def scale_of(rule: Scale | None, shape: Shape) -> float:
 
 @renamed_fields(no_matrices="adamw_names")
 class Muon(WholeOptimizer):
-    """Muon for matrices, AdamW for all other parameters.
+    """Muon, which steps matrices by Muon and all other parameters by AdamW.
 
         optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.02), registry, max_norm=1.0)
 
     A parameter with two or more dims is a matrix unless its name matches ``adamw_names`` (embeddings and heads).
-    `for_model` also looks at the types of modules. `assignment` returns the result, and ``repr`` shows it. Three dims
-    are a stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the rows
-    and all other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or
-    ``"adamw"``.
+    `for_model` also decides by the classes of modules. `assignment` returns the algorithm of each parameter, and
+    ``repr`` shows it. A parameter with three dims is a stack of matrices, such as experts. With four or more dims, such
+    as a convolution's, the first dim is the rows and all other dims are the columns. ``"algorithm": "muon"`` or
+    ``"adamw"`` in a param group overrides this rule.
 
     Args:
         params: Parameters, ``model.named_parameters()`` (needed for ``adamw_names``), or param groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`.
         eps: Least norm by which a matrix is divided before it is orthogonalised. Default 0: no limit, and the update
-            does not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7; smaller gradients give smaller
-            updates there.
+            does not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7, so that gradients with a smaller
+            norm give smaller updates.
         adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: their defaults.
         adamw_names: Globs over names of parameters that AdamW steps. Default: `ADAMW_NAMES`.
         blocks: Blocks of a fused weight along its rows, each a separate matrix, by glob over names. The value is the

@@ -1,8 +1,8 @@
-"""Command that checks a model's layout.
+"""Command that checks a model's layout with `prove`, or finds it with `infer`.
 
     python -m meshstep.testing audit SCRIPT:BUILD --topology data=2,tensor=2
 
-The exit code tells whether there are findings.
+The exit code is 0 without findings, 1 with findings, 2 without a result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _HEADER = ("parameter", "declared", "correct", "mistake", "axes", "factor")
 
 
 def report(proof: Proof) -> str:
-    """Return the findings as a table in forward order, followed by the text of the proof. Uses rich if it is installed."""
+    """Return a table of the findings in forward order, followed by the text of the proof; without findings, only the text.
+
+    The package rich draws the table if it is installed.
+    """
     if proof.is_correct:
         return str(proof)
     table = _with_rich if find_spec("rich") else _plain
@@ -84,9 +87,9 @@ class AuditRun(NamedTuple):
     Args:
         build: ``SCRIPT:BUILD``.
         topology: The mesh, as on the command line.
-        rules: True: run `infer` instead of `prove`.
-        most: ``max_parameters`` of `prove`; None: all.
-        own_dtype: True: compute in the model's own dtype.
+        rules: True: run `infer`. False: run `prove`.
+        most: ``max_parameters`` of `prove`. None: all.
+        own_dtype: True: compute in the model's own dtype. False: in float64.
     """
 
     build: str
@@ -99,8 +102,8 @@ class AuditRun(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the audit, print the result, and return the exit code: 0 if there are no findings, else `WRONG` or `UNTOLD`.
 
-    Under a launcher, the launched processes are the ranks. Only the first process prints and returns an exit code other
-    than 0.
+    Under a launcher such as torchrun, the launched processes are the ranks; otherwise this function starts processes.
+    Only the first process prints and may return another exit code than 0.
     """
     parser = _parser()
     first = _launched()[0] == 0
@@ -159,7 +162,7 @@ def _audited(options: argparse.Namespace) -> list[Proof | InferredLayout]:
 
     Raises:
         ValueError: An argument is wrong.
-        RanksError: The script's function raised, or `prove` did.
+        RanksError: The script's function, `prove` or `infer` raised an error on a rank.
     """
     topology = Topology.parse(options.topology)
     processes = _launched()[1]
@@ -174,10 +177,10 @@ def _audited(options: argparse.Namespace) -> list[Proof | InferredLayout]:
 
 
 def loaded(build: str) -> Callable[[ProcessGroupRegistry], Any]:
-    """Return the function of ``SCRIPT:BUILD``; the script runs like an imported module.
+    """Import the script of ``SCRIPT:BUILD`` as a module, and return its function BUILD.
 
     Raises:
-        ValueError: There is no such script, or no such function in it.
+        ValueError: There is no such script, it can't be imported, or it has no such function.
     """
     script, colon, name = build.rpartition(":")
     if not colon or not script or not name:
@@ -200,7 +203,7 @@ def _of_file(path: Path) -> Any:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         if str(path.resolve().parent) not in sys.path:
-            sys.path.insert(0, str(path.resolve().parent))  # as python does for a script that it runs
+            sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script on its command line
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
@@ -228,7 +231,7 @@ def _not_imported(script: object, error: Exception) -> ValueError:
 
 
 def on_rank(audit: AuditRun) -> Proof | InferredLayout:
-    """Build the model on this rank and prove it, or infer its layout.
+    """Build the model on this rank, and return the result of `prove`, or of `infer` if ``audit.rules``.
 
     Raises:
         TypeError: The script's function did not return a model and a loss function.
@@ -266,7 +269,7 @@ def _texts(rules: Mapping[str, P]) -> dict[str, str]:
 
 
 def _by_rules(found: Sequence[Proof | InferredLayout]) -> list[tuple[list[int], InferredLayout]]:
-    """Group the ranks with equal parameter rules; pipeline stages have different parameters."""
+    """Return groups of ranks with equal rules, and one result per group. Pipeline stages have different rules."""
     groups: list[tuple[list[int], InferredLayout]] = []
     for rank, one in enumerate(found):
         assert isinstance(one, InferredLayout)

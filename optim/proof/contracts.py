@@ -1,7 +1,7 @@
-"""Gradient contracts of parameters, which say how the ranks' gradients make up the derivative of the loss.
+"""Gradient contracts of parameters: how the derivative of the loss is computed from the ranks' gradients.
 
-A contract comes from a declared spec or from the values of a parameter on all ranks after one backward, and can be
-converted to a spec. All values except the tensors are the same on every rank.
+A contract is made from a declared spec, or from the values of a parameter on all ranks after one backward. It can be
+converted to a spec. All objects in this module except tensors are the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from ..norm.replicas import TensorHash
 
 # Gradient contracts, axis by axis -------------------------------------------------------------------------------------
 
-# Every rank moves its shard of a parameter along a direction v and computes the product <g, v> with its own gradient.
-# The derivative of the loss is a combination of these products, which depends on the layout along each axis:
+# The loss is differentiated along a direction v of a parameter: a tensor of the parameter's shape. Each rank computes the
+# product <g, v> of its gradient and its part of v. The layout along each mesh axis determines whether the ranks' parts of
+# v are equal or distinct, and how the derivative of the loss follows from the ranks' products:
 #
 #     layout along the axis         directions  products             declared as
 #     sharded                       distinct    are summed           P(axis)
@@ -45,11 +46,13 @@ Sum = Literal["sum", "same", "mean"]
 
 @dataclass(frozen=True)
 class AxisContract:
-    """Contract along one axis.
+    """Gradient contract of a parameter along one mesh axis.
 
     Args:
-        apart: True: the ranks move along distinct directions.
-        products: How the ranks' products are combined.
+        apart: True: the ranks hold shards, so their parts of a direction are distinct. False: the ranks hold replicas, so
+            their directions are equal.
+        products: How the derivative follows from the ranks' products <gradient, direction>: they are summed, equal, or
+            averaged.
     """
 
     apart: bool
@@ -62,13 +65,13 @@ AVERAGED, AVERAGED_PIECE = AxisContract(False, "mean"), AxisContract(True, "mean
 
 @dataclass(frozen=True)
 class GradientContract:
-    """Contract of a parameter along each axis larger than 1."""
+    """Gradient contract of a parameter: an `AxisContract` for each mesh axis larger than 1."""
 
     by_axis: tuple[tuple[str, AxisContract], ...]
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """Return the axes along which ranks move along distinct directions."""
+        """Return the axes along which ranks have distinct parts of a direction, because they hold shards."""
         return tuple(axis for axis, along in self.by_axis if along.apart)
 
     def along(self, axis: str) -> AxisContract:
@@ -76,13 +79,13 @@ class GradientContract:
         return dict(self.by_axis)[axis]
 
     def derivative(self, products: Mapping[int, float], topology: Topology) -> tuple[float, float]:
-        """Combine the products of all ranks.
+        """Compute the derivative of the loss along a direction from the products of all ranks.
 
         Args:
-            products: <gradient, direction> of each rank that holds the parameter.
+            products: <gradient, direction> by rank, for each rank that holds the parameter.
             topology: The mesh.
         Returns:
-            The derivative, and the largest difference between ranks that must have the same one.
+            The derivative, and the largest difference between the derivatives of ranks for which they must be equal.
         """
         same = [axis for axis, along in self.by_axis if along.products == "same"]
         divisor = prod(topology.size(axis) for axis, along in self.by_axis if along.products == "mean")
@@ -100,7 +103,7 @@ def larger_axes(topology: Topology) -> tuple[str, ...]:
 
 
 def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> GradientContract:
-    """Return the contract of a spec.
+    """Return the gradient contract of a spec.
 
     Args:
         spec: The spec, in the axes of ``topology``.
@@ -143,23 +146,23 @@ def bits_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """Description of one parameter on one rank."""
+    """Description of one parameter and its gradient on one rank, without the tensors."""
 
     shape: tuple[int, ...]
-    spec: P | None  # declared spec, in the axes of the topology
-    silent: tuple[str, ...]  # axes without any declaration
-    averaged: tuple[str, ...]  # axes over which torch has reduced the gradient
-    value: int  # hash of the bits
-    constant: bool  # all elements are equal
+    spec: P | None  # declared spec, in the axes of the topology; None if not declared
+    silent: tuple[str, ...]  # axes about which the declaration says nothing
+    averaged: tuple[str, ...]  # axes over which torch reduces the gradient of a DTensor
+    value: int  # hash of the elements' bits
+    constant: bool  # True if all elements are equal
     size: float  # root mean square of the elements
-    gradient: float | None  # norm of the gradient
+    gradient: float | None  # L2 norm of the gradient; None without a gradient
     full_shape: tuple[int, ...] | None
 
     @classmethod
     def of(
         cls, value: Tensor, gradient: Tensor | None, annotation: Annotation | None, topology: Topology
     ) -> ParameterView:
-        """Describe a local tensor.
+        """Return the description of a local tensor and its gradient.
 
         Host synchronization: four.
         """
@@ -210,29 +213,32 @@ class KnownParameter:
 
     @property
     def scale(self) -> float:
-        """Return the average size of the elements, which is also the scale of the directions."""
+        """Return the size of the elements: the largest root mean square on any rank, or 1 if that is 0.
+
+        The elements of random directions have this size.
+        """
         return max(seen.size for seen in self.seen.values()) or 1.0
 
     @property
     def effect(self) -> float:
-        """Return the average absolute derivative along a direction.
+        """Return the expected size of the derivative of the loss along a random direction.
 
-        The product of a gradient with random elements has about the size of the gradient's norm.
+        It is the norm of the gradient times the size of the direction's elements.
         """
         return max(seen.gradient or 0.0 for seen in self.seen.values()) * self.scale
 
     @property
     def constant(self) -> bool:
-        """Return True if all elements are equal, on all ranks."""
+        """Return True if all elements have the same value, on all ranks."""
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
-        """Return True if the ranks along the axis that hold the parameter have equal values."""
+        """Return True if all ranks that hold the parameter have the same values as the other ranks along ``axis``."""
         groups = ([self.seen[rank] for rank in ranks if rank in self.seen] for ranks in topology.groups(axis))
         return all(len({(one.shape, one.value) for one in group}) <= 1 for group in groups)
 
     def shared_along(self, axis: str, topology: Topology) -> bool:
-        """Return True if some group along the axis has several ranks that hold the parameter."""
+        """Return True if, in some group of ranks along ``axis``, more than one rank holds the parameter."""
         return any(len([rank for rank in ranks if rank in self.seen]) > 1 for ranks in topology.groups(axis))
 
     def coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
@@ -241,12 +247,12 @@ class KnownParameter:
 
 
 class Measured:
-    """This rank's parameters and gradients after a backward, with the descriptions of all ranks' parameters.
+    """This rank's parameters and gradients after a backward, with the descriptions of all ranks' parameters in ``known``.
 
     Args:
-        tensors: Local tensors by name; `move` changes them.
+        tensors: This rank's parameters as local tensors, by name; `move` changes them.
         gradients: This rank's gradients by name.
-        seen: Descriptions by name.
+        seen: The descriptions of this rank's parameters, by name.
         registry: The process groups.
 
     Collectives: an object all-gather over the world.
@@ -265,7 +271,7 @@ class Measured:
 
     @classmethod
     def of_model(cls, model: nn.Module, registry: ProcessGroupRegistry) -> Measured:
-        """Measure the trainable parameters of a model.
+        """Return the measured trainable parameters of a model, whose gradients are in ``.grad``.
 
         Raises:
             ValueError, TypeError: On every rank, as `local_gradients`.
@@ -288,8 +294,8 @@ class Measured:
     def direction(self, known: KnownParameter, contract: GradientContract, seed: int) -> Tensor | None:
         """Return this rank's part of a random direction; None if the rank does not hold the parameter.
 
-        Its elements have mean square ``known.scale`` squared. It is equal on ranks along the axes without distinct
-        shards.
+        Its elements are normal random numbers with standard deviation ``known.scale``. Along the axes in
+        ``contract.apart`` ranks get distinct parts, along other axes equal ones.
         """
         if self.rank not in known.seen:
             return None
@@ -301,8 +307,10 @@ class Measured:
         return drawn.to(param)
 
     def products(self, directions: Sequence[tuple[KnownParameter, Tensor | None]]) -> list[dict[int, float]]:
-        """Return <gradient, direction> of each pair, by rank.
+        """Return the products <gradient, direction> of all ranks: per parameter, a dict by rank.
 
+        Args:
+            directions: (parameter, this rank's part of its direction or None) pairs, in the same order on all ranks.
         Collectives: an object all-gather.
         Host synchronization: one per parameter.
         """
@@ -320,7 +328,7 @@ class Measured:
 
     @torch.no_grad()
     def move(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> dict[str, Tensor]:
-        """Move the parameters by ``step`` times their directions, and return their old values for `put_back`."""
+        """Add ``step`` times its direction to each parameter, in place; return the old values by name, for `put_back`."""
         before = {}
         for known, direction in directions:
             if direction is not None:
@@ -331,15 +339,16 @@ class Measured:
 
     @torch.no_grad()
     def put_back(self, before: Mapping[str, Tensor]) -> None:
-        """Undo a `move`; the parameters are bitwise identical to before."""
+        """Undo a `move`: copy the old values, which it returned, into the parameters."""
         for name, value in before.items():
             self._tensors[name].copy_(value)
 
 
 def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -> list[KnownParameter]:
-    """Merge the descriptions of all ranks, in the order of the first rank that holds each parameter.
+    """Return one `KnownParameter` per logical parameter, from the descriptions of all ranks.
 
-    Equal names on several pipeline stages are different parameters unless the spec ties them.
+    Parameters with equal names on several pipeline stages are different, unless the spec ties them over the pipeline
+    axis or gives them an owner along it. The order is that of the first rank that holds each parameter.
     """
     found: dict[tuple[str, tuple[tuple[str, int], ...]], KnownParameter] = {}
     stages: dict[str, set[tuple[int, ...]]] = {}
@@ -365,13 +374,14 @@ Beside = Mapping[str, tuple[Shape, bool]]
 def spec_of_contract(
     known: KnownParameter, contract: GradientContract, topology: Topology, beside: Beside
 ) -> tuple[P, bool]:
-    """Return the spec for a contract, and whether its sharded dims are certain.
+    """Return the spec for a contract, and True if its sharded dims are certain.
 
-    The gradient norm and the step are right in either case; only a checkpoint for other layouts depends on the dims.
+    If they are not certain, the gradient norm and the step are right nevertheless. Only loading a checkpoint in another
+    layout depends on the dims.
 
     Args:
         known: The parameter.
-        contract: How the ranks' gradients make up the derivative.
+        contract: The gradient contract.
         topology: The mesh.
         beside: For each other parameter of the same module, by name: its local shape, and whether it is sharded over
             the same axes.
@@ -394,16 +404,20 @@ def spec_of_contract(
 
 
 def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
-    """Return the axes that shard a dim.
+    """Return the axes that shard a dim of the parameter.
 
-    These are all axes with distinct shards, except pipeline axes and one axis of each diagonal.
+    These are all axes along which ranks hold distinct shards, except pipeline axes and one axis of each diagonal. On a
+    diagonal, only ranks with equal coordinates along two axes hold the parameter.
     """
     diagonals = dict(_diagonals(known, contract, topology))
     return [axis for axis in contract.apart if axis not in topology.pipe_axes and axis not in diagonals]
 
 
 def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield (axis, axis of the owner's coordinate) for ranks that hold the parameter on a diagonal of two axes only."""
+    """Yield pairs (axis, other axis), if only ranks with equal coordinates along the two axes hold the parameter.
+
+    The owner rank along ``axis`` is then the one with the coordinate of ``other axis``.
+    """
     done: set[str] = set()
     cutting = [axis for axis in contract.apart if axis not in topology.pipe_axes]
     for other in cutting:
@@ -417,7 +431,7 @@ def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topo
 def _entries(
     known: KnownParameter, cutting: Sequence[str], topology: Topology, beside: Beside
 ) -> tuple[list[tuple[str, ...]], bool]:
-    """Return the sharding axes of each dim, and whether they are certain."""
+    """Return the axes that shard each dim, and True if they are certain."""
     shape = known.first.shape
     dims = len(shape)
     if not cutting:
@@ -434,10 +448,10 @@ def _entries(
 
 
 def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topology) -> Iterator[dict[str, int]]:
-    """Yield the possible choices of one sharded dim per axis.
+    """Yield the possible choices of one sharded dim per axis in ``cutting``, as dicts.
 
-    A choice fits if it turns the full shape into the largest local shape. Every choice fits if the full shape is not
-    known.
+    A choice is possible if sharding the full shape with it gives the largest local shape. If the full shape is not known,
+    every choice is possible.
     """
     dims, full = range(len(known.first.shape)), known.full
     largest = [max(seen.shape[dim] for seen in known.seen.values()) for dim in dims]
@@ -450,20 +464,20 @@ def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topol
 
 # Candidates -----------------------------------------------------------------------------------------------------------
 
-# The contracts that a parameter may have, given which ranks hold it and whether their values are equal.
+# The gradient contracts that a parameter may have. They follow from the ranks that hold it and from its values there.
 
 
 def candidates(
     known: KnownParameter, topology: Topology, split: Sequence[str], first: GradientContract | None
 ) -> Iterator[GradientContract]:
-    """Yield every contract that the values allow, the most likely one first.
+    """Yield every contract that the parameter's values allow, the most likely contract first.
 
     Args:
         known: The parameter.
         topology: The mesh.
-        split: The axes that certainly shard another parameter of the same module. They decide for constant values,
-            which can belong to shards or to replicas with partial gradients.
-        first: Yielded before all others: the declared contract. None: there is none.
+        split: The axes that certainly shard another parameter of the same module. If all elements of this parameter are
+            equal, it may be sharded or replicated; along these axes, sharded is more likely.
+        first: The declared contract, which is yielded first. None: there is none.
     """
     if first is not None:
         yield first
@@ -493,10 +507,7 @@ def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) ->
 
 
 def split_beside(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
-    """Return the axes along which another parameter of the same module is sharded.
-
-    Several ranks hold that parameter with unequal values.
-    """
+    """Return the axes along which another parameter of the same module has unequal values, so that it is sharded."""
     beside = [
         other
         for other in everything

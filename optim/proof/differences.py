@@ -1,12 +1,13 @@
-"""The loss as a function of the parameters, and its central differences, compared with predictions of the gradients.
+"""Central differences of the loss along random directions, compared with the derivatives that the gradients predict.
 
-A group of parameters is moved at once, each parameter along its own random direction. The loss then changes by the sum
-of the parameters' effects. If the sum equals the prediction of the gradients, all gradients in the group are right,
-because errors along random directions do not cancel. Otherwise the group is searched by halves, and one by one if both
-halves of both halves are wrong.
+To move a parameter means to add a small multiple of a random direction to it. A group of parameters is moved at once, each
+along its own direction. The loss then changes by the sum of the parameters' effects. If this sum equals the sum that the
+gradients predict, all gradients in the group are right, because errors along random directions do not cancel. Otherwise
+each half of the group is tested in the same way. If both halves of a group and both halves of such a half are wrong, the
+parameters are tested one by one.
 
-A right model costs two forwards per group of `TOGETHER` parameters. One wrong parameter in a group costs a few dozen
-forwards. If most parameters are wrong, each costs four or five forwards.
+If all gradients are right, two forwards per group of `TOGETHER` parameters are needed. A wrong parameter in a group needs
+a few dozen forwards. If most parameters are wrong, each needs four or five forwards.
 """
 
 from __future__ import annotations
@@ -33,25 +34,30 @@ from .contracts import KnownParameter, Measured
 
 # The loss as a repeatable function of the parameters ------------------------------------------------------------------
 
-# The objective is the mean, over the data-parallel ranks, of the losses that they return. Along a model-parallel axis all
-# ranks must compute the same loss, each from its shards of the model.
+# The objective is the mean of the data-parallel ranks' losses. Along a model-parallel axis all ranks must compute the same
+# loss, each from its shards of the model.
 
 
 _LOGGER = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 Losses = Sequence[float | None]
-"""Loss per rank; None on a rank without a loss, such as a pipeline stage that is not the last."""
+"""The loss of each rank, by rank; None for a rank without a loss, such as a pipeline stage that is not the last."""
 
 
 class Objective:
-    """``loss_fn(model)``, computed with the same random numbers and buffers in every call.
+    """``loss_fn(model)`` as a repeatable function: every call begins with the same random states and buffers.
+
+    The calls change the gradients and the random states; `close` restores them.
 
     Args:
         model: The model.
-        loss_fn: Returns this rank's loss, a 0-dim tensor, or None on a rank without a loss. If it runs backward itself,
-            like a pipeline schedule, it returns a detached loss or None.
+        loss_fn: Returns this rank's loss, a tensor with one element, or None on a rank without a loss. If it runs backward
+            itself, as a pipeline schedule does, it returns a detached loss or None.
         registry: The process groups.
+
+    Attributes:
+        calls: Number of forwards so far.
     """
 
     def __init__(self, model: M, loss_fn: Callable[[M], Tensor | None], registry: ProcessGroupRegistry) -> None:
@@ -70,7 +76,7 @@ class Objective:
         self.calls = 0
 
     def differentiate(self) -> Losses:
-        """Run one forward and backward, and return the losses. The gradients remain in ``.grad``.
+        """Run one forward and backward, and return the losses of all ranks. The gradients remain in ``.grad``.
 
         Collectives: the model's, and an object all-gather.
         """
@@ -82,20 +88,21 @@ class Objective:
         return [number for number, _ in reports]
 
     def __call__(self) -> Losses:
-        """Run one forward and return the losses.
+        """Run one forward, and return the losses of all ranks.
 
         Collectives: the model's, and an object all-gather over the world.
         """
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
             _, reports = on_all_ranks_with(self._computed, self.registry)
         for module in self._fully_sharded:
-            module.reshard()  # without a backward, the next forward would use the gathered parameters of this one
+            module.reshard()  # else the next forward would use the parameters that this forward gathered
         return [number for number, _ in reports]
 
     def _computed(self) -> tuple[Tensor | None, tuple[float | None, bool]]:
-        """Return the loss, its value, and whether backward must still be called.
+        """Return (loss, (its value, True if backward must still be called)).
 
-        An error is logged at once, because other ranks may be waiting for this rank in a collective of the model.
+        An error is logged before it is raised, because other ranks may be waiting for this rank in a collective of the
+        model.
         """
         try:
             loss = self._loss()
@@ -105,7 +112,7 @@ class Objective:
             raise
 
     def close(self) -> None:
-        """Restore the gradients and the random states from before."""
+        """Restore the gradients and the random states from the time of construction."""
         for param, gradient in self._gradients:
             param.grad = gradient
         set_random_state(self._random)
@@ -113,7 +120,7 @@ class Objective:
     @contextmanager
     def _same_circumstances(self) -> Iterator[None]:
         for param in self._params:
-            param.grad = None  # if loss_fn runs backward itself, it must not add to the gradients of `differentiate`
+            param.grad = None  # a backward inside loss_fn must not add to the gradients of an earlier call
         set_random_state(self._random)
         self.calls += 1
         try:
@@ -148,7 +155,7 @@ def mean_loss(losses: Losses, topology: Topology) -> float:
 
 
 def unequal_loss_axes(losses: Losses, topology: Topology, within: float) -> tuple[str, ...]:
-    """Return the axes, except data-parallel ones, along which two ranks' losses differ by more than ``within``."""
+    """Return the axes that are not data-parallel and along which ranks' losses differ by more than ``within``."""
     found = []
     for axis in topology.axes:
         if axis not in topology.data_axes and topology.size(axis) > 1:
@@ -169,7 +176,7 @@ def _number(loss: Tensor | None) -> float | None:
 
 # Float64 --------------------------------------------------------------------------------------------------------------
 
-# Differences of losses need the accuracy of float64, whatever the dtype of the model.
+# The model is computed in float64 during a proof, because differences of losses in lower dtypes are mostly rounding.
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
@@ -179,8 +186,8 @@ _CASTS = ("float", "half", "bfloat16")
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Compute the model in float64 inside the context, and restore its tensors and gradients afterwards.
 
-    Parameters and buffers are converted in place, torch functions return float64, and casts to a lower dtype are
-    ignored.
+    Inside the context, the parameters and buffers are float64 and have no gradients, torch functions return float64, and
+    casts to a lower dtype are ignored.
 
     Raises:
         TypeError: A parameter is a DTensor of another dtype than float64.
@@ -212,7 +219,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
 
 
 class _SavedTensor:
-    """The data, gradient and gradient dtype of a tensor, to be restored later."""
+    """The data, gradient and gradient dtype of a tensor; `put_back` restores them."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._data, self._gradient, self._grad_dtype = tensor, tensor.data, tensor.grad, tensor.grad_dtype
@@ -230,7 +237,7 @@ class _AllInFloat64(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__":  # most calls only read an attribute
+        if name == "__get__":  # fast path: most calls only read an attribute
             return func(*args, **(kwargs or {}))
         if name in _CASTS:
             return args[0].double()
@@ -241,9 +248,9 @@ class _AllInFloat64(TorchFunctionMode):
 
 
 def _raised_within(value: object) -> object:
-    """Convert the tensors and dtypes in ``value``.
+    """Return ``value`` with its float tensors and dtypes converted to float64.
 
-    Single leaves skip `tree_map`, which is slower than most torch functions.
+    `tree_map` is not called for a single leaf, because it is slower than most torch functions.
     """
     if value is None or isinstance(value, (int, float, str)):
         return value
@@ -264,13 +271,14 @@ def _raised(value: object) -> object:
 # Differences ----------------------------------------------------------------------------------------------------------
 
 
-# Parameters moved at once. An error in a single parameter is detected from this many times the tolerance upwards.
+# Number of parameters that are moved at once. The tolerance of a group is relative to the sum of the parameters' effects,
+# so an error of one parameter is detected if it is larger than 64 times the tolerance for this parameter alone.
 TOGETHER = 64
-ALIKE = 1.5  # largest spread of effect sizes within a group, in powers of ten
-_STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)
-_CHANGE = 1e-6  # relative change of the loss that the first step aims at
+ALIKE = 1.5  # largest ratio of the effects of parameters in a group, in powers of ten
+_STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)  # step sizes, relative to the first step
+_CHANGE = 1e-6  # relative change of the loss for which the first step size is chosen
 _TINY = 1e-13  # a step so small that the loss changes by rounding only
-_FAR = 100  # an error this many times above the tolerance is wrong without a check at a smaller step
+_FAR = 100  # two equal errors that are this many times larger than the tolerance need no check at a smaller step
 Judgement = Literal["kept", "wrong", "undecided"]
 
 
@@ -279,9 +287,9 @@ class Digits:
     """Accuracy of derivatives that are computed from losses of one dtype."""
 
     relative: float  # allowed relative error of a derivative
-    noise: float  # least relative rounding error of a loss
-    smallest: float  # smallest step, relative to the size of the elements
-    largest: float  # largest step, relative to the size of the elements
+    noise: float  # relative rounding error that every loss may have
+    smallest: float  # smallest step size, as a multiple of the direction
+    largest: float  # largest step size, as a multiple of the direction
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Digits:
@@ -302,12 +310,12 @@ class Digits:
 
 @dataclass(frozen=True)
 class Difference:
-    """A directional derivative of the loss, from one central difference.
+    """The derivative of the loss along a direction, computed as one central difference.
 
     Args:
         value: The derivative.
-        rounding: Rounding error that the derivative may contain.
-        unequal: The axes along which ranks that must compute the same loss got different losses in this difference.
+        rounding: Largest rounding error of ``value``.
+        unequal: The axes along which ranks must compute the same loss, but computed different losses at a moved point.
     """
 
     value: float
@@ -316,14 +324,15 @@ class Difference:
 
 
 class Differences:
-    """Directional derivatives of an objective with respect to the measured parameters.
+    """Computes central differences of an objective along directions of the measured parameters.
 
     Args:
         objective: The loss function.
         measured: The parameters and their gradients.
         base: The losses by rank at the unmoved parameters.
         digits: Accuracy of the losses' dtype.
-        noise: Least absolute rounding error of a loss. Default: the one in ``digits``, times the loss.
+        noise: Lower bound for the absolute rounding error of a loss. Another lower bound is ``digits.noise`` times the
+            loss; the larger one is used. Default: 0.
     """
 
     def __init__(
@@ -335,9 +344,14 @@ class Differences:
         self.noise = max(noise, digits.noise * self.loss)
 
     def measure_noise(self, promises: Sequence[Promise]) -> None:
-        """Measure the rounding error of a loss, which can be a small difference of large numbers.
+        """Measure the rounding error of a loss, and increase ``noise`` if the error is larger.
 
-        Collectives: two forwards.
+        The error is larger than `Digits.noise` if the loss is a small difference of large numbers.
+
+        Args:
+            promises: The parameters, which are all moved by a step so small that only rounding changes the loss.
+
+        Collectives: those of two forwards.
         """
         promised = sum(promise.value for promise in promises)
         up, down = (self._moved([(p.known, p.direction) for p in promises], sign * _TINY) for sign in (1, -1))
@@ -345,13 +359,13 @@ class Differences:
         self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
     def along(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float) -> Iterator[Difference]:
-        """Yield the central difference along the directions for one step size after another.
+        """Yield a central difference along the directions for each of several step sizes.
 
-        Each one costs two forwards.
+        Each difference runs two forwards when it is taken from the iterator.
 
         Args:
-            directions: Each parameter with this rank's part of its direction.
-            size: Approximate derivative of the loss along the directions, for the choice of the first step.
+            directions: (parameter, this rank's part of its direction) pairs. All parameters are moved at once.
+            size: Approximate absolute derivative of the loss along the directions. It determines the first step size.
         """
         digits = self.digits
         wanted = _CHANGE * self.loss / size if size else digits.largest
@@ -378,18 +392,20 @@ class Differences:
             self.measured.put_back(before)
 
     def judge(self, found: Iterable[Difference], promised: float, size: float) -> Judgement:
-        """Compare differences with the derivative that the gradients predict.
+        """Compare central differences with the derivative that the gradients predict, and return the result.
 
-        A kink of the loss (ReLU, maximum, top-k) inside a step makes its difference wrong, and smaller steps contain
-        fewer kinks. So one difference that agrees is enough, unless earlier ones were off by about the same amount. Two
-        differences that are far off by the same amount contain no kink.
+        The loss may have kinks (ReLU, maximum, top-k). A difference is wrong if its step contains a kink, and smaller
+        steps contain fewer kinks. So one difference that agrees with the prediction is enough, unless an earlier one
+        deviated by about the same amount. If two differences deviate by the same large amount, their steps contain no
+        kink, and the prediction is wrong.
 
         Args:
-            found: Differences, from larger to smaller steps; taken only until the result is clear.
+            found: Central differences for several step sizes. No more are taken after the result is certain.
             promised: The derivative that the gradients predict.
-            size: Sum of the absolute values of the terms in ``promised``; the tolerance is relative to it.
+            size: Sum of the absolute values of the terms in ``promised``. The tolerance is relative to this sum.
         Returns:
-            ``"kept"``: they agree. ``"wrong"``: they differ. ``"undecided"``: all differences are lost in rounding.
+            ``"kept"``: the prediction is right. ``"wrong"``: it is wrong. ``"undecided"``: the rounding errors of all
+            differences are too large.
         """
         before: list[tuple[float, float]] = []
         for difference in found:
@@ -406,7 +422,7 @@ class Differences:
         return "wrong" if before else "undecided"
 
     def never_tells(self, size: float) -> bool:
-        """Return True if effects of this size are lost in rounding even at the largest step."""
+        """Return True if derivatives of ``size`` cannot be measured: rounding is too large even at the largest step."""
         return self.noise / self.digits.largest > 0.01 * size
 
     def tells(self, found: Difference, size: float) -> bool:
@@ -416,14 +432,14 @@ class Differences:
 
 @dataclass(frozen=True)
 class Promise:
-    """The derivative along one parameter's direction that its gradients predict.
+    """The derivative of the loss along a direction of one parameter, as the gradients predict it.
 
     Args:
         known: The parameter.
         direction: This rank's part of the direction; None if the rank does not hold the parameter.
         value: The predicted derivative.
-        size: Average absolute derivative over all directions. The size along this one direction would not do: two wrong
-            parameters scaled to equal size could cancel.
+        size: Expected size of the derivative along a random direction. Directions are scaled by it. Scaling by ``value``
+            would make all predictions equal, so that the errors of two wrong parameters could cancel.
     """
 
     known: KnownParameter
@@ -432,7 +448,7 @@ class Promise:
     size: float
 
     def scaled(self, size: float) -> tuple[tuple[KnownParameter, Tensor | None], float]:
-        """Return the parameter, direction and prediction, scaled to a derivative of about ``size``."""
+        """Return ((parameter, direction), prediction), scaled so that the derivative is of about ``size``."""
         factor = size / self.size if self.size else 1.0
         return (self.known, None if self.direction is None else self.direction * factor), self.value * factor
 
@@ -440,7 +456,7 @@ class Promise:
 def find_wrong(
     differences: Differences, promises: Sequence[Promise]
 ) -> tuple[list[KnownParameter], list[KnownParameter]]:
-    """Return the parameters whose gradients are wrong, and those that cannot be decided because of rounding."""
+    """Return (parameters with wrong gradients, parameters whose effect on the loss is lost in rounding)."""
     wrong: list[KnownParameter] = []
     undecided: list[KnownParameter] = []
     for group in _groups(promises):
@@ -450,9 +466,9 @@ def find_wrong(
 
 
 def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
-    """Yield groups of parameters with effects of similar size.
+    """Yield groups of at most `TOGETHER` parameters with effects of similar size.
 
-    Parameters without any predicted effect form their own groups.
+    Parameters for which the gradients predict no effect form separate groups.
     """
     by_size: dict[int | None, list[Promise]] = {}
     for promise in promises:
@@ -472,11 +488,13 @@ def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[Kn
 def _within(
     differences: Differences, group: list[Promise], sort: Judgement, crowded: bool
 ) -> Iterator[tuple[KnownParameter, Judgement]]:
-    """Yield the parameters of a group that are wrong or undecided.
+    """Yield the parameters of a group whose result is "wrong" or "undecided", with the result.
 
     Args:
+        differences: Computes central differences.
+        group: The predictions of the parameters.
         sort: The result for the whole group, which is not "kept".
-        crowded: The other half of the enclosing group is not "kept" either.
+        crowded: True if this group is half of a larger group, and the result of the other half is not "kept" either.
     """
     if len(group) == 1:
         yield group[0].known, sort
@@ -484,7 +502,7 @@ def _within(
     middle = len(group) // 2
     parts = [group[:middle], group[middle:]]
     sorts = [_kept(differences, parts[0])]
-    # If the first half is right, the second half must contain the error. A single parameter is always tested itself.
+    # If the first half is right, the second half contains the error and is not tested, except a half of one parameter.
     sorts.append(sort if sorts == ["kept"] and len(parts[1]) > 1 else _kept(differences, parts[1]))
     all_wrong = "kept" not in sorts
     if all_wrong and crowded and len(group) > 2:
@@ -500,7 +518,7 @@ def _kept(differences: Differences, group: Sequence[Promise]) -> Judgement:
     scaled = [promise.scaled(typical) for promise in group]
     promised, size = sum(value for _, value in scaled), sum(max(abs(value), typical) for _, value in scaled)
     found = differences.along([pair for pair, _ in scaled], size)
-    if not size:  # without gradients the loss must not change at all
+    if not size:  # all gradients are 0 or missing, so the loss must not change
         first = next(found)
         return "kept" if abs(first.value) <= 10 * first.rounding else "wrong"
     return differences.judge(found, promised, size)

@@ -1,12 +1,12 @@
-"""Comparison of a parallel model with a dense one: gradient norm, gradients and parameters, shard by shard.
+"""`assert_exact`, which compares a parallel model with a dense model: gradient norm, gradients and parameters.
 
     def check(topology):
         with ProcessGroupRegistry(topology) as registry:
             model, dense = ParallelMLP(registry).double(), DenseMLP().double()     # of the same weights
             assert_exact(lambda: backward(model), lambda: backward(dense), registry)
 
-Every rank computes the dense step itself. Each shard is compared with the region of the dense tensor that its spec
-describes, so only the differences are gathered.
+Every rank computes the step of the dense model itself, and compares its shards with their regions of the dense tensors.
+So only the differences that it finds are gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..clip.functional import global_norm
 from ..gradients.buckets import sync_gradients
 from ..norm.measure import GradStats
 
-# A step returns the model, whose gradients are compared, or the model and the gradient norm of an update already made.
+# A step runs backward and returns the model, or also updates the model and returns (model, gradient norm).
 Step = Callable[[], "nn.Module | tuple[nn.Module, GradStats | Tensor | float]"]
 Counterpart = str | tuple[str, Callable[[Tensor], Tensor]]
 Names = Mapping[str, Counterpart] | Callable[[str], Counterpart]
 
 MOST_LINES = 10
 _ORDER = ("the gradient of", "the norm of the gradients", "parameter")
-# Relative to the largest element of the dense tensor: about ten thousand rounding errors.
+# Allowed errors, relative to the largest element of the dense tensor. In float64, 1e-10 is 500,000 rounding errors.
 _RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -61,27 +61,32 @@ def assert_exact(
 
         assert_exact(parallel_step, dense_step, registry)
 
-    A step that returns its model has run backward only. Then the replicas' gradients are reduced with `sync_gradients`,
-    the global norm is measured, and norm, gradients and parameters are compared. A step that returns ``(model, norm)``
-    has updated the model as well. Then the norm (or the total norm of a `GradStats`) and the new parameters are
-    compared. Both steps must return the same form. A missing gradient counts as zeros.
+    Steps have one of two forms, and both steps must have the same one:
+
+    * A step runs forward and backward, and returns the model. `assert_exact` then reduces copies of the gradients with
+      `sync_gradients`, measures the global norm, and compares norm, gradients and parameters. The gradients of the model
+      are unchanged.
+    * A step also updates the model, and returns ``(model, norm)``. The norm is a number or a `GradStats`. `assert_exact`
+      then compares the norms and the new parameters.
+
+    A missing gradient counts as zeros.
 
     Args:
         parallel_step: Called on every rank. The parameters of its model must be declared.
-        dense_step: The same step of the dense model on the full batch, in float64 if the parallel model is.
-        names: Maps the parallel model's parameter names to the dense model's: a mapping of the names that differ, or a
-            function of every name. The target may be a pair of a name and a function that converts the dense tensor,
-            and its gradient, to the parallel model's full tensor, such as ``{"up.weight": ("fc1.weight", torch.t)}``.
-            None: all names are equal.
-        steps: Number of calls of both steps, with a comparison after each one. Default: 1.
-        rtol: Allowed error relative to the largest element of the dense tensor. None: by the parallel parameter's
-            dtype, 1e-10 in float64 and 1e-4 in float32.
-        atol: Absolute error allowed in addition. Default: 0.
+        dense_step: The same step of the dense model on the full batch. Use the same dtype in both models, best float64.
+        names: Maps parameter names of the parallel model to names of the dense model: a dict of the names that differ, or
+            a function that is called with every name. Instead of a name, the value may be a pair of a name and a function.
+            The function converts the dense tensor and its gradient to the parallel model's full tensor, as in
+            ``{"up.weight": ("fc1.weight", torch.t)}``. None: all names are equal.
+        steps: How often both steps are called. The models are compared after each call. Default: 1.
+        rtol: Allowed error relative to the largest element of the dense tensor. None: 1e-10 for parallel parameters in
+            float64, 1e-4 in float32, 1e-2 in float16, 5e-2 in bfloat16.
+        atol: Absolute error that is allowed in addition. Default: 0.
 
     Raises:
-        AssertionError: Some tensor differs. The text, the same on every rank, lists each tensor with its ranks, the
-            worst element, its error and the allowed error. It adds the factor if the tensor is a multiple of the dense
-            one.
+        AssertionError: On every rank: a tensor differs from the dense tensor by more than the allowed error. The text is
+            the same on every rank. It lists up to ten tensors with their ranks, the element with the largest error, and
+            the factor if a tensor is a multiple of the dense one.
         ValueError: A parameter has no dense counterpart, a dense parameter has no counterpart on any rank, or a
             parameter is not declared.
         TypeError: A step returns neither a model nor a model and a norm.
@@ -110,7 +115,7 @@ def assert_exact(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A parameter of this rank (the local tensor of a DTensor) with its dense counterpart."""
+    """A parameter of this rank (for a DTensor, its local tensor), with the full tensor and gradient of the dense model."""
 
     name: str
     param: Tensor
@@ -121,7 +126,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Problem:
-    """A difference found on one rank, or on all ranks if ``rank`` is None."""
+    """A difference from the dense model that was found on one rank; on all ranks if ``rank`` is None."""
 
     kind: str
     name: str
@@ -154,10 +159,10 @@ def _outcome(returned: object) -> tuple[nn.Module, float | None]:
 
 
 def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, names: Names | None) -> list[_Pair]:
-    """Pair every parameter of this rank with its dense counterpart.
+    """Return every parameter of this rank with its counterpart in the dense model.
 
     Raises:
-        ValueError: On every rank: a parameter of either model has no counterpart.
+        ValueError: On every rank: a parameter of one model has no counterpart in the other one.
     """
     there = dict(dense.named_parameters())
 

@@ -1,4 +1,4 @@
-"""Explanation of a wrong gradient: another layout, a factor, or a wrong backward and its place in the model."""
+"""Explanation of a wrong gradient: a wrong layout, a wrong factor, or a module with a wrong backward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Cause = Literal[
 
 
 class HookPoint(NamedTuple):
-    """The first tensor that a module receives (side "input") or returns (side "output")."""
+    """A point in forward: the first tensor that a module receives (side "input") or returns (side "output")."""
 
     module: str
     side: str
@@ -58,7 +58,11 @@ class HookPoint(NamedTuple):
 
 
 class ForwardRecord:
-    """The hook points of one forward on this rank, in order, each with a hash of its tensor."""
+    """The hook points of one forward on this rank, in the order in which they were reached.
+
+    Attributes:
+        hashes: (shape, hash of the bits) of the tensor at each hook point; None if it has no tensor, or a complex one.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.hashes: dict[HookPoint, tuple[tuple[int, ...], int] | None] = {}
@@ -66,7 +70,7 @@ class ForwardRecord:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the hook points of a forward that runs inside the context."""
+        """Record the hook points of a forward that runs inside the context into `hashes`."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
             if name:
@@ -94,14 +98,19 @@ class ForwardRecord:
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """Return the first tensor of a module's arguments or results; None if there is none."""
+    """Return ``values`` if it is a tensor, else the first item of nested tuples and lists if that is one, else None."""
     while isinstance(values, tuple | list) and values:
         values = values[0]
     return values if isinstance(values, Tensor) else None
 
 
 class ForwardOrder:
-    """The forward records of all ranks.
+    """The forward records of all ranks, and the order of the parameters' modules in forward.
+
+    Args:
+        mine: This rank's record.
+        known: The parameters, on all ranks.
+        registry: The process groups.
 
     Collectives: an object all-gather over the world.
     """
@@ -113,9 +122,9 @@ class ForwardOrder:
         self._at = {known.label: self._position(known) for known in self._known}
 
     def _position(self, known: KnownParameter) -> int:
-        """Return the index of the module's input, or of the closest enclosing module that is called.
+        """Return the index in forward of the input of the parameter's module.
 
-        Returns -1 if there is none.
+        If the module is not called, use the closest enclosing module that is. Return -1 if there is none.
         """
         order = list(self._hashes[min(known.seen)])
         module = known.module
@@ -131,7 +140,12 @@ class ForwardOrder:
         return sorted(self._known, key=lambda known: (min(known.seen) if by_stage else 0, self._at[known.label]))
 
     def until_right(self, last: KnownParameter, wrong: Sequence[KnownParameter]) -> list[HookPoint]:
-        """Return the hook points up to the end of the first module after ``last`` whose parameters are right."""
+        """Return the hook points up to the output of the first module after ``last`` with a right parameter.
+
+        Args:
+            last: The last parameter, in forward order, with a wrong gradient.
+            wrong: All parameters with wrong gradients.
+        """
         rank, labels = min(last.seen), {known.label for known in wrong}
         order = list(self._hashes[rank])
         later = [
@@ -145,11 +159,12 @@ class ForwardOrder:
         return order[: max(index for index, site in enumerate(order) if site.module == module) + 1]
 
     def before_unequal(self, axis: str, until: HookPoint | None) -> tuple[HookPoint | None, list[str]]:
-        """Find the last tensor that is equal on all ranks along ``axis``.
+        """Find the last hook point whose tensor is equal on all ranks along ``axis``.
 
         Args:
-            axis: The axis along which the ranks differ.
-            until: A later hook point that differs and must not; None: the loss.
+            axis: The axis along which the ranks' forwards differ.
+            until: A hook point whose tensors differ although they must be equal; earlier ones are searched. None: the
+                loss.
         Returns:
             The last hook point with equal tensors (None if there is none), and the modules with parameters that ran
                 after it.
@@ -175,9 +190,12 @@ _SEEDS = (1, 2)
 
 
 class Probe:
-    """Measurements along one direction of a parameter.
+    """Measurements along one random direction of a parameter: products and central differences.
 
-    They are each rank's product <gradient, direction>, and differences of the loss.
+    Attributes:
+        products: The product <gradient, direction> of each rank that holds the parameter.
+
+    Collectives: an object all-gather in the constructor; those of two forwards per new central difference.
     """
 
     def __init__(self, differences: Differences, known: KnownParameter, contract: GradientContract, seed: int) -> None:
@@ -189,14 +207,14 @@ class Probe:
 
     @property
     def size(self) -> float:
-        """Return the expected size of a derivative."""
+        """Return the expected absolute derivative of the loss along the direction."""
         return max(self._known.effect, *map(abs, self.products.values()))
 
     def derivative(self) -> Difference | None:
-        """Return the first difference that a larger step confirms.
+        """Return the most reliable central difference; None if all are lost in rounding.
 
-        If no two steps agree, return the difference of the smallest step that rounding permits: it contains the fewest
-        kinks.
+        It is the first difference that agrees with an earlier one. If no two agree, it is the difference with the
+        smallest step whose rounding error is small, because a small step contains the fewest kinks of the loss.
         """
         usable: list[Difference] = []
         for one in self.differences():
@@ -208,7 +226,7 @@ class Probe:
         return max(exact_ones or usable, key=lambda one: one.rounding, default=None)
 
     def differences(self) -> Iterator[Difference]:
-        """Yield the differences that are not lost in rounding. Each one is computed once."""
+        """Yield the central differences whose rounding error is small. Each is computed once and kept for later calls."""
         index = 0
         while True:
             if index == len(self._found):
@@ -224,12 +242,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The contract that explains a parameter's gradient.
+    """The gradient contract that explains a parameter's gradient.
 
     Args:
-        contract: None: no layout makes the gradient right.
-        factor: Factor by which the gradient is too large under that contract; 1 if it is right.
-        even: The axes along which the ranks' products are equal.
+        contract: The contract under which the gradient is right, or right except for a factor. None: there is none.
+        factor: Factor by which the gradient is too large under ``contract``; 1 if it is right.
+        even: The axes along which the ranks' products <gradient, direction> are equal.
         split: The axes that certainly shard another parameter of the same module.
     """
 
@@ -240,15 +258,19 @@ class Explanation:
 
 
 class Explainer:
-    """Finds the contract of a parameter; the result is the same on all ranks."""
+    """Finds the gradient contracts that explain parameters' gradients. Results are the same on all ranks."""
 
     def __init__(self, differences: Differences) -> None:
         self.differences, self.topology = differences, differences.topology
 
     def explain(self, known: KnownParameter, declared: GradientContract | None) -> Explanation:
-        """Find the contract under which the gradient is the derivative of the loss, or a multiple of it.
+        """Return the first contract under which the gradient is the derivative of the loss, or a multiple of it.
 
-        Collectives: 2 to 12 forwards per set of axes with distinct shards.
+        Args:
+            known: The parameter.
+            declared: The contract to try first. None: the contracts that the values allow, the most likely one first.
+
+        Collectives: those of 2 to 12 forwards per tried set of axes along which ranks may hold distinct shards.
         """
         split = split_beside(known, self.differences.measured.known, self.topology)
         probes: dict[tuple[str, ...], list[Probe]] = {}
@@ -270,9 +292,9 @@ class Explainer:
         return Explanation(None, 1.0, even, split)
 
     def copied_along(self, known: KnownParameter) -> tuple[str, ...]:
-        """Return the model axes along which the values differ although the gradients are equal.
+        """Return the model axes along which the tensor's values differ although its gradients are equal.
 
-        The gradient treats such a tensor as replicated, and it is not.
+        Backward treats such a tensor as replicated, but it is not.
 
         Collectives: object all-gathers.
         """
@@ -297,7 +319,10 @@ class Explainer:
         return self.differences.judge(found, value, size) == "kept"
 
     def _factor(self, contract: GradientContract, probes: Iterable[Probe]) -> float | None:
-        """Return the factor by which the gradient is too large, if it is the same along all directions."""
+        """Return the factor by which the gradient is too large under ``contract``.
+
+        Return None if the factors along different directions differ, or if it cannot be measured.
+        """
         found: list[float] = []
         for probe in probes:
             value, spread = contract.derivative(probe.products, self.topology)
@@ -310,7 +335,7 @@ class Explainer:
         return sum(found) / len(found) if alike and abs(first) > 1e-9 else None
 
     def _even(self, probe: Probe) -> tuple[str, ...]:
-        """Return the axes along which the products are equal."""
+        """Return the axes along which all ranks have equal products <gradient, direction>."""
         found = []
         for axis in larger_axes(self.topology):
             groups = ([probe.products[r] for r in ranks if r in probe.products] for ranks in self.topology.groups(axis))
@@ -320,7 +345,7 @@ class Explainer:
 
 
 def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
-    """Return the axes whose size is ``factor``; if there is none, the adjacent axes whose sizes multiply to ``factor``."""
+    """Return all axes of size ``factor``. Without any, return adjacent axes whose sizes multiply to it, or ()."""
     axes = larger_axes(topology)
     single = tuple(axis for axis in axes if abs(topology.size(axis) - factor) < 1e-3 * factor)
     if single:
@@ -335,7 +360,14 @@ def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
 def cause_of(
     known: KnownParameter, declared: GradientContract, found: Explanation, topology: Topology
 ) -> tuple[Cause, tuple[str, ...]]:
-    """Return the kind of mistake, and the axes along which it happens."""
+    """Return the kind of mistake, and the axes along which the ranks' layouts or gradients are wrong.
+
+    Args:
+        known: The parameter.
+        declared: Its declared contract.
+        found: The explanation of its gradient.
+        topology: The mesh.
+    """
     differ = tuple(
         axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
     )
@@ -366,14 +398,15 @@ def cause_of(
 
 # Location of a wrong backward: activations are tested like parameters, from the loss backwards ------------------------
 
-# The gradient of an activation must be the derivative of the loss, like the gradient of a parameter. If the gradient at
-# a module's output is right and the gradient at its input is wrong, the module's backward is wrong.
+# Hooks add zeros to activations. The gradient of the zeros is the gradient of the activation, and it must be the
+# derivative of the loss, as for a parameter. If the gradient of a module's output is right and the gradient of its input
+# is wrong, the module's backward is wrong.
 
 _MOST = 24  # largest number of activations that are tested
 
 
 class _Added:
-    """Zeros that a hook adds to an activation, and a copy of the activation's value."""
+    """Zeros that a hook adds to an activation, and a copy of the activation. Both are None before the hook ran."""
 
     def __init__(self) -> None:
         self.zeros: Tensor | None = None
@@ -414,14 +447,14 @@ def _added(model: nn.Module, sites: Iterable[HookPoint]) -> Iterator[dict[HookPo
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong backward between two hook points.
+    """The place of a mistake: the backward between two hook points is wrong.
 
     Args:
-        wrong: The last hook point with a wrong gradient.
-        right: The first hook point after it with a right gradient; None: the loss.
+        wrong: The last hook point, in forward order, with a wrong gradient.
+        right: The next tested hook point, whose gradient is right; None: the loss.
         cause: The kind of mistake.
-        axes: The axes along which it happens.
-        likely: The cause is the best explanation, but is not certain. Default: False.
+        axes: The axes along which the ranks' gradients are wrong.
+        likely: True: the cause is the most likely one, but not certain. Default: False.
     """
 
     wrong: HookPoint
@@ -456,13 +489,18 @@ def locate_fault(
     events: Sequence[HookPoint],
     split: Mapping[str, tuple[str, ...]],
 ) -> Fault | None:
-    """Find the last hook point whose gradient is wrong. The result is the same on all ranks.
+    """Find the last hook point, in forward order, whose gradient is wrong; return its `Fault`, or None if all are right.
+
+    The result is the same on all ranks. The gradients in ``.grad`` are overwritten. Only the last `_MOST` hook points are
+    tested.
 
     Args:
         model: The model.
-        differences: Differences of the loss with respect to the model's parameters.
-        events: The hook points in forward order, the same on all ranks. A rank skips the modules that it lacks.
+        differences: Computes central differences with respect to the model's parameters.
+        events: The hook points in forward order, the same on all ranks. A rank skips the modules that it does not have.
         split: For each module, the axes that shard its parameters.
+
+    Collectives: those of one forward and backward, of several forwards per hook point, and object all-gathers.
     """
     events = events[-_MOST:]
     objective, registry = differences.objective, differences.measured.registry
@@ -490,10 +528,10 @@ def locate_fault(
 
 
 def _likeliest(place: Fault, split: Mapping[str, tuple[str, ...]]) -> Fault:
-    """Return the fault with "a sum is missing" as its likely cause, if a sharded module's own backward is wrong.
+    """Return ``place`` with the likely cause "a sum is missing", if the backward of a single, sharded module is wrong.
 
-    If a sum were made twice, the gradient would be wrong by a factor. So the most likely reason is a missing sum over
-    the ranks with the other shards.
+    A sum that is made twice would give a wrong factor, which is another cause. So most likely the sum over the ranks with
+    the other shards is missing. Other faults are returned unchanged.
     """
     inside = place.right is not None and place.right.module == place.wrong.module
     if place.cause == "backward is wrong" and inside and split.get(place.wrong.module):
@@ -504,7 +542,7 @@ def _likeliest(place: Fault, split: Mapping[str, tuple[str, ...]]) -> Fault:
 def _problem(
     known: KnownParameter, found: Explanation, explainer: Explainer
 ) -> tuple[Cause, tuple[str, ...], bool] | None:
-    """Return the cause, its axes, and whether the cause is uncertain; None if the gradient is right."""
+    """Return (cause, axes, True if the cause is uncertain) for an activation; None if its gradient is right."""
     topology = explainer.topology
     if found.contract is None:
         uneven = (axis for axis in larger_axes(topology) if axis in topology.model_axes and axis not in found.even)

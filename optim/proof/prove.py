@@ -1,4 +1,4 @@
-"""`prove` and `infer`: checks of the declared layouts against the loss, and layouts found without a declaration."""
+"""`prove` checks the declared layouts of a model against its loss; `infer` finds the layouts without a declaration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from .explain import Cause, Explainer, Fault, ForwardOrder, ForwardRecord, HookP
 
 @dataclass(frozen=True)
 class Finding:
-    """A parameter whose gradient, completed as its layout declares, is not the derivative of the loss.
+    """A mistake that `prove` found: a parameter whose reduced gradient is not the derivative of the loss.
+
+    The reduced gradient is the gradient after the reductions over mesh axes that the declared layout requires.
 
         proof = prove(model, lambda model: model(batch), registry)
         for finding in proof.findings:
@@ -44,10 +46,10 @@ class Finding:
             parameters.
         module: Name of the module that holds the parameter.
         declared: The declared spec; None if the parameter has none.
-        inferred: The spec that would make the gradient right; None if no layout does.
+        inferred: The spec with which the gradient would be right; None if there is no such spec.
         cause: The kind of mistake.
-        axes: The mesh axes along which it happens.
-        factor: Factor by which the gradient is too large; None if the gradient is not a multiple of the right one.
+        axes: The mesh axes along which the ranks' layouts or gradients are wrong.
+        factor: Factor by which the gradient is too large; below 1 if it is too small. None if no factor was found.
         text: Description of the most likely mistake.
     """
 
@@ -81,10 +83,12 @@ class Proof:
 
     Args:
         proved: Names of the parameters whose gradients are the derivative of the loss.
-        undecided: Names of the parameters that were not decided: the loss hardly depends on them, or they were left out.
-        findings: One finding per wrong parameter, in forward order.
-        where: Description of the module whose backward is wrong; None if it was not located.
-        forwards: Number of forwards of the model.
+        undecided: Names of the parameters without a result: the loss hardly depends on them, or ``max_parameters`` left
+            them out.
+        findings: One finding per wrong parameter, in the order in which forward uses the parameters.
+        where: Text about the module with a wrong backward, or about the first difference of the ranks' forwards. None if
+            no place was found.
+        forwards: Number of forwards of the model that the proof took.
     """
 
     proved: tuple[str, ...]
@@ -130,41 +134,43 @@ def prove(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> Proof:
-    """Check that the gradient of every parameter is the derivative of the loss. No second model is needed.
+    """Check that the gradient of every parameter is the derivative of the loss, and return a `Proof`.
 
         proof = prove(model, lambda model: model(batch), registry)
         print(proof)
 
-    Every parameter is moved along a random direction, equal for replicas and distinct for shards. The central
-    difference of the loss is compared with the derivative that the gradients predict under the declared specs. Where
-    they differ, `prove` looks for the layout that would make the gradient right, and for the module whose backward is
-    wrong. `prove` cannot detect a model that computes, and differentiates correctly, another function than the intended
-    one.
+    No dense model is needed. `prove` adds a small multiple of a random direction to every parameter; replicas get equal
+    directions, shards get distinct ones. The resulting change of the loss, a central difference, must equal the
+    derivative that the gradients predict under the declared specs. If it does not, `prove` searches for a spec with which
+    the gradient would be right, and for the module whose backward is wrong. `prove` cannot detect that the model computes
+    another function than the intended one, if it differentiates that function correctly.
 
     Call it on every rank, in a test, at the start of training or between two steps. Don't call it between a backward
     with ``overlap=True`` and its step: the step would reject the gradients. Dropout gets the same random
-    numbers in every forward. Gradients, buffers, parameters and random states are unchanged afterwards.
+    numbers in every forward. Gradients, buffers, parameters and random states are restored before the call returns.
 
     Args:
         model: A model whose parameters are declared with `declare`. Parallel layers and DTensors declare themselves.
-        loss_fn: Called with the model; returns this rank's loss, the mean over its samples, or None on a rank without a
-            loss. Ranks along model-parallel axes return the same loss. The mean over the data-parallel ranks is
-            differentiated. If the function runs backward itself, like a pipeline schedule, it returns the detached loss
-            or None.
+        loss_fn: Called with the model. It returns this rank's loss, the mean over this rank's samples, or None on a rank
+            without a loss. Ranks along model-parallel axes must return the same loss. `prove` differentiates the mean
+            over the data-parallel ranks. If ``loss_fn`` runs backward itself, as a pipeline schedule does, it returns the
+            detached loss or None.
         registry: The process groups.
-        max_parameters: Number of parameters to check, spread evenly over the model. None: all.
-        dtype: torch.float64: convert parameters and buffers during the proof, and ignore casts to lower dtypes in the
-            model. None: use the parameters' own dtypes; in float32 only errors above half a percent are detected.
-        seed: Seed of the directions. Default: 0.
+        max_parameters: Number of parameters to check, spread evenly over the model. None: all. Default: None.
+        dtype: torch.float64: convert parameters and buffers to float64 during the proof, and ignore casts to lower dtypes
+            in the model. None: keep the parameters' dtypes; in float32, errors below half a percent are not detected.
+            Default: torch.float64.
+        seed: Seed of the random directions. Default: 0.
 
     Raises:
         ValueError: On every rank: a parameter is not declared, or a loss is missing or not finite.
-        RuntimeError: ``loss_fn`` raised on another rank, which logs its own error at once. Ranks that wait for it in a
-            collective of the model get the error when the collective times out.
-        TypeError: A parameter has half precision and ``dtype`` is None, or a DTensor would have to be converted.
+        RuntimeError: ``loss_fn`` raised an error on another rank. That rank logs the error at once. If this rank waits
+            for it in a collective of the model, the collective must time out first.
+        TypeError: A parameter has half precision and ``dtype`` is None, or a DTensor would have to be converted to
+            float64.
 
-    Collectives: the model's, in one backward and about two forwards per 64 right parameters, and object all-gathers
-        over the world.
+    Collectives: those of the model, in one forward and backward, and in about two more forwards per 64 right parameters;
+        object all-gathers over the world.
     Host synchronization: yes.
     """
     return examine(model, loss_fn, registry, max_parameters, dtype, seed).proof
@@ -175,16 +181,18 @@ def prove(
 
 @dataclass(frozen=True)
 class InferredLayout:
-    """Result of `infer`. The rules describe this rank's parameters; the other fields are the same on all ranks.
+    """Result of `infer`. ``rules`` has the specs of this rank's parameters; the other fields are the same on all ranks.
 
         inferred = infer(model, lambda model: model(batch), registry)
         declare(model, inferred.rules)
 
     Args:
         rules: Specs for `declare`, by full parameter name.
-        dims_unknown: Names of the parameters whose sharded dims, or their order, are not certain. Norm, clipping and
-            step are right in any case; only a checkpoint for another layout needs the dims.
-        proof: The proof of these rules. A parameter that no layout makes right is a finding and has no rule.
+        dims_unknown: Names of the parameters for which several choices of sharded dims are possible; the spec has one of
+            them. The gradient norm, clipping and the step are the same with every choice. Only loading a checkpoint in
+            another layout depends on it.
+        proof: The `Proof` of these rules. If no spec makes a parameter's gradient right, the parameter has a finding and
+            no rule.
     """
 
     rules: dict[str, P]
@@ -212,7 +220,7 @@ def infer(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> InferredLayout:
-    """Find the layout of every parameter. Nothing needs to be declared, and existing declarations are ignored.
+    """Find a spec for every parameter, and return the specs with their proof. Declarations are not used.
 
         print(infer(model, lambda model: model(batch), registry))
 
@@ -222,22 +230,23 @@ def infer(
         ...
     ```
 
-    Ranks with equal values hold replicas, ranks with different values hold shards. The loss decides which gradients are
-    complete and which are partial, as in `prove`. A vector with one constant value on all ranks, like the ones of a
-    norm or the zeros of a bias, may be either: it counts as sharded if another parameter of its module is sharded.
-    Parameters with the same name on several pipeline stages count as different unless they are declared tied. If the
-    result is uncertain, initialise the parameters at random, or pass ``shapes``.
+    If ranks have equal values of a parameter, they hold replicas; otherwise they hold shards. The loss decides which
+    gradients are complete and which are partial, as in `prove`. A parameter whose elements all have one value on all
+    ranks, such as the ones of a norm or the zeros of a bias, may be sharded or replicated. It counts as sharded if
+    another parameter of its module is sharded. Parameters with the same name on several pipeline stages count as
+    different, unless they are declared tied or owned. If the result is uncertain, initialise the parameters at random,
+    or pass ``shapes``.
 
     Args:
         model, loss_fn, registry, dtype, seed: As in `prove`.
-        shapes: Shapes of the full tensors by name, or a single-process model with these shapes (on the meta device, for
-            example). They decide which dims are sharded. None: the dims are guessed where several are possible.
+        shapes: Shapes of the full tensors by name, or a dense model with these shapes (for example on the meta device).
+            They determine which dims are sharded. None: if several dims are possible, one is guessed. Default: None.
 
     Raises:
         ValueError: On every rank: the shape of a shard does not fit the full shape in ``shapes``. Other errors as in
             `prove`.
 
-    Collectives: as in `prove`; a parameter whose layout differs from the guess costs more forwards.
+    Collectives: as in `prove`. If the first guess of a parameter's layout is wrong, more forwards are needed.
     Host synchronization: yes.
     """
     logical = _shapes(shapes)
@@ -272,7 +281,7 @@ def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str,
 
 
 def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> GradientContract:
-    """Return the most likely contract; the placements of a DTensor are used unchanged."""
+    """Return the most likely contract of a parameter. Along the mesh dims of a DTensor, use its placements."""
     contract = next(candidates(known, topology, split_beside(known, everything, topology), None), None)
     if contract is None:
         held = " or ".join(sorted({str(seen.shape) for seen in known.seen.values()}))
@@ -289,7 +298,7 @@ def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology
 
 
 def shortened(rules: Mapping[str, P]) -> dict[str, P]:
-    """Replace the layer numbers in names by ``*`` where all layers have the same spec."""
+    """Return the rules with layer numbers in names replaced by ``*``, if all layers have the same spec."""
     by_pattern: dict[str, set[P]] = {}
     for name, spec in rules.items():
         by_pattern.setdefault(_pattern(name), set()).add(spec)
@@ -308,11 +317,11 @@ def _pattern(name: str) -> str:
 
 
 def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None) -> str:
-    """Return the text of a finding: the most likely mistake, and the correction.
+    """Return the text of a finding: the most likely mistake, and how to correct it.
 
     Args:
         cause: The kind of mistake.
-        axes: The mesh axes along which it happens.
+        axes: The mesh axes along which the ranks' layouts or gradients are wrong.
         factor: Factor by which the gradient is too large.
         spec: The right spec; None if it is not known.
         where: Description of the wrong backward; None if it was not located.
@@ -355,7 +364,8 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
 
 # The steps of a proof: predict derivatives from gradients, compare them with the loss, explain differences ------------
 
-# Number of wrong parameters that are explained. The others are mostly wrong for the same reason.
+# Number of wrong parameters whose causes are searched: the first and the last in forward order. The others are mostly
+# wrong for the same reason, and their findings get the cause "backward is wrong".
 EXPLAINED = 8
 
 
@@ -365,8 +375,8 @@ class Examined:
 
     Args:
         proof: The findings.
-        contracts: Contract of each parameter that is right or undecided, by label.
-        known: The parameters that were examined.
+        contracts: Gradient contract of each parameter that is right or undecided, by label.
+        known: The parameters that were checked.
     """
 
     proof: Proof
@@ -383,13 +393,16 @@ def examine(
     seed: int,
     contracts_of: Callable[[Measured], dict[str, GradientContract]] | None = None,
 ) -> Examined:
-    """Prove the gradients of a model; the result is the same on all ranks, and the model is unchanged afterwards.
+    """Run the checks of `prove` or `infer`, and return the result, the same on all ranks.
+
+    Parameters, gradients, buffers and random states are restored.
 
     Args:
         model, loss_fn, registry, dtype, seed: As in `prove`.
         most: ``max_parameters`` of `prove`.
-        contracts_of: Called once per rank, for the contract of each parameter by label. The declared specs are then
-            ignored, and a contract that fits better is no finding. None: use the declared specs.
+        contracts_of: For `infer`: called once on each rank, and returns a first guess of each parameter's contract, by
+            label. Declared specs are not used. If another contract makes a gradient right, it replaces the guess, without
+            a finding. None: check the declared specs.
 
     Raises:
         TypeError: ``dtype`` is neither None nor float64. Other errors as in `prove`.
@@ -408,7 +421,7 @@ def examine(
 
 
 class _Examination:
-    """The state of one proof; all of it except the tensors is the same on all ranks."""
+    """One run of `examine`. All of its attributes except tensors and the model are the same on all ranks."""
 
     def __init__(
         self,
@@ -476,16 +489,16 @@ class _Examination:
         return Examined(proof, {label: self.contracts[label] for label in decided}, self.known)
 
     def _forward_order(self) -> ForwardOrder:
-        """Gather the order in which all ranks' modules ran. Called only after a mistake was found, on all ranks.
+        """Return the order in which modules ran, gathered from all ranks. All ranks call it, after a mistake was found.
 
         Collectives: an object all-gather.
         """
         return ForwardOrder(self.recorded, self.known, self.registry)
 
     def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
-        """Return the wrong parameters and the undecided ones.
+        """Return (wrong parameters, undecided parameters).
 
-        The wrong ones are returned by label, with the cause if it is already certain.
+        The first is a dict from labels to causes; the cause is None if it must still be searched.
         """
         suspects: dict[str, Cause | None] = {}
         promises = []
@@ -504,7 +517,10 @@ class _Examination:
     # Predictions of the gradients -------------------------------------------------------------------------------------
 
     def _promises(self) -> list[tuple[KnownParameter, Promise | None]]:
-        """Return each parameter with its predicted derivative; None if ranks that must agree predict different values."""
+        """Return each parameter with the derivative that its gradients predict.
+
+        The prediction is None if ranks predict different values although the contract requires equal ones.
+        """
         directions = [
             (known, self.measured.direction(known, self.contracts[known.label], self.seed)) for known in self.known
         ]
@@ -517,7 +533,7 @@ class _Examination:
         return found
 
     def _held_by_others(self, known: KnownParameter) -> bool:
-        """Return True if the ranks that hold the parameter are not the ranks of its spec."""
+        """Return True if the ranks that hold the parameter are not the ranks that its declared spec requires."""
         spec = None if self.inferring else known.first.spec
         if spec is None or self.topology.pipe_axes:
             return False
@@ -528,7 +544,11 @@ class _Examination:
         return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in contract.by_axis)
 
     def _contradicted(self, known: KnownParameter, contract: GradientContract) -> bool:
-        """Return True if replicas of the parameter differ, or if its shards are equal without being constant."""
+        """Return True if the values of the parameter contradict ``contract``.
+
+        They do if ranks that must hold replicas have different values, or if ranks that must hold different shards have
+        equal values. Tensors whose elements are all equal may be equal shards.
+        """
         return self._copies_differ(known, contract) or self._pieces_alike(known, contract)
 
     def _pieces_alike(self, known: KnownParameter, contract: GradientContract) -> bool:
@@ -554,7 +574,11 @@ class _Examination:
         return found
 
     def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
-        """Return the finding of one parameter; None if it is right after all, or right with another inferred contract."""
+        """Return the finding of a suspected parameter, after a search for its cause.
+
+        Return None if its gradient turns out to be right, or if, in `infer`, another contract makes it right. That
+        contract is then stored in ``contracts``.
+        """
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
         declared = self.contracts[known.label]
@@ -569,7 +593,7 @@ class _Examination:
         if cause is not None:
             return self._finding(known, cause, (), 1.0, spec)
         if explanation.contract == declared and explanation.factor == 1.0 and not doubtful:
-            return None  # right when moved alone along other directions
+            return None  # right when this parameter alone is moved, along other directions
         cause, axes = cause_of(known, declared, explanation, self.topology)
         factor = explanation.factor
         if cause == "counted several times" and factor == 1.0:
@@ -596,7 +620,10 @@ class _Examination:
     # Location of a wrong backward -------------------------------------------------------------------------------------
 
     def _place(self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]) -> Fault | None:
-        """Locate the last wrong backward, in forward order, that also makes the gradients of earlier modules wrong."""
+        """Locate the module whose wrong backward makes the gradients of modules before it wrong.
+
+        If there are several, return the last one in forward order. Return None if no such module is found.
+        """
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}
         last = next((known for known in reversed(wrong) if known.label in labels), None)
@@ -611,7 +638,7 @@ class _Examination:
         return place
 
     def _split(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes that shard each module's parameters."""
+        """Return the model axes that shard each module's parameters, by module name."""
         found: dict[str, tuple[str, ...]] = {}
         for known in self.known:
             apart = tuple(axis for axis in self.contracts[known.label].apart if axis in self.topology.model_axes)
@@ -619,19 +646,19 @@ class _Examination:
         return found
 
     def _placed(self, finding: Finding, place: Fault) -> Finding:
-        """Return the finding with the located cause, unless it has a more specific cause of its own."""
+        """Return ``finding`` with cause, axes and text of ``place``, if its own cause is only "backward is wrong"."""
         if finding.cause != "backward is wrong":
             return finding
         text = describe_cause("backward is wrong", finding.axes, 1.0, None, place.inside)
         return replace(finding, cause=place.cause, axes=place.axes or finding.axes, text=text)
 
     def _other_forward(self, order: ForwardOrder, axis: str, until: HookPoint | None) -> Examined:
-        """Return the result for ranks whose forwards differ along ``axis``, which makes a proof impossible.
+        """Return the result for a model whose ranks compute different forwards along ``axis``; no proof is possible then.
 
         Args:
-            order: The order of the modules.
-            axis: The axis along which they differ.
-            until: The first point known to differ; None: the loss.
+            order: The order in which modules ran.
+            axis: The axis along which the ranks' forwards differ, although they must be equal.
+            until: The first hook point that is known to differ; None: the loss.
         """
         last, modules = order.before_unequal(axis, until)
         since = "They agree at no recorded tensor" if last is None else f"They agree last at {last}"

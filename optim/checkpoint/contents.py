@@ -1,15 +1,16 @@
-"""The contents of a checkpoint, independent of the mesh: full tensors by key, and one record per rank.
+"""The contents of a checkpoint: full tensors by key, which do not depend on the mesh, and one record per rank.
 
 Keys of full tensors:
 
     model/<parameter>               the model's parameters and declared buffers
-    state/<key>/<parameter>         optimizer state of the parameter's shape; initial values for shards without a state
-    whole/<key>/<parameter>         state of the full tensor, of any shape: `WholeOptimizer.whole_states`
-    piece/<key>/<where>/<parameter> state of any other shape: it belongs to one shard of the parameter
+    state/<key>/<parameter>         optimizer state of the parameter's shape; shards without a state get initial values
+    whole/<key>/<parameter>         state of any shape that belongs to the full tensor: `WholeOptimizer.whole_states`
+    piece/<key>/<where>/<parameter> state of any other shape, which belongs to one shard of the parameter
     master/<parameter>              float32 master weights
-    buffer/<digest>/<buffer>        undeclared buffers, one per different content
+    buffer/<digest>/<buffer>        undeclared buffers; equal buffers of several ranks are saved once
 
-A `RankRecord` holds data of one rank that is not a tensor, or that depends on the rank.
+A `RankRecord` holds the other data of a rank: hyper-parameters, hashes of buffers, and the numbers in optimizer states.
+A piece is a shard of a parameter that one rank steps.
 """
 
 from __future__ import annotations
@@ -58,21 +59,21 @@ if TYPE_CHECKING:
 
 
 class LogicalParameters:
-    """This rank's parameters and declared buffers, with their logical names and their parts of the full tensors.
+    """This rank's parameters and declared buffers, with their logical names and their regions of the full tensors.
 
-    If pipeline stages use one name for different parameters, the name gets a stage suffix. Tied parameters have the name
-    that the first rank uses.
+    A logical name is equal on every rank. If pipeline stages use one name for different parameters, the stage is appended
+    to the name. A tied parameter has the name that the first rank uses.
 
     Args:
         model: This rank's part of the model.
         registry: The process groups.
     Raises:
-        ValueError: On every rank, if a rank has an undeclared parameter, or if declarations differ between ranks.
+        ValueError: On every rank: a rank has an undeclared parameter, or declarations differ between ranks.
     Collectives: object all-gathers.
 
     Attributes:
-        names: The names of all logical parameters of the model, equal on every rank.
-        regions: (name, local tensor, part of the full tensor) of each tensor on this rank.
+        names: The logical names of the full model's parameters and declared buffers, equal on every rank.
+        regions: (logical name, local tensor, region of the full tensor) of each parameter and declared buffer here.
         buffers: This rank's undeclared persistent buffers, by name in the model.
         buffer_names: The names of all ranks' undeclared persistent buffers.
     """
@@ -107,20 +108,20 @@ class LogicalParameters:
         return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
 
     def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
-        """Return the part of the full tensor that ``local`` is; raise ValueError if its size does not fit its spec."""
+        """Return the region of the full tensor that ``local`` holds. Raise ValueError if its size does not fit its spec."""
         full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
         return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
 
     def writes(self) -> Iterator[tuple[str, Tensor, Region]]:
-        """Return the `regions` that this rank saves. Of tied parameters, only the first stage saves its replica."""
+        """Return the items of `regions` that this rank saves: all, except tied parameters that an earlier stage saves."""
         return (held for held, first in zip(self.regions, self._first, strict=True) if first)
 
     def is_first(self, param: Tensor) -> bool:
-        """Return True if this rank saves the data of a parameter."""
+        """Return True if this rank saves ``param``: it is not tied, or this is the first stage that holds it."""
         return self._first[self._find(param)]
 
     def of(self, param: Tensor) -> tuple[str, Region]:
-        """Return the name of a model parameter and its part of the full tensor.
+        """Return the logical name of a model parameter, and its region of the full tensor.
 
         Raises:
             ValueError: ``param`` is not a parameter of the model.
@@ -155,7 +156,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (undeclared persistent buffers, parameters and declared buffers)."""
+    """Return (undeclared persistent buffers, parameters and declared persistent buffers), both by name.
+
+    Raises:
+        ValueError: A module has non-empty extra state (``get_extra_state``).
+    """
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     saved = model.state_dict(keep_vars=True)
@@ -174,14 +179,15 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
 
 
 def _is_empty(value: object) -> bool:
-    """Return True for empty extra state, as layers of Megatron and Transformer Engine return it."""
+    """Return True for empty extra state. Layers of Megatron and Transformer Engine have such state."""
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
 def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
-    """Return True on the rank that saves a tied parameter.
+    """Return True if this rank's stage is the first one that holds the parameter, or if the parameter is not tied.
 
-    Stages may shard their replicas differently, and shards of different layouts must not be mixed.
+    Only the first stage saves a tied parameter: other stages may shard it differently, and shards of different layouts
+    must not be mixed.
     """
     tied = ((axis, entry.spec.tied_coordinates(axis, plan.topology)) for axis, _ in entry.spec.tied)
     return all(plan.coordinate[axis] == where[0] for axis, where in tied)
@@ -192,12 +198,12 @@ def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of which this rank has parts.
+    """This rank's parts of a full tensor, with their elements.
 
     Args:
         shape: Shape of the full tensor.
         dtype: Its dtype.
-        parts: This rank's parts by offsets: rectangles that do not overlap.
+        parts: Rectangular parts that do not overlap, by their offsets in the full tensor.
     """
 
     shape: Shape
@@ -207,12 +213,12 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """The rectangles of a full tensor that a rank has, without their elements.
+    """Shape, dtype and positions of a rank's parts of a full tensor, without their elements.
 
     Args:
         shape: Shape of the full tensor.
         dtype: Its dtype.
-        boxes: The rectangles.
+        boxes: Offsets and sizes of the parts.
     """
 
     shape: Shape
@@ -224,36 +230,36 @@ class HeldTensor:
 
 
 def boxes_of(tensor: SavedTensor) -> HeldTensor:
-    """Return the rectangles of ``tensor``."""
+    """Return shape, dtype and part positions of ``tensor``, without the elements."""
     boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
     return HeldTensor(tensor.shape, tensor.dtype, tuple(boxes))
 
 
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
-    """Return ``tensor``, which has the region's elements in their order, as a part of the full tensor."""
+    """Return views of ``tensor`` as parts of the full tensor. Its elements are those of ``region``, in their order."""
     return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
 
 
 # The optimizer state of a shard, and its use when shards are combined on another mesh ---------------------------------
 
-# Step counts, and other states that are one number, belong to a shard: experts on different ranks may have different step
-# counts, and an expert without tokens has no state. In the layout of the checkpoint, each shard gets its own numbers back.
-# In another layout, a new shard may combine several saved shards. If their numbers differ, the new shard gets all numbers
-# of the saved shard with the fewest steps. Elements without a saved state get the state of a new parameter.
+# Step counts, and other states that are one number, are saved per shard: experts on different ranks may have different
+# step counts, and an expert that got no tokens has no state. When the checkpoint is loaded in the same layout, each shard
+# gets its own numbers back. In another layout, a new shard may combine several saved shards. If their numbers differ, the
+# new shard gets all numbers of the saved shard with the fewest steps. Elements without a saved state get initial values.
 
 Place = tuple[tuple[tuple[Span, ...], ...], int, int]
-"""A part of a parameter whose full shape is known: spans, start, stop."""
+"""The region of a shard within its parameter, as plain tuples: spans, start and stop of `Region`, without full shape."""
 
 
 @dataclass(frozen=True)
 class PieceState:
-    """The optimizer state of one shard. Of tensors it has only dtypes or keys.
+    """The optimizer state of one shard, without the elements of tensors.
 
     Args:
-        tensors: The dtype of each tensor of the shard's shape, by key.
-        odd: The keys of tensors of other shapes.
-        scalars: The (dtype, value) of each 0-dim tensor, by key.
-        values: All states that are not tensors, by key.
+        tensors: Names of the dtypes of states with the shard's shape, by key of the state.
+        odd: Keys of states that are tensors of other shapes.
+        scalars: (name of the dtype, value) of states that are 0-dim tensors, by key.
+        values: States that are not tensors, by key.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
@@ -263,7 +269,7 @@ class PieceState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], piece: Tensor, region: Region) -> PieceState:
-        """Return the record of a shard's optimizer state. Host synchronization: one per 0-dim tensor."""
+        """Return the `PieceState` of a shard's optimizer state. Host synchronization: one per 0-dim tensor."""
         found = cls()
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -277,7 +283,7 @@ class PieceState:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Return ``values``, and ``scalars`` as 0-dim tensors on the CPU."""
+        """Return the states without elements as an optimizer has them: ``values``, and ``scalars`` as 0-dim CPU tensors."""
         scalars = {
             key: torch.tensor(number, dtype=getattr(torch, name)) for key, (name, number) in self.scalars.items()
         }
@@ -290,7 +296,10 @@ class PieceState:
 
     @property
     def is_begun(self) -> bool:
-        """Return True if the shard was stepped. Fused optimizers create zero states with 0 steps in a skipped step."""
+        """Return True if the shard was stepped: it has states, and not 0 steps.
+
+        A fused optimizer creates states with 0 steps if its first step is skipped.
+        """
         return not same(self, PieceState()) and self.steps != 0
 
 
@@ -331,24 +340,26 @@ def check_place(value: object, field: str) -> None:
 
 
 def is_scalar(key: str, value: Tensor, region: Region) -> bool:
-    """Return True if a state is one number for the shard, instead of one element per element of the parameter."""
+    """Return True if the state ``value`` is one number per shard. A 0-dim state of a 0-dim parameter may be a moment."""
     return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
 
 
 def place_of(region: Region) -> Place:
-    """Return the place of a region in its parameter."""
+    """Return the `Place` of a region."""
     return region.spans, region.start, region.stop
 
 
 # The states of all ranks ----------------------------------------------------------------------------------------------
 
-RankStates = Mapping[str, Mapping[Place, PieceState]]  # by parameter
+RankStates = Mapping[str, Mapping[Place, PieceState]]  # one rank's states, by parameter and place
 
 
 def merge_states(ranks: Sequence[RankStates]) -> dict[str, list[tuple[dict[str, Any], dict[Place, list[int]]]]]:
-    """Return the different states of each parameter's shards, as plain containers, with the ranks that have each by place.
+    """Merge the shard states of all ranks; shards with equal states share one entry.
 
-    The places are left out if all shards have the same state.
+    Returns:
+        Per parameter, a list of (state as a dict, ranks that have this state, by place). The dict of ranks is empty if all
+            shards of the parameter have equal states.
     """
     found: dict[str, list[tuple[PieceState, dict[Place, list[int]]]]] = {}
     for rank, own in enumerate(ranks):
@@ -366,14 +377,15 @@ def merge_states(ranks: Sequence[RankStates]) -> dict[str, list[tuple[dict[str, 
 
 
 class PieceStates:
-    """The states that `merge_states` returned, for the shards of another layout.
+    """Saved shard states, from which `of` makes the states of shards in any layout.
 
     Args:
         content: The result of `merge_states`.
-        ranks: The saved ranks that correspond to this rank. If replicas differ, the state of these ranks is used.
+        ranks: The ranks of the saved run that correspond to this rank. If replicas differ, the states of these ranks are
+            used.
 
     Attributes:
-        combined: For each parameter whose differing shards `of` combined, a text that describes it.
+        combined: Texts about the parameters for which `of` combined shards with different states.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -385,21 +397,23 @@ class PieceStates:
 
     @property
     def keys(self) -> set[tuple[str, str]]:
-        """Return (key, parameter) of every state of a parameter's shape."""
+        """Return (key of the state, parameter) of all states that have the parameter's shape."""
         return {(key, name) for name, states in self._states.items() for state, _ in states for key in state.tensors}
 
     def missing(self, name: str, region: Region) -> Iterator[tuple[str, torch.dtype]]:
-        """Yield key and dtype of the states that other shards of the parameter have, but this shard has on no rank."""
+        """Yield (key, dtype) of states that other shards of the parameter have, and this shard has on no rank."""
         states = self._states.get(name, [])
         here = {key for state, places in states if place_of(region) in places for key in state.tensors}
         known = {key: dtype for state, places in states for key, dtype in state.tensors.items() if places}
         return ((key, getattr(torch, known[key])) for key in sorted(known.keys() - here))
 
     def of(self, name: str, region: Region) -> PieceState:
-        """Return the state of a shard.
+        """Return the state of the shard ``region`` of parameter ``name``; an empty state if none was saved.
+
+        If the shard combines saved shards with different states, add a text to `combined`.
 
         Raises:
-            ValueError: The shard combines saved shards whose states differ and cannot be combined.
+            ValueError: The shard combines saved shards with different states that are not numbers, or without step counts.
         """
         states = self._states.get(name, [])
         if len(states) < 2:
@@ -449,7 +463,7 @@ def _is_number(state: PieceState, key: str) -> bool:
 
 
 def same(one: object, other: object) -> bool:
-    """Return True if two values are equal. Values that contain tensors of several elements count as different."""
+    """Return ``one == other`` as a bool. Values whose comparison gives tensors of several elements count as different."""
     try:
         return bool(one == other)
     except RuntimeError:  # a tensor of several elements has no truth value
@@ -463,11 +477,12 @@ def _name(tensor: Tensor) -> str:
 # Contents -------------------------------------------------------------------------------------------------------------
 
 _FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
-LAYOUT = ("masters", "shards", "dtypes")  # entries of the weights' state that are rebuilt for the new layout
+# Entries of ``state_dict()["meshstep"]["weights"]`` that depend on the layout. Loading rebuilds them for the new layout.
+LAYOUT = ("masters", "shards", "dtypes")
 
 
 def parse_key(key: str) -> tuple[str, ...]:
-    """Return the parts of a key: the kind first, the name last.
+    """Return the parts of a checkpoint key; the first part is the kind, such as "state", the last one the name.
 
     Raises:
         ValueError: ``key`` is not a key of this format.
@@ -483,11 +498,11 @@ def parse_key(key: str) -> tuple[str, ...]:
 
 @dataclass
 class RankRecord:
-    """The data of one rank that is not a tensor.
+    """The data of one rank in a checkpoint, without the elements of tensors.
 
     Args:
-        groups: For each param group the names of its parameters on this rank, and its hyper-parameters.
-        buffers: The digest of each undeclared buffer, by name.
+        groups: (names of the parameters on this rank, hyper-parameters) per param group.
+        buffers: The hash of each undeclared buffer's contents, by name; see `digest`.
         pieces: The optimizer state of each shard, by parameter and place.
     """
 
@@ -503,8 +518,9 @@ class Stepped(NamedTuple):
         param: The model parameter.
         tensor: The stepped tensor.
         name: The name of the full tensor in the checkpoint.
-        region: The part of the full tensor that ``tensor`` is.
-        whole: The full-tensor optimizer that steps it and decides which of its states belong to the full tensor, or None.
+        region: The region of the full tensor that ``tensor`` holds.
+        whole: The full-tensor optimizer that steps ``tensor``, which decides which states belong to the full tensor. None:
+            another optimizer steps it.
     """
 
     param: Tensor
@@ -515,13 +531,13 @@ class Stepped(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """An optimizer's state dict, separated into its contents."""
+    """The contents of an optimizer's state dict. Positions number the stepped tensors in the order of the param groups."""
 
-    stepped: list[Stepped]  # by position in the param groups
-    tensors: dict[int, dict[str, Any]]  # by position and key
-    masters: dict[int, Tensor]  # by position
+    stepped: list[Stepped]  # by position
+    tensors: dict[int, dict[str, Any]]  # optimizer states, by position and key
+    masters: dict[int, Tensor]  # master weights, by position
     groups: list[dict[str, Any]]
-    rest: dict[str, Any]  # ``state_dict()["meshstep"]``: precision, loss scale and more
+    rest: dict[str, Any]  # ``state_dict()["meshstep"]`` without coordinates: precision, loss scale and more
 
 
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
@@ -531,7 +547,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     Host synchronization: a few.
     """
     state = optimizer.state_dict()
-    # Coordinates are left out, because any rank may load the checkpoint.
+    # "coordinates", the rank's coordinates on the mesh, would reject loading on another rank.
     rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
     whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
@@ -544,7 +560,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
 
 
 def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Return the master weights by position, from the nested state of an optimizer's weights."""
+    """Return the master weights by position. Search the nested dict ``state_dict()["meshstep"]["weights"]``."""
     found: dict[int, Tensor] = dict(weights.get("masters") or {})
     for key, value in weights.items():
         if key != "masters" and isinstance(value, Mapping):
@@ -553,7 +569,7 @@ def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
 
 
 def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the weights' state that are independent of the layout, without master weights."""
+    """Return the entries of ``weights`` that do not depend on the layout, so without master weights."""
     return {key: value for key, value in weights.items() if key not in LAYOUT}
 
 
@@ -561,7 +577,10 @@ def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
-    """Return this rank's parts of all tensors, as views, and its record.
+    """Return this rank's parts of all full tensors by key, as views, and its `RankRecord`.
+
+    Raises:
+        ValueError: A state that belongs to the full tensor is not a tensor.
 
     Collectives: none.
     Host synchronization: one per undeclared buffer.
@@ -606,13 +625,15 @@ def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) 
 def initial_states(
     parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, SavedTensor]]:
-    """Yield initial states, as torch creates them, for this rank's shards without a state that other shards have.
+    """Yield (key, initial state) for this rank's shards, for states that only other shards of the parameter have.
+
+    Without them, the saved full tensor would have gaps. The values are those that torch's optimizers begin with.
 
     Args:
         parameters: The model's parameters.
         state: This rank's optimizer state.
         pieces: The shard states of all ranks.
-        optimizer: The wrapped optimizer, whose param groups determine initial values.
+        optimizer: The wrapped optimizer. Some initial values depend on the hyper-parameters of its param groups.
     """
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}
@@ -624,12 +645,12 @@ def initial_states(
 
 
 def whole(tensor: Tensor) -> SavedTensor:
-    """Return a full tensor of a rank as one part."""
+    """Return ``tensor``, which is a full tensor, as a `SavedTensor` with one part."""
     return SavedTensor(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor.detach()})
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash of dtype, shape and bits. Host synchronization: reads all elements."""
+    """Return a hash of dtype, shape and elements, as a hexadecimal text. Host synchronization: copies all elements."""
     local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
     return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()
@@ -639,11 +660,11 @@ def digest(tensor: Tensor) -> str:
 
 T = TypeVar("T")
 Variants = list[tuple[T, list[int]]]
-"""Different values, and the ranks that have each value."""
+"""A value that may differ between ranks: a list of (value, ranks that have this value)."""
 
 
 def check_content(content: object, world_size: int) -> None:
-    """Raise ValueError that names the field, unless ``content`` is content of `SHARED_FILE` as `save_checkpoint` writes it.
+    """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of `SHARED_FILE`.
 
     Args:
         content: The content of the file.
@@ -674,12 +695,13 @@ def _check_rank(value: object, field: str, world_size: int) -> None:
 
 
 class SharedRecord:
-    """The records of all ranks, and the values of this rank on a possibly different mesh.
+    """The saved records of all ranks, from which each rank chooses its values, also on another mesh.
 
-    Some values differ between ranks, such as batch norm's running statistics over data-parallel ranks, or a learning rate
-    over pipeline stages. On the same mesh, a rank gets the values of its coordinates. On another mesh, it gets the values
-    of certain saved ranks. These have the same coordinates along every axis of equal size, and coordinate 0 along other
-    data-parallel axes. If their values differ, it is an error.
+    Some values differ between saved ranks. For example, batch norm statistics differ between data-parallel ranks, and
+    learning rates may differ between pipeline stages. This rank uses the values of the saved ranks with its own
+    coordinate along every axis that both meshes have with equal size, and with coordinate 0 along other data-parallel
+    axes. On the same mesh, this is the saved rank with the same coordinates. It is an error if a value differs between
+    these saved ranks.
 
     Args:
         content: The result of `merge`.
@@ -688,8 +710,8 @@ class SharedRecord:
         rank: This rank's global rank.
 
     Attributes:
-        groups: For each param group the names of its parameters, and the variants of its hyper-parameters.
-        buffers: The variants of each undeclared buffer's digest.
+        groups: (names of the parameters, hyper-parameters of all saved ranks) per param group.
+        buffers: The hashes of each undeclared buffer on all saved ranks, by name.
         pieces: The optimizer states of the shards.
     """
 
@@ -701,12 +723,12 @@ class SharedRecord:
 
     @staticmethod
     def merge(records: Sequence[RankRecord]) -> dict[str, Any]:
-        """Return the content of a shared record, in plain containers, from the records of all ranks."""
+        """Merge the records of all ranks into the constructor's ``content``, in plain containers."""
         groups = []
         for index in range(max(len(record.groups) for record in records)):
             found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
             names = sorted({name for own, _ in found.values() for name in own})
-            # A rank without parameters has a param group only because torch requires one.
+            # The hyper-parameters of a rank without parameters do not count: torch requires a param group on every rank.
             groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
         return {
             "groups": groups,
@@ -715,11 +737,11 @@ class SharedRecord:
         }
 
     def hyper(self, index: int) -> dict[str, Any]:
-        """Return the hyper-parameters of a param group for this rank."""
+        """Return this rank's hyper-parameters of a param group. Raise ValueError if they are ambiguous."""
         return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
 
     def buffer(self, name: str) -> str:
-        """Return the digest of an undeclared buffer for this rank."""
+        """Return the hash of an undeclared buffer for this rank. Raise ValueError if it is ambiguous."""
         return self._choose(self.buffers[name], f"the buffer {name}")
 
     def _choose(self, variants: Variants[T], what: str) -> T:
@@ -742,7 +764,7 @@ def _similar_ranks(saved: Topology, now: Topology, rank: int) -> set[int]:
 
 
 def _by_name(by_rank: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
-    """Return the variants of each name, from the values of the ranks that have it."""
+    """Return the `Variants` of each name, from the values by name of each rank."""
     names = sorted({name for own in by_rank for name in own})
     return {name: _variants({rank: own[name] for rank, own in enumerate(by_rank) if name in own}) for name in names}
 

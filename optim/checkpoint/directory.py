@@ -1,12 +1,12 @@
-"""Checkpoint directories: published atomically, and checked for damage.
+"""Checkpoint directories: they become complete atomically, and damage is detected when they are read.
 
     path/meshstep-00000007              complete
     path/meshstep-00000008.5f0c.writing being written, or left by a crash
     path/meshstep-00000006.removing     being removed, or left by a crash
 
-A checkpoint is written into a separate directory. When all of its files are on disk, one rename makes it complete. Only
-then are older checkpoints removed. Each checkpoint has a manifest, ``meshstep.json``, with the size and the checksums of
-every file, and a checksum of itself.
+A checkpoint is written into a directory with a temporary name. When all of its files are on disk, one rename makes it
+complete. Older checkpoints are removed after that. Each checkpoint has a manifest, ``meshstep.json``. It contains the size
+and the checksums of every other file, and a checksum of its own content.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ...parallel.mesh.text import printable
 from ...parallel.mesh.value_checks import check_count, check_text, dict_of, fields, items, list_of, wrong
 from ..parallel_optimizer import ParallelOptimizer
 
-# Block checksums of files, computed while a file is written, compared while it is read --------------------------------
+# Checksums per block of a file: computed while a file is written, and compared while it is read -----------------------
 
-# So no file is read twice, and reading a part of a file checks this part.
+# So no file must be read only for its checksum, and reading a part of a file checks only the blocks of this part.
 
 BLOCK = 2**20
 EARLIER = "load an earlier checkpoint, of which save_checkpoint(..., keep=2) leaves one"
-_KEPT = 4  # cached blocks: reading a zip file jumps between its end and its beginning
+_KEPT = 4  # number of cached blocks; torch.load of a zip file jumps between the end and the beginning of the file
 
 
 class FileRecord(NamedTuple):
@@ -51,7 +51,7 @@ class FileRecord(NamedTuple):
 
     @classmethod
     def of_json(cls, value: Sequence[object]) -> FileRecord:
-        """Return the record of its JSON form. Raise ValueError or TypeError if ``value`` is not one."""
+        """Return the record from its JSON form, [size, checksums]. Raise ValueError or TypeError for another value."""
         size, checksums = value
         if (
             not isinstance(size, int)
@@ -64,7 +64,7 @@ class FileRecord(NamedTuple):
 
 
 class SummingStream(io.RawIOBase):
-    """Writes to another stream, and computes checksums. It can't seek."""
+    """Stream that writes to another stream and computes block checksums. It does not support ``seek``."""
 
     def __init__(self, stream: io.BufferedWriter) -> None:
         self._stream, self._size, self._sums = stream, 0, list[int]()
@@ -86,7 +86,7 @@ class SummingStream(io.RawIOBase):
         return self._size
 
     def flush(self) -> None:
-        if not self._stream.closed:  # garbage collection flushes this stream after the other one is closed
+        if not self._stream.closed:  # garbage collection calls flush() after the other stream was closed
             self._stream.flush()
 
     def fileno(self) -> int:
@@ -99,7 +99,7 @@ class SummingStream(io.RawIOBase):
 
 
 class CheckedStream(io.RawIOBase):
-    """Reads a file, and raises ValueError for a block that differs from its checksum."""
+    """Stream that reads a file, and raises ValueError if a block that it reads differs from its checksum."""
 
     def __init__(self, stream: io.BufferedReader, file: Path, record: FileRecord) -> None:
         self._stream, self._file, self._record, self._at = stream, file, record, 0
@@ -120,7 +120,7 @@ class CheckedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer up to the end of the file, and return the number of bytes."""
+        """Read into ``buffer`` until it is full or the file ends, and return the number of bytes."""
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._record.size - self._at)]
         for part in _split_at_blocks(view, self._at):
@@ -150,7 +150,7 @@ class CheckedStream(io.RawIOBase):
 
 
 def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
-    """Write a file with ``write``, synchronize it to disk, and return its record. Raises OSError."""
+    """Write a file by calling ``write(stream)``, synchronize it to disk, and return its record. Raises OSError."""
     with open(file, "wb") as stream:
         summing = SummingStream(stream)
         write(summing)
@@ -160,7 +160,7 @@ def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRe
 
 
 def record_of(file: Path) -> FileRecord:
-    """Return the size and checksums of a file. Raises OSError."""
+    """Read a file, and return its size and checksums. Raises OSError."""
     with open(file, "rb") as stream:
         sums = [(len(block), zlib.crc32(block)) for block in iter(lambda: stream.read(BLOCK), b"")]
     return FileRecord(sum(size for size, _ in sums), tuple(checksum for _, checksum in sums))
@@ -190,7 +190,7 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
 
 
 def _split_at_blocks(view: memoryview, start: int) -> list[memoryview]:
-    """Split ``view``, which begins at ``start`` in a file, at block boundaries."""
+    """Split ``view`` at the block boundaries of a file, in which it begins at byte ``start``."""
     first = min(len(view), -start % BLOCK)
     parts = [view[:first]] if first else []
     return parts + [view[at : at + BLOCK] for at in range(first, len(view), BLOCK)]
@@ -203,7 +203,7 @@ MANIFEST = "meshstep.json"
 MAX_MANIFEST = 2**28
 """Maximum size of a manifest in bytes. A manifest has about 12 bytes per MiB of the checkpoint: enough for 20 TiB."""
 _COMPLETE = re.compile(r"meshstep-(\d+)")
-# A listing may miss a checkpoint that is renamed during the listing, so an empty listing is repeated.
+# Number of attempts to list a directory: a listing may miss a checkpoint that is renamed while it runs.
 _LISTINGS = 10
 _LEFT_BEHIND = re.compile(r"meshstep-\d+(\.\w+)?\.(writing|removing)")
 
@@ -214,10 +214,11 @@ def newest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
         if newest_checkpoint("checkpoints") is not None:
             extra = load_checkpoint("checkpoints", model, optimizer)
 
-    It reads directory names only, so it does not detect damage. A running job may remove the checkpoint at any moment.
+    Only names are read, so damage is not detected. A running job that saves under ``path`` may remove the checkpoint at any
+    moment.
 
     Args:
-        path: The directory that `save_checkpoint` got.
+        path: The ``path`` of `save_checkpoint`.
     Collectives: none.
     """
     complete = _complete(Path(path))
@@ -230,7 +231,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def begin(path: Path, known: str | None) -> Path:
-    """Create an empty directory for the next checkpoint under ``path``. Also remove directories that crashes left.
+    """Create a directory for the next checkpoint under ``path``, and return it. Remove directories that crashes left.
 
     Args:
         path: The directory of the run's checkpoints.
@@ -249,7 +250,7 @@ def begin(path: Path, known: str | None) -> Path:
     for entry in path.iterdir():
         if _LEFT_BEHIND.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-    # A unique name, so that two runs that write here at the same time do not mix their files.
+    # The random suffix separates the files of two runs that write under this path at the same time.
     directory = path / f"meshstep-{max(_complete(path), default=0) + 1:08}.{secrets.token_hex(4)}.writing"
     directory.mkdir()
     _synchronise_directory(path.parent)
@@ -257,12 +258,12 @@ def begin(path: Path, known: str | None) -> Path:
 
 
 def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any], keep: int) -> Path:
-    """Give the directory from `begin` the name of a complete checkpoint, and remove the oldest checkpoints.
+    """Write the manifest, rename the directory from `begin` to its final name, and remove the oldest checkpoints.
 
     Args:
         directory: The directory, with all files of the checkpoint.
         files: The record of each file, by name. The files are on disk.
-        about: Further entries of the manifest, as JSON values.
+        about: Other entries of the manifest, as JSON values.
         keep: Number of complete checkpoints to keep.
     Returns:
         The directory of the complete checkpoint.
@@ -289,7 +290,7 @@ def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str
     with suppress(OSError):  # the new checkpoint is complete; the next save removes older ones
         for _, older in sorted(_complete(complete.parent).items())[:-keep]:
             removing = older.with_suffix(".removing")
-            os.rename(older, removing)  # a crash while removing must not leave a partial directory with a complete name
+            os.rename(older, removing)  # else a crash during the removal leaves a partial directory that looks complete
             shutil.rmtree(removing)
     return complete
 
@@ -383,7 +384,7 @@ def _synchronise_directory(directory: Path) -> None:
 # Files without tensors, and file access on all ranks ------------------------------------------------------------------
 
 T = TypeVar("T")
-SHARED_FILE = "shared.pt"  # the data of all ranks; written by rank 0
+SHARED_FILE = "shared.pt"  # data for all ranks, without tensors of the model; written by rank 0
 
 
 def rank_file(rank: int) -> str:
@@ -394,8 +395,10 @@ def rank_file(rank: int) -> str:
 def plain_content(file: Path) -> Any:
     """Return the content of a file of `torch.save`: CPU tensors, numbers and strings, in lists, tuples and dicts.
 
+    Code in the file is not executed.
+
     Raises:
-        ValueError: The file contains other types. No code of the file was executed.
+        ValueError: The file contains other types, or is damaged.
         OSError: The file can't be read.
     """
     try:
@@ -409,9 +412,10 @@ def plain_content(file: Path) -> Any:
 
 
 def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """Call `on_all_ranks` for a function that uses files.
+    """Call ``function``, which uses files, on every rank, and return its result; see `on_all_ranks`.
 
-    An OSError on any rank becomes a RuntimeError on every rank. The text of errors that quote a file is made `printable`.
+    An OSError on any rank becomes a RuntimeError on every rank. Control characters in error texts, which may come from a
+    file, are escaped by `printable`.
 
     Collectives: as `on_all_ranks`.
     Host synchronization: as `on_all_ranks`.
@@ -442,18 +446,18 @@ def files_on_first_rank(function: Callable[[], T], registry: ProcessGroupRegistr
     return gather_objects(found, registry)[0]  # type: ignore[return-value]
 
 
-# The last checkpoint that a run saved or loaded per path, so that no run removes checkpoints of another run -----------
+# The last checkpoint that a run saved or loaded, per path: a run must not remove checkpoints of another run -----------
 
 _last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary()
 
 
 def last_known(optimizer: ParallelOptimizer, path: Path) -> str | None:
-    """Return the name of the last checkpoint under ``path`` that this optimizer was saved in or loaded from."""
+    """Return the name of the last checkpoint under ``path`` with which ``optimizer`` was saved or loaded, or None."""
     return _last.get(optimizer, {}).get(path.resolve())
 
 
 def remember(optimizer: ParallelOptimizer, checkpoint: Path) -> None:
-    """Record that the optimizer was saved in, or loaded from, this directory."""
+    """Record that ``optimizer`` was saved to or loaded from the directory ``checkpoint``."""
     _last.setdefault(optimizer, {})[checkpoint.parent.resolve()] = checkpoint.name
 
 

@@ -1,6 +1,7 @@
 """Continue a training run from a checkpoint, on the same mesh or on another one.
 
-First everything is read and compared without changing the run. The run is changed only if everything fits on every rank.
+The run is the model, optimizer and schedule into which a checkpoint is loaded. First, the checkpoint is read into separate
+memory and compared with the run. The run is changed only if the checkpoint fits on every rank.
 """
 
 from __future__ import annotations
@@ -66,23 +67,23 @@ from .tensors import Reader, Stored, is_tensor_file
 
 
 class Restoration:
-    """The data that this rank needs of a checkpoint, and memory for it.
+    """CPU memory for the data of a checkpoint that this rank needs.
 
-    The constructor compares the checkpoint with the run, and changes nothing. When `tensors` are filled, `state_dict`
-    returns the optimizer's state, and `write_model` changes the model.
+    The constructor compares the checkpoint with the run, and allocates `tensors`. It does not change the run. After
+    `Reader.read` has filled `tensors`, `state_dict` returns the optimizer's state, and `write_model` changes the model.
 
     Args:
         parameters: The model's parameters and buffers.
         own: The current state of the optimizer. None: only the model is loaded.
-        groups: The names of the parameters in each param group, over all ranks.
-        stored: Shape and dtype of the checkpoint's tensors, by key.
-        shared: The other contents of the checkpoint.
+        groups: The names of all ranks' parameters in each param group of the optimizer.
+        stored: The index of the checkpoint's tensors, by key.
+        shared: The saved records of all ranks.
     Raises:
-        ValueError: The checkpoint does not fit.
+        ValueError: The checkpoint does not fit the model or the optimizer.
     Collectives: none.
 
     Attributes:
-        tensors: Empty CPU tensors to fill, by key.
+        tensors: Uninitialized CPU tensors to be filled from the checkpoint, by key.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Restoration:
 
     @property
     def combined(self) -> list[str]:
-        """Return texts about parameters whose new shards combine saved shards with different step counts."""
+        """Return texts about parameters whose shards combine saved shards with different states; see `PieceStates`."""
         return self._shared.pieces.combined
 
     # Comparison with the run ------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Restoration:
             _check_same("parameters", set(names), set(now), f"in param group {index}")
 
     def _check_states(self, own: OptimizerState) -> None:
-        """Check that index and record have the same states, and that no state of this optimizer is missing."""
+        """Raise ValueError if index and record list different states, or if saved states lack a step count."""
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
@@ -186,7 +187,7 @@ class Restoration:
         return self._allocate_full(key)
 
     def _allocate_state(self, stepped: Stepped) -> dict[str, Any]:
-        """Return the optimizer's state of one stepped tensor."""
+        """Return the saved optimizer state of a stepped tensor, with uninitialized tensors that are added to `tensors`."""
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
         state = kept.plain()
@@ -202,7 +203,7 @@ class Restoration:
         return state | {key: self._allocate_full(place) for key, place in places.items()}
 
     def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
-        """Return the states of the full tensor that this rank must have."""
+        """Return the saved states of the full tensor that this rank must have, as uninitialized tensors in `tensors`."""
         part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
         own = [
@@ -228,10 +229,10 @@ class Restoration:
     # Restoring the run ------------------------------------------------------------------------------------------------
 
     def state_dict(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state for the optimizer's ``load_state_dict``.
+        """Return the state to pass to the optimizer's ``load_state_dict``.
 
         Args:
-            rest: `OptimizerState.rest` of the saved run, with only the portable entries of ``"weights"``.
+            rest: `OptimizerState.rest` of the saved run. Its ``"weights"`` has only the `portable_entries`.
         """
         assert self._own is not None, "needs an optimizer"
         groups = [
@@ -244,7 +245,7 @@ class Restoration:
 
     @torch.no_grad()
     def write_model(self) -> None:
-        """Copy the stored values into the model's parameters and buffers."""
+        """Copy the loaded values into the model's parameters and buffers."""
         for tensor, value in self._model:
             tensor.copy_(value)
 
@@ -252,7 +253,13 @@ class Restoration:
 def _rebuild_weights(
     weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the current state of the weights with other contents. A missing entry is an error when it is loaded."""
+    """Return a state of the weights to load: current entries that depend on the layout, other entries from the checkpoint.
+
+    Args:
+        weights: The current state of the weights.
+        masters: The loaded master weights by position, which replace the current ones.
+        portable: The saved `portable_entries`. If one is missing here, the optimizer raises an error when it loads.
+    """
     own = {key: dict(masters) if key == "masters" else weights[key] for key in LAYOUT if key in weights}
     return own | {key: portable[key] for key in weights if key in portable}
 
@@ -279,38 +286,39 @@ def load_checkpoint(
     lr_scheduler: LRScheduler | None = None,
     registry: ProcessGroupRegistry | None = None,
 ) -> Any:
-    """Continue from the newest complete checkpoint under ``path``.
+    """Load the newest complete checkpoint under ``path`` into the model, optimizer and schedule; return its ``extra``.
 
         extra = load_checkpoint("checkpoints", model, optimizer, lr_scheduler=scheduler)
 
     On the mesh of the checkpoint, training continues bitwise identically. On another mesh, or with other sharding of
-    states, the same full tensors are resharded, with these exceptions:
+    optimizer states, the saved full tensors are resharded. The differences are then:
 
     * Random number generators keep their current states.
     * Batch norm statistics that differed between ranks come from data coordinate 0, as in `DistributedDataParallel`.
-    * A new shard may combine saved shards with different step counts (experts). It continues with the fewest steps.
-      Elements without optimizer state get a new state. A warning names such parameters.
+    * A new shard may combine saved shards with different step counts (experts). It continues with the smallest step count.
+      Elements without optimizer state get initial values. A warning names such parameters.
 
-    Loading executes no code from the checkpoint. If another run saves under ``path`` and removes the checkpoint while it is
-    read, the newer one is loaded.
+    Loading executes no code from the checkpoint. If another run saves under ``path`` and thereby removes the checkpoint
+    while it is read, the newer checkpoint is loaded.
 
     Args:
         path: As for `save_checkpoint`; or the directory of one checkpoint, ``path/meshstep-<number>``.
         model: The model, with the same logical parameters as the saved model.
         optimizer: The optimizer, with the same param groups, kind and precision mode as the saved optimizer. Its gradients
-            are cleared. None: load only parameters and buffers, in the dtypes that were saved, without random states.
+            are cleared. None: load only parameters and buffers, whose dtypes must be the saved ones.
         lr_scheduler: A schedule of the same kind as the saved one. None (default): the run was saved without a schedule.
-        registry: The process groups, only needed without an optimizer. None (default): the optimizer's.
+        registry: The process groups, only needed without an optimizer. None (default): those of the optimizer.
     Returns:
         The ``extra`` of `save_checkpoint`, on every rank; its tensors are on the CPU.
     Raises:
         ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; or the checkpoint does
-            not fit. The run is unchanged on all ranks.
-        RuntimeError: On every rank, if a rank could not read. The run is unchanged.
+            not fit the model, optimizer or schedule, which are unchanged on all ranks.
+        RuntimeError: On every rank: a rank could not read. Model, optimizer and schedule are unchanged.
         TypeError: Neither an optimizer nor a registry is given, or a schedule without an optimizer, or the optimizer is not
             a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks.
-    Host synchronization: yes. Memory: a CPU copy of this rank's parameters and states.
+    Host synchronization: yes.
+    Memory: a CPU copy of this rank's parameters and states.
     """
     if optimizer is not None:
         check_is_parallel(optimizer)
@@ -334,7 +342,10 @@ def load_checkpoint(
 
 
 def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
-    """Read a checkpoint, load it into the run, and return it. Raises, collectives: as `load_checkpoint`."""
+    """Load a checkpoint into the run, and return its directory and contents.
+
+    If the checkpoint is removed while it is read, try again with the newest one. Raises, collectives: as `load_checkpoint`.
+    """
     for attempt in range(1, _ATTEMPTS + 1):
         directory, manifest = files_on_first_rank(lambda: _open(path, run.optimizer), run.registry)
         try:
@@ -353,16 +364,16 @@ def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
 
 
 class _LoadedCheckpoint(NamedTuple):
-    """A checkpoint that fits, in separate memory."""
+    """A checkpoint that fits the run on this rank, in separate memory."""
 
     content: dict[str, Any]
     restoration: Restoration
-    state: dict[str, Any] | None  # the optimizer's
-    random: dict[str, Any] | None
+    state: dict[str, Any] | None  # for the optimizer's load_state_dict
+    random: dict[str, Any] | None  # states of this rank's random number generators; None on another mesh
 
 
 class _Run(NamedTuple):
-    """The run to load into."""
+    """The run into which a checkpoint is loaded."""
 
     model: nn.Module
     optimizer: ParallelOptimizer | None
@@ -403,7 +414,11 @@ class _Run(NamedTuple):
     def _content(
         self, directory: Path, parameters: LogicalParameters, saved: Topology
     ) -> tuple[dict[str, Any], OptimizerState | None]:
-        """Return the shared content, and the optimizer's current state. Raise ValueError if their kinds differ."""
+        """Return the content of `SHARED_FILE`, and the optimizer's current state.
+
+        Raises:
+            ValueError: The optimizer or the schedule is of another kind than the saved one, or the content is damaged.
+        """
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
         with _name_file_in_errors(directory / SHARED_FILE):
             check_content(content, saved.world_size)
@@ -426,13 +441,14 @@ class _Run(NamedTuple):
         return state
 
     def take(self, found: _LoadedCheckpoint) -> None:
-        """Change the run, on all ranks or on no rank."""
+        """Load a checkpoint that was read into the run. If a rank raises an error, the run is unchanged on all ranks."""
         if self.optimizer is not None and found.state is not None:
             self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
             on_all_ranks(self.optimizer.zero_grad, self.registry)
         found.restoration.write_model()
         if self.optimizer is not None and found.state is not None:
-            # Stored weights are master weights rounded to even. Split master weights round ties away from zero.
+            # Write the weights again from the loaded master weights: split master weights round ties away from zero, but
+            # the saved weights may come from a mode that rounds ties to even.
             self.optimizer.transforms.load_state_dict(found.state["meshstep"]["weights"])
             self.optimizer.transforms.write_back()
 
@@ -486,7 +502,7 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
 
 
 def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
-    """Return the records of all files, and the mesh of the checkpoint."""
+    """Return the records of all files, and the mesh of the checkpoint. Raise ValueError if the two do not fit."""
     with _name_file_in_errors(directory / MANIFEST):
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
@@ -499,7 +515,7 @@ def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[
 
 @contextmanager
 def _name_file_in_errors(file: Path) -> Iterator[None]:
-    """Turn errors about the content of ``file`` into a ValueError that names the file."""
+    """Convert errors inside the context, which are about the content of ``file``, to a ValueError with the file's name."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
@@ -517,7 +533,10 @@ def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
 
 
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:
-    """Check this rank's share of the files. The contents of tensor files are checked when they are read."""
+    """Raise ValueError if a file of this rank's share is missing or damaged. Each rank checks a part of all files.
+
+    Of files with tensors only the size is checked here; their contents are checked when they are read.
+    """
     share = dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size))
     tensors = {name: record for name, record in share.items() if is_tensor_file(name)}
     verify(directory, tensors, contents=False)
@@ -545,6 +564,6 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
 
 
 def _names_by_group(named: list[list[list[str]]]) -> list[set[str]]:
-    """Return the names in each param group, over all ranks."""
+    """Return the names of all ranks' parameters in each param group."""
     count = max(len(groups) for groups in named)
     return [{name for groups in named if index < len(groups) for name in groups[index]} for index in range(count)]

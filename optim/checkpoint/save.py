@@ -9,13 +9,13 @@
         if step % 100 == 99:
             save_checkpoint(path, model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
-Checkpoints are independent of the layout. Parameters, master weights and optimizer states are stored as full tensors. Each
-rank writes its parts, and reads the parts that it needs. So a run saved on tensor=2 continues on row=2,col=2, on another
-number of shards, or in one process. The model must have the same logical parameters: equal names and full shapes, over all
-ranks.
+Checkpoints do not depend on the layout. Parameters, master weights and optimizer states are stored as full tensors. When
+saving, each rank writes its shards; when loading, each rank reads the parts that it needs. So a run that was saved on a
+mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one process. The names and full shapes of
+all ranks' parameters must be the same as in the saved model.
 
-`torch.distributed.checkpoint` plans which rank writes which part. Files contain the bytes of tensors, with an index, a
-manifest and checksums.
+`torch.distributed.checkpoint` plans which rank writes which part. A checkpoint is a directory: files with the bytes of
+tensors, an index of these files, files with other data, and a manifest with checksums.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def save_checkpoint(
 
         save_checkpoint("checkpoints", model, optimizer, lr_scheduler=scheduler, extra={"step": step})
 
-    The checkpoint is written to a separate directory, synchronized to disk, and then renamed. If ranks or the machine crash
-    at any moment, the newest complete checkpoint is the previous one or this one.
+    The checkpoint is written to a temporary directory, synchronized to disk, and then renamed. If ranks or the machine
+    crash at any moment, the newest complete checkpoint is the previous one or this one.
 
     It contains the model's parameters and persistent buffers, and the optimizer's state, hyper-parameters and float32
     master weights. It also contains the loss scale, the number of skipped steps, the schedule, and the random states of
@@ -93,8 +93,8 @@ def save_checkpoint(
         path: A directory that only this run uses, in a file system that all ranks share. It is created if it does not
             exist.
         model: This rank's part of the model (``nn.Module()`` if it has none), with all of the optimizer's parameters. It
-            may be wrapped in `DistributedDataParallel`. Undeclared buffers are stored per rank, and once if they are equal.
-            ``annotate(buffer, P(...))`` declares a sharded buffer.
+            may be wrapped in `DistributedDataParallel`. Undeclared buffers are stored per rank; equal ones are stored once.
+            Declare a sharded buffer with ``annotate(buffer, P(...))``.
         optimizer: The optimizer.
         lr_scheduler: Any torch schedule. None (default): no schedule.
         extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0 is
@@ -106,9 +106,9 @@ def save_checkpoint(
     Raises:
         ValueError: On every rank: gradients were accumulated since the last `step`. Or the schedule's state or ``extra``
             contains an object that could not be read back. Or ranks disagree on the parameters, have shards of unequal
-            sizes, or don't share ``path``. Or the newest checkpoint there belongs to another run: this run has neither
-            saved nor loaded it. The previous checkpoint stays.
-        RuntimeError: On every rank, if a rank could not write. The previous checkpoint stays.
+            sizes, or don't share ``path``. Or the newest checkpoint under ``path`` belongs to another run: this run has
+            neither saved nor loaded it. The previous checkpoint is kept.
+        RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
         TypeError: The optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks.
     Host synchronization: yes, everything is copied to the host.
@@ -122,14 +122,14 @@ def save_checkpoint(
 
 
 class Snapshot(NamedTuple):
-    """The data that this rank writes.
+    """The data that this rank writes into a checkpoint.
 
     Args:
-        tensors: This rank's parts of the tensors, by key.
-        record: The merged records of all ranks.
-        random: This rank's random states.
-        common: The data that is equal on all ranks.
-        facts: Entries of the manifest.
+        tensors: This rank's parts of the full tensors, by key.
+        record: The merged records of all ranks; see `SharedRecord.merge`.
+        random: This rank's states of random number generators.
+        common: Data that rank 0 writes for all ranks: loss scale, kind of optimizer, schedule, ``extra``.
+        facts: Entries of the manifest that describe the run: precision, mesh and torch's version.
         keep: Number of checkpoints to keep.
     """
 
@@ -144,14 +144,17 @@ class Snapshot(NamedTuple):
 def make_snapshot(
     model: nn.Module, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any, keep: int
 ) -> Snapshot:
-    """Return the data that `write` writes. Its tensors are views of the run. Raises, collectives: as `save_checkpoint`."""
+    """Return the data that `write` writes. Its tensors share memory with the model and the optimizer.
+
+    Raises, collectives: as `save_checkpoint`.
+    """
     registry = optimizer.registry
     parameters = LogicalParameters(model, registry)
 
     def collect_on_rank() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
         _check_window(optimizer)
-        # Before the optimizer's state: a schedule may still correct learning rates if the last step was skipped.
+        # First the schedule: its state_dict may still change the optimizer's learning rates if the last step was skipped.
         schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         state = optimizer_state(optimizer, parameters)
         common = {
@@ -170,12 +173,12 @@ def make_snapshot(
 
 
 def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
-    """Write a checkpoint and return its directory. After an error, it removes what it has written.
+    """Write a checkpoint and return its directory. After an error, remove the incomplete directory.
 
     Args:
         path: The directory of the run's checkpoints.
         snapshot: This rank's data.
-        known: As for `begin`.
+        known: The name of the last checkpoint under ``path`` that this run saved or loaded. None: there is none.
         registry: The process groups.
     Raises, collectives: as `save_checkpoint`.
     """
@@ -223,7 +226,7 @@ def _check_readable(value: Any, what: str) -> Any:
 
 
 def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, FileRecord]:
-    """Write the files without tensors, and synchronize them to disk. Raises OSError."""
+    """Write this rank's files without tensors, synchronize them to disk, and return their records. Raises OSError."""
     contents = {rank_file(rank): snapshot.random}
     if rank == 0:
         contents[SHARED_FILE] = {"record": snapshot.record, **snapshot.common}
@@ -231,7 +234,7 @@ def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, File
 
 
 def _manifest_entries(optimizer: ParallelOptimizer) -> dict[str, Any]:
-    """Return the entries of the manifest about the run."""
+    """Return the entries of the manifest that describe the run: precision, mesh and torch's version."""
     topology = optimizer.registry.topology
     return {
         "precision": optimizer.precision.name,
@@ -245,7 +248,7 @@ def _manifest_entries(optimizer: ParallelOptimizer) -> dict[str, Any]:
 
 
 class AsyncSaver:
-    """Saves checkpoints in the background: `save` copies the run to the host, and a thread writes the copy.
+    """Saves checkpoints in the background: `save` copies all tensors to the host, and a thread writes the copies.
 
         with AsyncSaver(path, registry, keep=3) as saver:
             for step in range(steps):
@@ -253,12 +256,13 @@ class AsyncSaver:
                 if step % 100 == 99:
                     saver.save(model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
-    Checkpoints are as atomic as those of `save_checkpoint`, and `load_checkpoint` reads them. Only one checkpoint is
-    written at a time. The next `save` or `wait` raises an error of the thread on every rank. The end of the ``with`` block
-    waits too. The threads use a separate process group, so they do not interfere with the collectives of training.
+    A checkpoint becomes complete atomically, as with `save_checkpoint`, and `load_checkpoint` reads it. Only one checkpoint
+    is written at a time: `save` first waits for the previous one. If the thread of a rank fails, the next `save` or `wait`
+    raises the error on every rank. The end of the ``with`` block waits for the last checkpoint. The threads use separate
+    process groups, so they do not interfere with the collectives of training.
 
-    Every rank must construct it at the same point, and call the same methods in the same order. Call `wait` before you
-    destroy the process group.
+    Every rank must create an `AsyncSaver` at the same point of the program, and call the same methods in the same order.
+    Call `wait` before you destroy the process group.
 
     Args:
         path: As for `save_checkpoint`.
@@ -287,7 +291,7 @@ class AsyncSaver:
         lr_scheduler: LRScheduler | None = None,
         extra: Any = None,
     ) -> None:
-        """Start a checkpoint of the current state of the run, after the previous checkpoint is complete.
+        """Wait for the previous checkpoint, copy the current state of the run to the host, and start to write it.
 
         Args:
             model: As for `save_checkpoint`.
@@ -295,9 +299,9 @@ class AsyncSaver:
             lr_scheduler: As for `save_checkpoint`.
             extra: As for `save_checkpoint`.
         Raises:
-            ValueError: On every rank: as `save_checkpoint`, or an error of the previous checkpoint. In the second case this
-                checkpoint is not started.
-            RuntimeError: On every rank: the previous checkpoint could not be written. This checkpoint is not started.
+            ValueError: On every rank: as `save_checkpoint`, for this checkpoint or for the previous one.
+            RuntimeError: On every rank: the previous checkpoint could not be written.
+                After an error of the previous checkpoint, this checkpoint is not started.
         Collectives: gathers of Python objects over all ranks.
         Host synchronization: yes, everything is copied to the host.
         """
@@ -319,8 +323,8 @@ class AsyncSaver:
         Returns:
             The directory of the checkpoint. None: no checkpoint was started since the last `wait`.
         Raises:
-            ValueError: On every rank: as `save_checkpoint`. The previous checkpoint stays.
-            RuntimeError: On every rank: the checkpoint could not be written. The previous checkpoint stays.
+            ValueError: On every rank: as `save_checkpoint`. The checkpoint before is kept.
+            RuntimeError: On every rank: the checkpoint could not be written. The checkpoint before is kept.
         Collectives: one object all-gather, if a checkpoint was started.
         """
         if self._pending is None:
@@ -331,7 +335,7 @@ class AsyncSaver:
         return checkpoint
 
     def close(self) -> None:
-        """Call `wait`, and end the thread and its process group. Raises, collectives: as `wait`."""
+        """Call `wait`, then end the thread and close its process groups. Raises, collectives: as `wait`."""
         try:
             self.wait()
         finally:
@@ -350,13 +354,13 @@ class AsyncSaver:
         if error is None:
             self.close()
             return
-        if self._pending is not None:  # no collective here: other ranks may have no error
+        if self._pending is not None:  # waits without a collective, because other ranks may have no error
             finished([self._pending[0]])
         self._end()
 
 
 def _copy_to_host(snapshot: Snapshot) -> Snapshot:
-    """Return a copy on the CPU that shares no memory with the run."""
+    """Return a copy of ``snapshot`` on the CPU that shares no memory with the model and the optimizer."""
     tensors = {
         key: SavedTensor(
             tensor.shape,

@@ -1,4 +1,4 @@
-"""Clipping by the optimizer's exact norm in accelerate and in the Transformers `Trainer`."""
+"""Clipping by the `ParallelOptimizer`'s global norm in accelerate and in the Transformers `Trainer`."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from ..step.first_window_checks import check_in_first_window
 
 
 def take_over_clipping(driver: Any, optimizer: Any) -> None:
-    """Let accelerate, or a `Trainer`, clip by and log the exact norm of ``optimizer``.
+    """Replace the clipping methods of accelerate, or of a `Trainer`, by the clipping of ``optimizer``.
 
         take_over_clipping(trainer, optimizer)  # max_grad_norm= of its arguments is the threshold
         take_over_clipping(accelerator, optimizer)  # after prepare; then call accelerator.clip_grad_norm_(...) as usual
 
-    Afterwards ``clip_grad_norm_`` is `ParallelOptimizer.clip_grad_by_norm`. It reduces and measures the gradients of
-    all parameters of the optimizer, and clips them in place. It returns the norm before clipping, 0-dim float64. It
-    replaces the optimizer's ``max_norm=``. With the threshold ``inf``, which a Trainer without ``max_grad_norm`` uses
-    to measure, the optimizer's ``max_norm=`` is applied. ``clip_grad_value_`` is
-    `ParallelOptimizer.clip_grad_by_value`. No other methods change.
+    accelerate's own norm is wrong for sharded models. The new ``accelerator.clip_grad_norm_`` calls
+    `ParallelOptimizer.clip_grad_by_norm`. It reduces and measures the gradients of all parameters of the optimizer, clips
+    them in place, and returns the global norm before clipping, 0-dim float64. The Trainer logs this norm. The threshold
+    of the call is used instead of the optimizer's ``max_norm=``. Exception: with the threshold ``inf``, with which a
+    Trainer without ``max_grad_norm`` measures the norm, the optimizer's ``max_norm=`` is used.
+    ``accelerator.clip_grad_value_`` calls `ParallelOptimizer.clip_grad_by_value`.
 
     Args:
         driver: The accelerator, or the Trainer before its ``train``.
         optimizer: The `ParallelOptimizer`, or the wrapper that accelerate created for it.
 
     Raises:
-        TypeError: ``driver`` or ``optimizer`` is something else.
-        ValueError: The combination can't be right: accelerate's own loss scale (``mixed_precision="fp16"``),
-            accumulation windows managed by both, or a `DistributedDataParallel` around a sharded model. Nothing is
+        TypeError: ``driver`` is no accelerator or Trainer, or ``optimizer`` is no `ParallelOptimizer`.
+        ValueError: accelerate has its own loss scale (``mixed_precision="fp16"``), the optimizer manages accumulation
+            windows too (``accumulation_steps=``), or a `DistributedDataParallel` contains a sharded model. Nothing is
             changed.
 
     The new ``clip_grad_norm_`` raises errors on every rank. It raises ValueError if some of the optimizer's parameters
     are not passed to it, or if the model was wrapped later. It raises RuntimeError in the middle of a window; write
     ``if accelerator.sync_gradients:`` before it.
 
-    Collectives: an object all-gather, and one per clip before the first step. A clip has those of a step, which then
-        has none.
-    Host synchronization: one in the first clip.
+    Collectives: an object all-gather here, and another one per call of a clipping method before the first step. A clipping
+        method runs the collectives that `step` would run; `step` then runs none.
+    Host synchronization: one in the first call of a clipping method.
     """
     inner, accelerator = innermost(optimizer), getattr(driver, "accelerator", driver)
     if not isinstance(inner, ParallelOptimizer):
@@ -96,7 +97,13 @@ def _clip_value(
 
 
 def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameters: Tensor | Iterable[Tensor]) -> None:
-    """Check the parameters of a clip; before the first step, together with all ranks."""
+    """Raise an error if a call of a clipping method is wrong; before the first step, on every rank.
+
+    Raises:
+        ValueError: ``parameters`` lacks parameters of the optimizer, or the model was wrapped in the wrong way.
+        RuntimeError: The call is in the middle of an accumulation window.
+    Collectives: before the first step, an object all-gather.
+    """
     given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
 
     def check() -> None:
@@ -122,9 +129,9 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
 
 
 def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
-    """Raise ValueError if a parameter that is sharded over ranks is inside a DistributedDataParallel over them.
+    """Raise ValueError if a `DistributedDataParallel` contains a parameter of which its ranks hold different shards.
 
-    accelerate does not report which models it wrapped.
+    The check searches the process for wrappers, because accelerate does not report which models it wrapped.
     """
     found = find_misplaced_ddp(optimizer.transforms.params, optimizer.model_plan.entries, optimizer.registry)
     if found is not None:
@@ -138,9 +145,9 @@ def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
 
 # Detection of accelerate, or of a Transformers `Trainer`, that clips the gradients itself -----------------------------
 
-# accelerate computes its norm from gradients that may not be averaged or summed yet, or from a rank's shards alone, and
-# clips before the optimizer does. The Trainer and accelerator objects are searched once, among all objects of the
-# process. Stack frames would reveal them too, but reading a frame's variables keeps them alive in Python 3.10 to 3.12,
+# accelerate computes its norm from gradients that may not be reduced yet, or from one rank's shards only, and clips before
+# the optimizer does. In the first window, Trainer and accelerator objects are searched among all objects of the process.
+# The stack frames would be an alternative. But in Python 3.10 to 3.12, reading a frame's variables keeps them alive,
 # including the user's first batch and logits.
 
 _TAKEN: WeakSet[object] = WeakSet()
@@ -148,12 +155,12 @@ TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"
 
 
 def taken_over(optimizer: object) -> None:
-    """Record that accelerate's clipping now goes through ``optimizer``."""
+    """Record that accelerate's clipping methods now call those of ``optimizer``."""
     _TAKEN.add(optimizer)
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer within accelerate's wrappers."""
+    """Return the optimizer inside accelerate's wrappers, or ``optimizer`` itself if it has none."""
     kind: Any = loaded_class("accelerate.optimizer", "AcceleratedOptimizer")
     while kind is not None and isinstance(optimizer, kind):
         optimizer = optimizer.optimizer
@@ -161,7 +168,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def wrong_around(param_groups: object) -> str | None:
-    """Return an error message if a `Trainer` or accelerate clips this optimizer's gradients itself, else None.
+    """Return an error text if accelerate or a `Trainer` clips this optimizer's gradients by its own norm, else None.
 
     Args:
         param_groups: The optimizer's list of param groups. Wrappers share the list object, so it identifies the

@@ -11,8 +11,8 @@
         optimizer.step()
         schedule.step()
 
-It only combines other parts of the library, which can also be used alone: the precision modes of `meshstep.amp`, and
-`ParallelOptimizer` for the step.
+`Booster` combines the precision modes of `meshstep.amp`, data parallelism, and `ParallelOptimizer`. Each of them can also
+be used without a `Booster`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
 
 
 def registry_of_replicas() -> ProcessGroupRegistry:
-    """Return a registry with all ranks on one data axis.
+    """Return a registry for a mesh with a single axis, ``data``, that has all ranks.
 
     Raises:
         RuntimeError: torchrun started several processes, and `init_distributed` has not been called.
@@ -98,9 +98,10 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def name_parameters(model: nn.Module, topology: Topology) -> None:
-    """Record the name of every declared parameter, for errors, norms and checkpoints.
+    """Write each parameter's name into its declaration, for errors, norms and checkpoints.
 
-    On a mesh without model axes, parameters without a declaration are declared replicated.
+    Names that a declaration already has are kept. On a mesh without model axes, parameters without a declaration are
+    declared replicated. On other meshes, they are not changed.
     """
     for name, param in model.named_parameters():
         known = annotation_of(param)
@@ -111,7 +112,7 @@ def name_parameters(model: nn.Module, topology: Topology) -> None:
 
 
 def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
-    """Return the criterion on the registry's device, prepared for the precision mode."""
+    """Return the criterion prepared for the precision mode. A module is moved to the registry's device if that is CUDA."""
     if criterion is None:
         return None
     if isinstance(criterion, nn.Module) and registry.device.type == "cuda":
@@ -119,7 +120,7 @@ def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGro
     return precision.prepare_criterion(criterion)
 
 
-# Samplers that yield all samples of their dataset. They cannot detect a dataset that is already this rank's part.
+# Samplers of torch that yield all samples of their dataset, on every rank.
 _EVERYTHING = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _ADVICE = (
     "create the loader with booster.prepare_dataloader(dataset, batch_size, ...), or with a sampler or batch sampler of "
@@ -128,16 +129,17 @@ _ADVICE = (
 
 
 def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError if a torch DataLoader gives data ranks the same samples, or model peers different ones.
+    """Raise ValueError if a torch DataLoader gives ranks the wrong samples.
 
-    The check uses the classes of its sampler and batch sampler. Other classes than torch's are trusted.
+    Ranks with different data coordinates must get different samples, and ranks with the same data coordinate equal ones.
+    Only loaders with torch's own classes of samplers and batch samplers are checked; other classes are trusted.
     """
     axes = registry.topology.sample_axes
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
         return
     batch_sampler = loader.batch_sampler
-    # a loader with a batch sampler does not use its own sampler attribute
+    # if there is a batch sampler, the loader does not use loader.sampler
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
@@ -152,11 +154,9 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
 
 
 def first_samples(loader: Any) -> str | None:
-    """Return a digest of the first samples of a DataLoader's IterableDataset.
+    """Read the first four samples of a DataLoader's IterableDataset, and return a hash of them.
 
-    Returns None if there is none, or if it can't be read.
-
-    The samples are read from the dataset for this purpose.
+    Return None if the loader is no DataLoader of an IterableDataset, or if the samples can't be read.
     """
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     if not isinstance(dataset, IterableDataset):
@@ -164,13 +164,13 @@ def first_samples(loader: Any) -> str | None:
     try:
         with cpu_random_state_kept():
             samples = pickle.dumps([_plain(sample) for sample in islice(dataset, 4)])
-    except Exception:  # the training loop will raise the same error
+    except Exception:  # reading the samples in the training loop raises the same error
         return None
     return hashlib.blake2b(samples).hexdigest()
 
 
 def _plain(sample: Any) -> Any:
-    """Replace tensors by their contents, because a pickled tensor depends on its memory address."""
+    """Return ``sample`` with tensors replaced by dtype, shape and bytes: pickles of equal tensors may differ."""
     if isinstance(sample, Tensor):
         value = sample.detach().cpu().contiguous()
         return str(value.dtype), tuple(value.shape), bytes(value.flatten().view(torch.uint8).tolist())
@@ -180,10 +180,12 @@ def _plain(sample: Any) -> Any:
 
 
 def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
-    """Raise ValueError if IterableDatasets give data ranks the same samples, or model peers different ones.
+    """Raise ValueError if IterableDatasets give ranks the wrong first samples.
+
+    Ranks with different data coordinates must get different samples, and ranks with the same data coordinate equal ones.
 
     Args:
-        digests: `first_samples` of every rank.
+        digests: The result of `first_samples` of every rank.
         topology: The mesh.
     """
     advice = "select each rank's samples by registry.rank(*registry.topology.sample_axes)"
@@ -207,7 +209,7 @@ def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError if the model is already wrapped in DistributedDataParallel or `fully_shard`."""
+    """Raise ValueError if a part of the model is in `DistributedDataParallel`, or was sharded by `fully_shard`."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
             raise ValueError(
@@ -220,9 +222,9 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
     """Raise an error if the optimizer can't step the model.
 
     Raises:
-        TypeError: It is no plain torch optimizer.
-        ValueError: A parameter is not the model's, lacks a spec on a mesh with model axes, or can't be moved to the
-            registry's device.
+        TypeError: ``optimizer`` is not a torch optimizer, or already a `ParallelOptimizer`.
+        ValueError: One of its parameters is not in the model, a parameter has no spec on a mesh with model axes, or the
+            model can't be moved to the registry's device.
     """
     if isinstance(optimizer, ParallelOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, which boost wraps")
@@ -239,9 +241,9 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
 
 
 def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raise ValueError if the model can't be moved to the CUDA device ``device`` after its optimizer was created.
+    """Raise ValueError if the model can't be moved to ``device`` after its optimizer was created.
 
-    A move keeps the parameter objects, but leaves the optimizer's state on the old device.
+    It can't if it is on the meta device, or if the optimizer has states: a move of the model leaves them on the old device.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
@@ -262,11 +264,11 @@ def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: to
         )
 
 
-# Checkpoints that include the loader's position in its epoch ----------------------------------------------------------
+# Checkpoints that contain the data loader's position in its epoch ------------------------------------------------------
 
 
 class Saving:
-    """Saves and loads the objects that `Booster.boost` returned."""
+    """Base class of `Booster` with the methods that save and load the objects of a training loop."""
 
     def save(
         self,
@@ -279,14 +281,16 @@ class Saving:
         extra: Any = None,
         keep: int = 1,
     ) -> Path:
-        """Save a checkpoint as `save_checkpoint` does, with the loader's position in its epoch. Every rank calls it.
+        """Save a checkpoint with `save_checkpoint`, and return its path. Every rank calls it.
+
+        The checkpoint also contains the data loader's position in its epoch.
 
         Args:
             path, model, optimizer, lr_scheduler, extra, keep: As in `save_checkpoint`; pass the objects that `boost`
                 returned.
             dataloader: The loader that `boost` returned. None: no position is saved.
         Returns:
-            The path of the checkpoint.
+            The directory of the checkpoint.
 
         Raises:
             As `save_checkpoint`.
@@ -307,11 +311,10 @@ class Saving:
         lr_scheduler: LRScheduler | None = None,
         dataloader: ShardedDataLoader[Any] | None = None,
     ) -> Any:
-        """Load a checkpoint of `save` into the objects that `boost` returned, on this mesh or another.
+        """Load a checkpoint of `save` into the objects that `boost` returned, and return its ``extra``.
 
-        Every rank calls it.
-
-        The next ``for`` loop over the loader continues the saved epoch; see `ShardedDataLoader.load_state_dict`.
+        Every rank calls it. The checkpoint may come from another mesh. The next ``for`` loop over the loader continues the
+        saved epoch; see `ShardedDataLoader.load_state_dict`.
 
         Args:
             path, model, optimizer, lr_scheduler: As in `load_checkpoint`; pass the objects that `boost` returned.
@@ -320,8 +323,8 @@ class Saving:
             The ``extra`` value that was saved.
 
         Raises:
-            ValueError: The loader does not have the order of the saved epoch; all else is loaded by then. Other errors
-                as in `load_checkpoint`.
+            ValueError: The loader does not have the order of the saved epoch. Then all other objects have already been
+                loaded. Other errors as in `load_checkpoint`.
 
         Collectives: as in `load_checkpoint`.
         """
@@ -348,7 +351,7 @@ Schedule = TypeVar("Schedule")
 
 
 class Booster(Saving, Generic[Stats_co]):
-    """Prepares the objects of a training loop for one precision mode and one kind of data parallelism.
+    """Prepares model, optimizer, criterion, data loader and schedule for a precision mode and a kind of data parallelism.
 
         booster = Booster("bf16", registry, max_norm=1.0)
         model, optimizer, criterion, loader, _ = booster.boost(model, adamw, criterion, loader)
@@ -361,28 +364,28 @@ class Booster(Saving, Generic[Stats_co]):
         mixed_precision: Name of a mode (``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16_naive"``, ``"fp16_apex"``,
             ``"fp8"``) or a precision object. Default: ``"fp32"``.
         registry: The process groups. None: all ranks are replicas on one axis ``data``.
-        data_parallel: How gradients are averaged over the data axes, and what is sharded over these axes. The steps are
-            the same with all values::
+        data_parallel: How gradients are averaged over the data axes, and which tensors are sharded over these axes. The
+            lines of the training loop are the same with all values. Default: None::
 
-                None      the optimizer averages in `step`, in a few collectives per window; for every layout
-                "ddp"     torch's DistributedDataParallel averages during backward
-                "zero1"   the optimizer averages; optimizer states and master weights are sharded over the last data
-                    axis
+                None      `step` averages the gradients, in a few collectives per window; works with every layout
+                "ddp"     torch's DistributedDataParallel averages the gradients during backward
+                "zero1"   `step` averages the gradients; optimizer states and master weights are sharded over the
+                    last data axis larger than 1, or over all data axes if the topology has an alias for them
                 "zero2"   as "zero1", and gradients are sharded too, during backward
-                "fsdp"    torch's fully_shard averages and shards; parameters are sharded too
+                "fsdp"    torch's fully_shard shards parameters, gradients and states, and averages the gradients
 
         max_norm: Threshold of the global gradient norm, or another clipping rule, applied in every step. None: no
-            clipping, except by the optimizer's ``clip_grad_by_norm``.
-        accumulation_steps: Number of micro-batches per accumulation window; `ParallelOptimizer` describes `step` and
-            the end of an epoch with windows. Default 1: gradients accumulate until you call `step`, after any number of
-            micro-batches (see `no_sync`).
+            clipping, except by the optimizer's ``clip_grad_by_norm``. Default: None.
+        accumulation_steps: Number of micro-batches per accumulation window. `ParallelOptimizer` describes `step` within
+            windows, and the end of an epoch. Default 1: windows are not managed; gradients accumulate until you call
+            `step`, after any number of micro-batches (see `no_sync`).
         **options: Other arguments of `ParallelOptimizer`, such as ``check_replicas``, ``overlap`` or ``states``. With
             "zero1" and "zero2", ``compression`` also applies to the sharded gradients.
 
     Raises:
-        ValueError: There is no such mode, the mesh has no data axis for ``data_parallel``, or an argument is out of
-            range.
-        TypeError: An option is no argument of `ParallelOptimizer`, or an argument of Booster determines it.
+        ValueError: The precision mode does not exist, the mesh has no data axis for ``data_parallel``, or an argument is
+            out of range.
+        TypeError: An option is not an argument of `ParallelOptimizer`, or another argument of Booster determines it.
         RuntimeError: ``registry`` is None under torchrun, and `init_distributed` has not been called.
     """
 
@@ -429,7 +432,7 @@ class Booster(Saving, Generic[Stats_co]):
             )
         clip_of(max_norm)
         self.data_parallel = data_parallel
-        # With windows of one micro-batch, a second backward before `step` would be an error; here it accumulates.
+        # With accumulation_steps=1, ParallelOptimizer would reject a second backward before `step`; None accumulates.
         steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
         self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
@@ -466,33 +469,34 @@ class Booster(Saving, Generic[Stats_co]):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Prepare all given objects, in place as far as possible. Every rank calls it at the same point.
+        """Prepare the objects of a training loop, and return them. Every rank calls it at the same point of the program.
 
-        The weights and buffers of data coordinate 0 are broadcast, so that replicas start equal. On a mesh with model
-        axes, the layout must have been declared. On other meshes all parameters are replicated.
+        The model is changed in place where possible. The weights and buffers of data coordinate 0 are broadcast over the
+        data axes, so that replicas start equal. On a mesh with model axes, declare the layout of the model first. On other
+        meshes, parameters without a declaration are declared replicated.
 
         Args:
-            model: A model without wrapper that has not been stepped. It is moved to the registry's device if that is a
-                CUDA device. Or a schedule of `torch.distributed.pipelining` with its loss function, over this rank's
-                stages; see `Pipeline`.
-            optimizer: A torch optimizer of the model's parameters, or a list of optimizers, which take one step with
-                one norm. None: prepare the model for evaluation.
-            criterion: A function or module, prepared for the precision mode. None: there is none.
-            dataloader: Returned unchanged after a check that the data ranks share its samples. The check uses its
-                sampler, or reads the first samples of an IterableDataset. Samplers of your own class are trusted. None:
-                there is none.
+            model: A model without a data-parallel wrapper. It is moved to the registry's device if that is a CUDA device.
+                Or a schedule of `torch.distributed.pipelining` with its loss function, over this rank's stages; see
+                `Pipeline`.
+            optimizer: A torch optimizer of the model's parameters. Or a list of optimizers, which are combined: one step
+                and one gradient norm for all. None: the model is prepared for evaluation.
+            criterion: A loss function or module, which is prepared for the precision mode. None: no criterion.
+            dataloader: A loader, which is returned unchanged after a check of the samples: different data ranks must get
+                different samples. The check uses the loader's sampler, or reads the first samples of an IterableDataset.
+                Samplers of your own class are trusted. None: no loader.
             lr_scheduler: A torch or meshstep schedule that was created with ``optimizer``. torch's schedules move with
-                every call of their ``step``, except with `HoldOnSkip`. meshstep's schedules move only if the optimizer
-                took a step. With a list of optimizers, create the schedule with the returned optimizer instead. None:
-                there is none.
+                every call of their ``step``, except in `HoldOnSkip`. meshstep's schedules move only if the optimizer took
+                a step. With a list of optimizers, create the schedule afterwards, with the returned optimizer. None: no
+                schedule.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), with None for omitted objects. The optimizer is a
-                `ParallelOptimizer`. With ``"ddp"`` the model is wrapped, and the original is its ``.module``. A
-                schedule of `torch.distributed.pipelining` becomes a `Pipeline`, which replaces it.
+                `ParallelOptimizer`. With ``"ddp"`` the model is a `DistributedDataParallel` with the original model as
+                its ``.module``. Instead of a schedule of `torch.distributed.pipelining`, a `Pipeline` is returned.
 
         Raises:
-            ValueError, TypeError: On every rank, before any change: the objects don't fit together. Or as
-                `ParallelOptimizer` raises after the model was prepared; then build the model again.
+            ValueError, TypeError: On every rank, before any change: the objects don't fit together. Or an error of
+                `ParallelOptimizer`, which is created after the model was changed; then build the model again.
 
         Collectives: gathers of Python objects, and broadcasts of the model over the data axes.
         """
@@ -534,7 +538,7 @@ class Booster(Saving, Generic[Stats_co]):
         return boosted, stepped, criterion, dataloader, lr_scheduler
 
     def _check(self, schedule: Any, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
-        """Raise ValueError or TypeError if the objects don't fit together, and return `first_samples`.
+        """Raise ValueError or TypeError if the objects don't fit together; return the result of `first_samples`.
 
         Collectives: none.
         """
@@ -567,11 +571,13 @@ class Booster(Saving, Generic[Stats_co]):
         seed: int = 0,
         **loader_kwargs: Any,
     ) -> ShardedDataLoader[T]:
-        """Call `meshstep.parallel.data.prepare_dataloader` on this mesh.
+        """Return a loader that gives each data coordinate its own samples of ``dataset``.
+
+        It is the result of `meshstep.parallel.data.prepare_dataloader` for this Booster's registry.
 
         Args:
             dataset: The dataset.
-            batch_size: Number of samples per batch and data coordinate.
+            batch_size: Number of samples per batch of one data coordinate.
             shuffle, drop_last, seed, **loader_kwargs: As in `meshstep.parallel.data.prepare_dataloader`.
         """
         return prepare_dataloader(dataset, self.registry, batch_size, shuffle, drop_last, seed, **loader_kwargs)
@@ -579,7 +585,7 @@ class Booster(Saving, Generic[Stats_co]):
     def backward(
         self, loss: Tensor | None, optimizer: ParallelOptimizer, *, weight: float | Tensor | None = None, **kwargs: Any
     ) -> None:
-        """Call `ParallelOptimizer.backward`.
+        """Run backward: call `ParallelOptimizer.backward`, which multiplies the loss by the loss scale.
 
         Args:
             loss, weight, **kwargs: As in `ParallelOptimizer.backward`.
@@ -595,14 +601,16 @@ class Booster(Saving, Generic[Stats_co]):
     def no_sync(
         self, model: nn.Module | Pipeline | None = None, optimizer: ParallelOptimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Return `ParallelOptimizer.no_sync`, for all micro-batches of your own window except the last.
+        """Return the context of `ParallelOptimizer.no_sync`, in which backward does not reduce gradients.
+
+        Run all micro-batches before a `step`, except the last one, in this context.
 
         Args:
-            model: The model that `boost` returned. None: ``optimizer`` is given.
-            optimizer: The optimizer that `boost` returned. None: ``model`` is given.
+            model: The model that `boost` returned. None: give ``optimizer``.
+            optimizer: The optimizer that `boost` returned. None: give ``model``.
 
         Raises:
-            ValueError: Neither argument comes from `boost`.
+            ValueError: Neither the model nor the optimizer was returned by `boost`.
         """
         found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
         if not isinstance(found, ParallelOptimizer):

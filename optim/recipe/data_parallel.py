@@ -1,4 +1,4 @@
-"""The kinds of data parallelism of a `Booster`, their requirements and application, and broadcasts to replicas."""
+"""The kinds of data parallelism that `Booster` sets up, and broadcasts that make replicas equal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..step.update import invalidate_before_updates
 invalidate_before_updates(forget_rounded)
 
 DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]
-"""The data parallelism that `Booster` sets up: DDP, sharded optimizer states (ZeRO-1, ZeRO-2), or FSDP2 (ZeRO-3)."""
+"""The data parallelism that `Booster` sets up: DDP, optimizer-state sharding (ZeRO-1, ZeRO-2), or FSDP2 (ZeRO-3)."""
 
 
 def check_data_parallel(
@@ -39,13 +39,14 @@ def check_data_parallel(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise ValueError if the mode is not possible.
+    """Raise ValueError if ``mode`` is not possible on the mesh, or for the model or optimizer.
 
     Args:
-        mode: None: the optimizer averages over the data axes, which is always possible.
+        mode: The kind of data parallelism. None: `ParallelOptimizer.step` averages the gradients, which is always
+            possible.
         registry: The process groups.
-        model: None: not checked.
-        optimizer: None: not checked.
+        model: The model to check. None: only the mesh is checked.
+        optimizer: The optimizer to check. None: it is not checked.
     """
     topology = registry.topology
     if mode is None:
@@ -85,7 +86,7 @@ def _check_no_data_spec(mode: str, registry: ProcessGroupRegistry, model: nn.Mod
 
 
 def data_alias(topology: Topology) -> str | None:
-    """Return the alias of all data axes together; None if there is none."""
+    """Return the topology's alias for all data axes together; None if it has no such alias."""
     return next((alias for alias, atoms in topology.aliases.items() if atoms == topology.data_axes), None)
 
 
@@ -101,13 +102,13 @@ def wrap(
     registry: ProcessGroupRegistry,
     mode: DataParallel | None,
 ) -> list[nn.Module]:
-    """Apply the mode to the model: wrap it for "ddp", change it in place for "fsdp", and return it.
+    """Apply data parallelism to the modules, and return them: wrapped for "ddp", changed in place for "fsdp".
 
     Args:
-        parts: The model, or its stages on this rank.
-        optimizer: Receives the new parameters that "fsdp" creates. None: there is none.
-        registry: The process groups.
-        mode: The mode; for other modes the model is returned unchanged.
+        parts: The model, or this rank's pipeline stages.
+        optimizer: With "fsdp", the new parameters replace the old ones in its param groups. None: no optimizer.
+        registry: The process groups. With a single data coordinate, the modules are returned unchanged.
+        mode: The kind of data parallelism. For other values the modules are returned unchanged.
     """
     if data_size(registry) == 1:
         return list(parts)
@@ -131,7 +132,7 @@ def wrap(
 
 
 def _shared(parts: Sequence[Mapping[str, nn.Parameter]]) -> set[nn.Parameter]:
-    """Return the parameters of several parts, because `fully_shard` can assign a parameter to one module only."""
+    """Return the parameters that are in more than one of ``parts``. `fully_shard` can't shard them."""
     counts = Counter(param for params in parts for param in params.values())
     return {param for param, count in counts.items() if count > 1}
 
@@ -150,7 +151,7 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model's blocks: elements of its outermost ModuleLists and Sequentials that contain other modules."""
+    """Yield the blocks of a model: items of its outermost ModuleLists and Sequentials, if they contain other modules."""
     for child in module.children():
         composite = next(child.children(), None) is not None
         if composite and isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -160,9 +161,9 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose direct parameters have another dtype than most.
+    """Return the modules with a direct parameter that does not have the dtype of most elements of the model.
 
-    `fully_shard` needs one dtype per module.
+    `fully_shard` needs one dtype per sharded module.
     """
     sizes: Counter[torch.dtype] = Counter()
     for param in model.parameters():
@@ -174,13 +175,13 @@ def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
 def optimizer_options(
     parts: Sequence[nn.Module], registry: ProcessGroupRegistry, mode: DataParallel | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `ParallelOptimizer` for the mode.
+    """Return the arguments of `ParallelOptimizer` that the kind of data parallelism requires.
 
     Args:
         parts: The result of `wrap`.
         registry: The process groups.
-        mode: The mode.
-        options: The user's options.
+        mode: The kind of data parallelism.
+        options: The options that the user gave to `Booster`.
     """
     if data_size(registry) == 1 or mode is None:
         return {}
@@ -195,7 +196,7 @@ def optimizer_options(
     return {}
 
 
-# Broadcasts that make replicas equal: weights before training, weights and states between two steps -------------------
+# Broadcasts that make replicas equal: of weights before training; of weights and optimizer states between two steps ---
 
 
 @torch.no_grad()
@@ -204,7 +205,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
         broadcast_weights(model, registry)
 
-    Tensors sharded over a data axis are broadcast over the other data axes only.
+    A tensor that is sharded over a data axis is broadcast over the other data axes only.
 
     Args:
         model: The model; changed in place.
@@ -225,23 +226,22 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     with in_call(registry, "broadcast_weights"):
         for ranks, tensors in found.items():
             _share(tensors, ranks, registry)
-        forget_rounded()  # a collective does not increase the tensors' version counters
+        forget_rounded()  # clears cached 8-bit weights: a collective does not increase version counters
 
 
 # `align_replicas` is for replicas that have diverged.
 #
-# An axis that sums gradients gives bitwise identical results to all ranks. Some gradients are computed separately on
-# every rank, such as those of a replicated layer norm on tensor ranks. They are equal only with deterministic kernels.
-# GPU kernels with atomic additions are not deterministic: the last bits of gradients differ, Adam turns them into full
-# updates, and the replicas slowly diverge. ``torch.use_deterministic_algorithms(True)`` forbids such kernels at a cost;
-# aligning replicas from time to time costs almost nothing.
+# An all-reduce gives bitwise identical gradients to all ranks. But some gradients are computed separately on every rank,
+# such as those of a layer norm that is replicated over a tensor axis. They are bitwise identical only if all kernels are
+# deterministic. GPU kernels with atomic additions are not: the last bits of the gradients differ. Adam turns a tiny
+# gradient into a full-size update, so the replicas slowly diverge. ``torch.use_deterministic_algorithms(True)`` avoids
+# such kernels, but makes training slower. Aligning replicas every few hundred steps costs almost nothing.
 #
-# Replicas are not averaged but set to one rank's values, so that weights, master weights and moments belong to the same
-# step.
+# All replicas get one rank's values, not an average, so that weights, master weights and moments fit together.
 
 
 class _BroadcastKind(NamedTuple):
-    """Properties of tensors that are broadcast together."""
+    """Key of tensors that are broadcast together: the ranks with equal replicas, and the kind of layout."""
 
     ranks: tuple[int, ...]
     layout: NormBucket
@@ -249,11 +249,11 @@ class _BroadcastKind(NamedTuple):
 
 @torch.no_grad()
 def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
-    """Set all replicas of stepped tensors and their states to the values of the first rank that holds them.
+    """Make replicas bitwise equal: broadcast weights and optimizer states from the first rank that holds each replica.
 
-    Master weights are included, and the results are written to the model. Call it on every rank between two steps,
-    about every few hundred steps. States that all elements of a parameter share (step counts) and tensors without
-    replicas are unchanged.
+    Master weights are broadcast too, and the results are written to the model. Call it on every rank between two steps,
+    about every few hundred steps. Tensors without replicas, frozen parameters, and states that are one number per
+    parameter, such as step counts, are unchanged.
 
         if step % 200 == 0:
             align_replicas(optimizer)
@@ -262,7 +262,8 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
         optimizer: The optimizer.
 
     Raises:
-        ValueError: On every rank: two replicas have different kinds of states; nothing is changed.
+        ValueError: On every rank: two replicas have states of different names, shapes or dtypes, or ranks step different
+            parameters; nothing is changed.
 
     Collectives: an object all-gather, one broadcast per 32 MiB and kind of layout, and the collectives by which
         `Sharded` writes weights to the model.
@@ -297,7 +298,12 @@ def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:
 
 
 def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError, on every rank, if ranks would broadcast different tensors. Names of tied parameters may differ."""
+    """Raise ValueError on every rank if ranks would broadcast tensors of different names, shapes or dtypes.
+
+    Names of parameters are not compared, because they may differ between ranks for tied parameters.
+
+    Collectives: an object all-gather.
+    """
     reports = gather_objects(descriptions, registry)
     for rank, report in enumerate(reports):
         for kind, own in report.items():
@@ -317,14 +323,14 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
 
 
 def _share(tensors: Sequence[Tensor], ranks: tuple[int, ...], registry: ProcessGroupRegistry) -> None:
-    """Broadcast the tensors' bytes from the first of the ranks, in row-major order and in buckets."""
+    """Broadcast the bytes of the tensors from ``ranks[0]`` to the other ranks, in place, in buckets of `BUCKET_BYTES`."""
     parts: list[Tensor] = []
     copied: list[tuple[Tensor, Tensor]] = []
     nbytes = 0
     for tensor in tensors:
         dense = (
             tensor.detach().contiguous().resolve_conj().resolve_neg()
-        )  # a copy only if its memory is not contiguous or is negated
+        )  # a copy only if the tensor is not contiguous, or is a conjugate or negative view
         for part in dense.view(-1).view(torch.uint8).split(BUCKET_BYTES):
             if parts and nbytes + part.numel() > BUCKET_BYTES:
                 _broadcast(parts, copied, ranks, registry)
@@ -342,13 +348,13 @@ def _broadcast(
     ranks: tuple[int, ...],
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Broadcast the parts from the first rank, then copy each dense copy back to its tensor."""
+    """Broadcast the parts from ``ranks[0]``, in place; then copy each contiguous copy in ``copied`` into its tensor."""
     sizes = [part.numel() for part in parts]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=registry.device)
     slots = flat.split(sizes)
     sides: dict[
         torch.device, list[int]
-    ] = {}  # offloaded parts are on another device; one transfer per device and direction
+    ] = {}  # parts by device: offloaded parts are on the CPU; each device needs one transfer per direction
     for index, part in enumerate(parts):
         sides.setdefault(part.device, []).append(index)
     for which in sides.values():

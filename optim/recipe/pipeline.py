@@ -7,14 +7,14 @@
         loss = pipeline.backward(inputs, target=targets)
         optimizer.step()
 
-The schedule calls backward itself. With ``scale_grads=True`` torch would afterwards divide each stage's gradients by
-the number of micro-batches. This division is wrong in three cases:
+The schedule calls backward itself. With ``scale_grads=True`` torch afterwards divides each stage's gradients by the number
+of micro-batches. This division is wrong in three cases:
 
 * A parameter that two stages of a rank share (a tied embedding in a V-shaped schedule) is divided twice.
-* Gradients of an earlier call in the same window are divided again.
+* Gradients of an earlier call in the same accumulation window are divided again.
 * Gradients that were already reduced are not divided.
 
-So `Pipeline` divides each loss once instead, together with the multiplication by the loss scale.
+So `Pipeline` turns ``scale_grads`` off, and divides each loss by the number of micro-batches before its backward.
 """
 
 from __future__ import annotations
@@ -41,34 +41,36 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Runs the micro-batches of a schedule within the optimizer's accumulation window.
+    """Runs forward and backward of a pipeline schedule within the optimizer's accumulation window.
 
         pipeline = Pipeline(schedule, optimizer)
         loss = pipeline.backward(inputs, target=targets)    # on every rank; None except on the last stage
         optimizer.step()
 
-    The loss function is prepared for the precision mode. With ``scale_grads=True``, torch's default, it must return the
-    mean over a micro-batch, and the objective of a call is the mean over all micro-batches. With ``scale_grads=False``
-    it must return a sum; give `backward` the divisor as ``weight=``.
+    The schedule's loss function is prepared for the precision mode. If the schedule was created with ``scale_grads=True``,
+    torch's default, the loss function must return the mean over a micro-batch. The loss of a call is then the mean over
+    all micro-batches. With ``scale_grads=False``, the loss function must return a sum. Then give `backward` the number by
+    which the sum is divided as ``weight=``.
 
     Args:
-        schedule: A schedule of `torch.distributed.pipelining` with a ``loss_fn``; it is changed in place. The modules
-            of its stages may be sharded over model axes, or by `fully_shard`. With `fully_shard`, create the optimizer
-            with ``data_parallel=[...]``, one entry per stage, and exclude a parameter that two stages of a rank share
-            (``ignored_params=``). Zero-bubble schedules, which split a backward into two parts, then keep gathered
-            weights during a call (``reshard_after_forward=False``).
+        schedule: A schedule of `torch.distributed.pipelining` with a ``loss_fn``. Its loss function and ``scale_grads``
+            are replaced. The modules of its stages may be sharded over model axes, or by `fully_shard`. With
+            `fully_shard`, create the optimizer with ``data_parallel=[...]``, one entry per stage. Exclude a parameter that
+            two stages of a rank share from sharding (``ignored_params=``). Zero-bubble schedules compute the gradients of
+            weights later than those of inputs. For them, ``reshard_after_forward`` is set to False: gathered weights are
+            kept during a call.
         optimizer: The optimizer of the stages' parameters.
 
     Raises:
-        TypeError: On every rank: ``schedule`` is no such schedule.
+        TypeError: On every rank: ``schedule`` is not a schedule of `torch.distributed.pipelining`.
         ValueError: On every rank: the schedule has no loss function, or its stages don't communicate over the mesh's
-            pipeline axes. Or a zero-bubble schedule has a stage in `DistributedDataParallel`, which never receives the
-            gradients of the second part.
+            pipeline axes. Or a stage of a zero-bubble schedule is in `DistributedDataParallel`, which would never average
+            the gradients of weights.
 
     Collectives: an object all-gather in the constructor.
 
     Attributes:
-        schedule, optimizer: As the arguments.
+        schedule, optimizer: The arguments.
         modules: The modules of this rank's stages, in the schedule's order.
     """
 
@@ -87,26 +89,26 @@ class Pipeline:
     def backward(
         self, *args: Any, target: Any = None, weight: float | Tensor | None = None, **kwargs: Any
     ) -> Tensor | None:
-        """Run forward and backward of all micro-batches; for the optimizer they are a single micro-batch of its window.
+        """Run forward and backward of all micro-batches of the schedule, and return the loss on the last stage.
 
-        Every rank calls it, with the same samples on the ranks of one data coordinate. The first stage uses ``args``,
-        the last one ``target``; other stages ignore them. torch's data parallelism reduces gradients at the end of
-        every call.
+        For the optimizer's accumulation window, a call counts as one micro-batch. Every rank calls it; ranks with the same
+        data coordinate pass the same samples. The first stage uses ``args``, the last one ``target``; other stages ignore
+        them. `DistributedDataParallel` and `fully_shard` reduce gradients at the end of every call.
 
         Args:
-            args, kwargs: As for the schedule's ``step``, which splits tensors along dim 0 into micro-batches.
-            target: Second argument of the loss function.
-            weight: As for `ParallelOptimizer.backward`.
+            args, kwargs: Arguments of the schedule's ``step``, which splits tensors along dim 0 into micro-batches.
+            target: Second argument of the loss function, split in the same way.
+            weight: As for `ParallelOptimizer.backward`. Only with ``scale_grads=False``. Default: None.
         Returns:
-            On ranks of the last stage, the mean of the unscaled losses, or their sum with ``scale_grads=False``: 0-dim,
-                detached. None on other ranks.
+            On ranks of the last stage, the mean of the micro-batches' unscaled losses, or their sum with
+                ``scale_grads=False``: 0-dim, detached. None on other ranks.
 
         Raises:
             ValueError: A tensor can't be split into equal micro-batches, or ``weight`` is given although the losses are
                 means. Other errors as in `ParallelOptimizer.window`.
 
-        Collectives: the schedule's, the gradient reductions of model and data parallelism, and those of `Sharded` and
-            ``overlap=True``.
+        Collectives: those of the schedule, and all reductions of gradients during backward: by the model's layers,
+            `DistributedDataParallel`, `fully_shard`, `Sharded`, and ``overlap=True``.
         Host synchronization: none.
         """
         self._check_even([*args, *kwargs.values(), target])
@@ -122,17 +124,19 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
-        """Return the loss without a backward. Arguments and result as in `backward`; every rank calls it.
+        """Run forward only, without gradients, and return the loss. Arguments and result as in `backward`.
 
-        Collectives: the schedule's.
+        Every rank calls it.
+
+        Collectives: those of the schedule.
         """
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):
             loss = self._run(self.schedule.eval, args, target, kwargs)
         for module in (part for stage in self.modules for part in stage.modules()):
-            if hasattr(module, "reshard"):  # fully_shard keeps weights gathered for a backward, and there is none
+            if hasattr(module, "reshard"):  # fully_shard keeps gathered weights for a backward
                 module.reshard()  # type: ignore[operator]
-        # torch 2.11 creates the receive buffers once, and without requires_grad if the first call is an evaluation.
+        # torch 2.11 creates receive buffers in the first call, without requires_grad in an evaluation. Training needs it.
         for info in (info for s in _stages(self.schedule) for infos in s.args_recv_info.values() for info in infos):
             if isinstance(buffer := getattr(info, "buffer", None), Tensor) and buffer.is_floating_point():
                 buffer.requires_grad_()
@@ -149,7 +153,7 @@ class Pipeline:
     def _check_even(self, values: Sequence[Any]) -> None:
         """Raise ValueError unless all micro-batches have the same size.
 
-        Micro-batches of other sizes would have another weight in the mean, and would not fit the schedule's buffers.
+        A smaller micro-batch would have the same weight in the mean loss, and would not fit the schedule's buffers.
         """
         parts = self.schedule._n_microbatches
         if self.schedule._args_chunk_spec is not None or self.schedule._kwargs_chunk_spec is not None:
@@ -169,12 +173,12 @@ class Pipeline:
 
 
 class _Loss:
-    """The schedule's loss function, scaled for the optimizer.
+    """Replacement of the schedule's loss function that returns scaled losses.
 
-    It multiplies by the loss scale, and divides means by the number of micro-batches.
+    A loss is multiplied by the loss scale. Means are also divided by the number of micro-batches.
 
     Attributes:
-        given: The scaled losses since it was cleared, by id, each with its unscaled loss.
+        given: (scaled loss, unscaled loss) of each micro-batch of the current call, by the id of the scaled loss.
     """
 
     def __init__(self, criterion: Callable[..., Tensor], schedule: Schedule, optimizer: ParallelOptimizer[Any]) -> None:
@@ -202,7 +206,11 @@ class _Loss:
         return scaled
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the mean or the sum of the unscaled losses of a call."""
+        """Return the mean, or with ``scale_grads=False`` the sum, of the unscaled losses of a call.
+
+        Args:
+            losses: The losses that this object returned to the schedule.
+        """
         plain = torch.stack([self.given[id(loss)][1] if id(loss) in self.given else loss.detach() for loss in losses])
         return plain.mean() if self.is_mean else plain.sum()
 
@@ -215,12 +223,12 @@ def check_pipeline(
     Args:
         schedule: The schedule.
         registry: The process groups.
-        data_parallel: The mode of a `Booster`; None: no mode.
-        optimizer: None: the caller gave no optimizer, which is an error. Default: not checked.
+        data_parallel: The ``data_parallel`` of a `Booster`. Default: None.
+        optimizer: The optimizer that the user gave. None: an error, because the user gave none. Default: not checked.
 
     Raises:
-        TypeError: It is no schedule of torch.
-        ValueError: It would not train correctly.
+        TypeError: ``schedule`` is not a schedule of `torch.distributed.pipelining`.
+        ValueError: The schedule would not train correctly.
     """
     if not is_schedule(schedule):
         raise TypeError(
@@ -269,11 +277,7 @@ def _check_ddp(schedule: Any) -> None:
 
 
 def _computes_in_two(schedule: Any) -> bool:
-    """Return True for a zero-bubble schedule.
-
-    It computes the gradients of weights later than the gradients of inputs, with work of other micro-batches in
-    between.
-    """
+    """Return True for a zero-bubble schedule, which computes the gradients of weights later than those of inputs."""
     from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
     return isinstance(schedule, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV))
@@ -281,7 +285,7 @@ def _computes_in_two(schedule: Any) -> bool:
 
 @contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Remove backward actions from a V-shaped schedule; torch's evaluation would send gradients that do not exist."""
+    """Remove the backward actions of a V-shaped schedule inside the context; torch's ``eval`` would run them."""
     from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
     if not isinstance(schedule, (ScheduleZBVZeroBubble, ScheduleDualPipeV)):
@@ -303,10 +307,10 @@ def _is_forward(action: Any) -> bool:
 
 
 def _keep_whole(modules: Sequence[nn.Module]) -> None:
-    """Let stages under `fully_shard` keep their gathered weights until the schedule has finished.
+    """Set ``reshard_after_forward`` to False in modules under `fully_shard`: gathered weights stay until the call ends.
 
-    If another micro-batch's forward resharded them between the two parts of a backward, torch would store the gradients
-    of the second part where `fully_shard` never reads them. They would be lost silently.
+    Otherwise, the forward of another micro-batch could reshard the weights between the gradients of inputs and the
+    gradients of weights. torch would then store the gradients of weights where `fully_shard` never reads them.
     """
     for module in map(reducing_module, modules):
         if hasattr(module, "set_reshard_after_forward"):

@@ -1,4 +1,4 @@
-"""The step: global gradient norm, clipping and the parallel optimizer."""
+"""The optimizer step of a parallel model: global gradient norm, clipping, schedules, checkpoints and `Booster`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""``python -m meshstep.optim report run.jsonl``."""
+"""The command ``python -m meshstep.optim report run.jsonl``, which writes the curves of a run as an HTML page."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""Write and read full tensors: each rank writes and reads its own parts, and nothing is gathered.
+"""Write full tensors to files and read them: each rank writes and reads only its own parts, without gathering tensors.
 
-If several ranks have the same part, one of them writes it, such that ranks write about equal bytes. A reader takes the
-parts that it needs from all files, so the layouts of writer and reader are independent. A file is the concatenation of its
-parts in the machine's byte order, which the index contains. Checksums are computed while writing, and compared while
-reading.
+If several ranks hold the same part, one of them writes it, so that all ranks write about equally many bytes. A rank reads
+the parts that it needs from the files of all ranks, so the layout may differ between writing and reading. A file is the
+concatenation of parts in the machine's byte order. The index has the byte order and the position of each part. Checksums
+are computed while a file is written, and compared while it is read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_
 
 # Index ----------------------------------------------------------------------------------------------------------------
 
-# The index gives file and offset of each part of each tensor. It is JSON, so that reading it executes no code.
+# The index lists file and byte offset of each part of each tensor. It is JSON, so that reading it executes no code.
 
 INDEX_FILE = "index.json"
 
 
 class FilePlace(NamedTuple):
-    """The location of a part of a tensor: its elements in row-major order, from byte ``start`` of ``file`` on."""
+    """The location of a part of a tensor: the elements of ``box`` in row-major order, from byte ``start`` of ``file``."""
 
     box: Box
     file: str
@@ -46,7 +46,7 @@ class FilePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """The index entry of a stored tensor."""
+    """The index entry of a full tensor: shape, dtype and the locations of its parts. Comparisons ignore the locations."""
 
     shape: Shape
     dtype: torch.dtype
@@ -134,7 +134,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
         return False
     if not boxes[0].offsets:
         return True
-    # Sort along the dim with the most different offsets: there each box is compared with few others.
+    # Sort along the dim with the most different offsets, so that each box must be compared with few others.
     dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     reached: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
@@ -167,9 +167,9 @@ def is_tensor_file(name: str) -> bool:
 def write_tensors(
     directory: Path, tensors: Mapping[str, SavedTensor], registry: ProcessGroupRegistry
 ) -> dict[str, FileRecord]:
-    """Write this rank's share of ``tensors`` into a file in ``directory``, and synchronize it to disk.
+    """Write this rank's share of the tensors into a file, synchronize it to disk, and return the file's record by name.
 
-    Rank 0 writes the index too.
+    Each part is written by one of the ranks that hold it. Rank 0 also writes the index.
 
     Args:
         directory: The directory of the checkpoint.
@@ -178,8 +178,8 @@ def write_tensors(
     Returns:
         The records of the files that this rank has written.
     Raises:
-        ValueError: On every rank, if ranks disagree on a tensor's full shape or dtype, or if parts leave gaps or overlap.
-        RuntimeError: On every rank, if a rank could not write.
+        ValueError: On every rank: ranks disagree on a tensor's full shape or dtype, or parts leave gaps or overlap.
+        RuntimeError: On every rank: a rank could not write.
     Collectives: gathers of Python objects over all ranks.
     """
     by_rank = gather_objects({key: boxes_of(tensor) for key, tensor in tensors.items()}, registry)
@@ -198,14 +198,16 @@ def write_tensors(
 
 
 def plan_shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
-    """Return the parts that each rank writes, by key: each part once, with about equal bytes per rank.
+    """Assign each part to one of the ranks that hold it, with about equally many bytes per rank.
 
     Args:
-        held: The rectangles that each rank has, by key.
+        held: For each rank, its parts of the tensors, by key.
+    Returns:
+        For each rank, the boxes of the parts that it writes, by key.
     Raises:
         ValueError: Ranks disagree on a tensor's shape or dtype, or its parts leave gaps or overlap.
     """
-    # local imports, because they take a second
+    # imported here, because the import takes a second
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -246,7 +248,7 @@ def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, Held
 def _index(
     held: Sequence[Mapping[str, HeldTensor]], share_of: Sequence[Mapping[str, Sequence[Box]]]
 ) -> dict[str, Stored]:
-    """Return the index of the files that `_write` writes on all ranks."""
+    """Return the index of all ranks' tensor files, which `_write` writes."""
     index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
     for rank, share in enumerate(share_of):
         start = 0
@@ -277,7 +279,7 @@ class Reader:
 
     @cached_property
     def index(self) -> dict[str, Stored]:
-        """Return the index of stored tensors, by key, which is read once. Raise ValueError if it is damaged."""
+        """Return the index entries by key, read from the file in the first call. Raise ValueError if it is damaged."""
         file = self.directory / INDEX_FILE
         if INDEX_FILE not in self.files:
             raise ValueError(f"{self.directory} is damaged, or was tampered with: it has no {INDEX_FILE}; {EARLIER}")
@@ -286,10 +288,10 @@ class Reader:
         return index_of_json(content, self.files, file)
 
     def read(self, tensors: Mapping[str, SavedTensor]) -> None:
-        """Fill the parts of ``tensors`` from the files.
+        """Read the elements of the parts of ``tensors`` from the files, in place.
 
         Args:
-            tensors: Tensors on the CPU, by keys of the index.
+            tensors: Tensors on the CPU, by key of the index.
         Raises:
             ValueError: A file is damaged.
             OSError: A file can't be read.
@@ -311,7 +313,7 @@ class Reader:
 
 
 def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
-    """Return the stored parts that overlap with ``box``. Raise ValueError if they do not cover it."""
+    """Return the stored parts that overlap with ``box``. Raise ValueError if they do not cover all of ``box``."""
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
         raise ValueError(f"the checkpoint has only a part of {key}: it is damaged; {EARLIER}")
@@ -319,12 +321,20 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
 
 
 def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
-    """Copy the stored elements at ``place`` into ``part``, which is ``box`` of the tensor, where the two overlap."""
+    """Read the elements that a stored part and ``part`` have in common, into ``part``.
+
+    Args:
+        stream: The file of the stored part.
+        place: The location of the stored part.
+        dtype: The dtype of the tensor.
+        box: The box of ``part`` in the full tensor.
+        part: The tensor to fill.
+    """
     common = box.common(place.box)
     target = part.detach()
     for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
         target = target.narrow(dim, offset - box.offsets[dim], size)
-    # Read full stored rows, which are contiguous in the file, then select the wanted columns.
+    # Rows of the stored part are contiguous in the file. Read full rows, then select the columns of ``part``.
     row = place.box.sizes[1:]
     before = common.offsets[0] - place.box.offsets[0] if common.offsets else 0
     direct = common.sizes[1:] == row and target.is_contiguous()
@@ -338,7 +348,7 @@ def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box,
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor. The tensor must outlive the view."""
+    """Return a writable view of the memory of a contiguous CPU tensor. Keep the tensor alive while the view is used."""
     return (
         memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         if tensor.nbytes

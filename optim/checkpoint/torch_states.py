@@ -1,4 +1,4 @@
-"""An adapter for torch's state-dict functions: optimizer states by model parameter, shards of them as DTensors."""
+"""`TorchStates`, an adapter for `torch.distributed.checkpoint.state_dict`: optimizer states as DTensors, by parameter."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from .contents import find_master_weights, portable_entries
 
 @dataclass(frozen=True)
 class ParameterStates:
-    """A model parameter, and the location of this rank's optimizer states of it.
+    """A model parameter, and the shards of it that this rank's optimizer steps.
 
     Args:
         registry: The process groups.
         param: The parameter in the model.
-        local: This rank's plain tensor of it.
-        entry: Its layout.
-        held: (position in the optimizer, record) of each tensor that this rank steps for it.
-        sharded_over: The axes of `Sharded`, if its ranks step shards of ``local``. None: they step ``local`` itself.
+        local: ``param``, or its local tensor if it is a DTensor.
+        entry: The layout of the parameter.
+        held: (position in the param groups, stepped tensor) for each shard of ``local`` that this rank steps.
+        sharded_over: The axes over which `Sharded` divides ``local`` into shards. None: the optimizer steps ``local``.
     """
 
     registry: ProcessGroupRegistry
@@ -50,7 +50,11 @@ class ParameterStates:
     sharded_over: tuple[str, ...] | None
 
     def spec_and_region(self) -> tuple[P, Region]:
-        """Return the layout of a state as a DTensor, and this rank's part of it. Raise ValueError if there is none."""
+        """Return the spec of a state as a DTensor, and this rank's region of it.
+
+        Raises:
+            ValueError: A DTensor does not support the layout of the parameter.
+        """
         entry, registry = self.entry, self.registry
         if entry.full_shape is None:
             raise ValueError(
@@ -76,7 +80,13 @@ class ParameterStates:
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
 
     def whole(self, pieces: list[tuple[SteppedTensor, Any]]) -> Tensor:
-        """Return one state of the parameter, as a DTensor if it is sharded."""
+        """Return one optimizer state of the parameter: a DTensor of the full shape if it is sharded, else a plain tensor.
+
+        Args:
+            pieces: (stepped tensor, its state) for each shard that this rank steps.
+
+        Collectives: with `Sharded`, an object all-gather and an all-reduce over its axes.
+        """
         from torch.distributed.tensor import DTensor, Shard
 
         spec, region = self.spec_and_region()
@@ -114,9 +124,14 @@ class ParameterStates:
         return region
 
     def _combine_shards(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Return the flattened local tensor, combined from the shards of the axis' ranks, by offset. It is bitwise exact.
+        """Return a state of the entire local tensor, flattened, combined from the shards of all ranks that step them.
 
-        Collectives: an object all-gather and an all-reduce over the axis.
+        The elements are bitwise equal to those of the shards.
+
+        Args:
+            parts: The state of this rank's shards, by their offset in the flattened local tensor.
+
+        Collectives: an object all-gather and an all-reduce over the axes.
         """
         assert self.sharded_over is not None
         group = self.registry.group(*self.sharded_over)
@@ -126,13 +141,17 @@ class ParameterStates:
         flat = torch.zeros(self.local.numel(), dtype=dtype, device=self.registry.device)
         for offset, part in parts.items():
             flat[offset : offset + part.numel()].copy_(part.reshape(-1))
-        dist.all_reduce(flat.view(torch.uint8), group=group)  # only one rank has non-zero bytes of an element
+        dist.all_reduce(flat.view(torch.uint8), group=group)  # bytes are exact: all ranks but one add zeros
         return flat
 
     def local_part(self, value: Tensor) -> Tensor:
-        """Return this rank's local tensor of a saved state.
+        """Return the part of a saved state that belongs to this rank's local tensor.
 
-        Collectives: if the state is a DTensor of another layout, or sharded over the axes of `Sharded`.
+        Args:
+            value: The saved state: a DTensor, a full tensor, or a tensor of the local shape.
+
+        Collectives: an all-gather if ``value`` is a DTensor of another layout. With `Sharded`, if ``value`` is a DTensor of
+            the same layout, an object all-gather and an all-reduce over its axes. Otherwise none.
         """
         if not has_dtensors((value,)):
             return value if value.shape == self.entry.shape else self._region().of(value)
@@ -141,7 +160,7 @@ class ParameterStates:
         assert isinstance(value, DTensor)
         spec, region = self.spec_and_region()
         axes = self._cut_axes(spec)
-        # Decided by values that are equal on all ranks; the shapes of shards may match by chance on some ranks.
+        # All ranks must decide equally, so mesh and placements are compared. Shapes may match by chance on some ranks.
         same = axes and value.device_mesh == self.registry.device_mesh(*axes)
         if not same or list(value.placements) != [Shard(dim) for dim in axes.values()]:
             return self._region().of(value.full_tensor())
@@ -155,11 +174,11 @@ class ParameterStates:
 # The adapter ----------------------------------------------------------------------------------------------------------
 
 _OWN = "meshstep/"  # prefix of the library's entries in a param group
-_CLIP = _OWN + "clip"  # one text, because torch saves every entry of a param group once per parameter
+_CLIP = _OWN + "clip"  # one JSON text, because torch saves every entry of a param group once per parameter
 
 
 class TorchStates(torch.optim.Optimizer):
-    """An optimizer for `torch.distributed.checkpoint.state_dict` that represents a `ParallelOptimizer`.
+    """Adapter of a `ParallelOptimizer`: an optimizer to pass to `torch.distributed.checkpoint.state_dict`.
 
         states = TorchStates(optimizer)
         saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, states)}
@@ -168,26 +187,26 @@ class TorchStates(torch.optim.Optimizer):
         dcp.load(saved, checkpoint_id=path)
         set_optimizer_state_dict(model, states, saved["optim"])
 
-    States and master weights (``"master"``) of sharded parameters become DTensors of the full shape, so they load on
-    another layout. This holds for sharding by a declaration, by `fully_shard` and by `Sharded`. The loss scale, counts of
-    skipped steps and similar values are numbers in the param groups. The state of a clipping rule is a text there. If the
-    optimizer has no states yet, they are created as zeros.
+    Optimizer states and master weights (``"master"``) of sharded parameters become DTensors of the full shape, so they can
+    be loaded in another layout. This holds for sharding by a declaration, by `fully_shard` and by `Sharded`. The loss
+    scale, the numbers of skipped steps and similar values become numbers in the param groups. The state of a clipping rule
+    becomes a text there. If the optimizer has no states yet, the constructor creates its initial states.
 
     Args:
         optimizer: The optimizer. Keep its registry open while you use this object. Create a new `TorchStates` after
             `add_param_group`.
     Raises:
-        ValueError: On every rank: shards of a parameter have unequal sizes that are not declared. Or a state is neither a
-            number nor of the shard's shape. Or, in `state_dict`, a number differs between shards. `save_checkpoint`
-            supports all of these.
-    Collectives: an object all-gather, here and in both methods. With `Sharded` the methods also run an all-reduce per
-        state.
+        ValueError: On every rank, in `state_dict`: shards of a parameter have unequal sizes that are not declared. Or a
+            state is neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint`
+            supports the last two cases.
+    Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. With `Sharded`, the two
+        methods also run an object all-gather and an all-reduce per state.
     Memory: with `Sharded`, one more state tensor of the parameter's local shape.
     Host synchronization: yes.
     """
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
-        # super().__init__ is not called, because the wrapped optimizer has the parameters and the state.
+        # super().__init__ is not called: param groups and state are properties, computed from the ParallelOptimizer.
         self._optimizer, self.registry = optimizer, optimizer.registry
         self._parameters = [list(group) for group in self._parameters_by_group()]
         if not optimizer.state:
@@ -196,7 +215,7 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the optimizer's param groups, with the model's parameters."""
+        """Return copies of the param groups that contain the model's parameters, and other state as extra entries."""
         own: dict[str, Any] = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
         if self._optimizer.clip is not None and self._optimizer.clip.initial():
             own[_CLIP] = json.dumps(self._optimizer.state_dict()["meshstep"]["clip"])
@@ -208,12 +227,12 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the names of existing states, by parameter."""
+        """Return the names of the existing states by parameter, as dicts with the value None."""
         names = [(item.param, self._keys.get(item.entry.name, ())) for group in self._parameters for item in group]
         return {param: dict.fromkeys(keys) for param, keys in names if keys}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients that torch's functions made for `step`."""
+        """Clear the gradients. torch's functions call it after they set gradients to create states."""
         self._optimizer.transforms.clear(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -237,7 +256,7 @@ class TorchStates(torch.optim.Optimizer):
         return ((one(param) for param in group) for group in optimizer.model_param_groups)
 
     def _make_states(self) -> None:
-        """Create states with a step of zero gradients at learning rate 0, and reset the step counts."""
+        """Create initial states: run a step with zero gradients at learning rate 0, and reset the step counts to 0."""
         inner = self._optimizer.optimizer
         stepped = [param for group in inner.param_groups for param in group["params"]]
         kept = [(param, param.grad) for param in stepped]
@@ -270,7 +289,7 @@ class TorchStates(torch.optim.Optimizer):
                             value.fill_(float(group["lr"]))
 
     def _gather_keys(self) -> dict[str, list[str]]:
-        """Return the names of each parameter's states, over all ranks."""
+        """Return the names of each parameter's states, from all ranks. Collectives: an object all-gather."""
         own = self._own_states()
         mine = {item.entry.name: sorted(values) for item, values in own}
         found: dict[str, set[str]] = {}
@@ -280,7 +299,10 @@ class TorchStates(torch.optim.Optimizer):
         return {item.entry.name: sorted(found[item.entry.name]) for item, _ in own}
 
     def _own_states(self) -> list[tuple[ParameterStates, dict[str, list[tuple[SteppedTensor, Any]]]]]:
-        """Return for each parameter its states on this rank, including master weights: a value per shard, by name."""
+        """Return (parameter, its states on this rank) pairs. The states are lists of (shard, value), by name of the state.
+
+        Master weights are included, with the name "master".
+        """
         state = self._optimizer.state_dict()
         masters = find_master_weights(state["meshstep"]["weights"])
         result = []
@@ -296,7 +318,7 @@ class TorchStates(torch.optim.Optimizer):
         return result
 
     def _rest(self) -> dict[str, Any]:
-        """Return all other state that a new process needs, except state that depends on the layout."""
+        """Return the layout-independent state except optimizer states: loss scale, skipped steps, state of the weights."""
         own = self._optimizer.state_dict()["meshstep"]
         kept = {key: own[key] for key in ("loss_scale", "skipped_steps", "vetoed_steps")}
         return {**kept, "weights": portable_entries(own["weights"])}
@@ -337,7 +359,11 @@ class TorchStates(torch.optim.Optimizer):
     def _check(
         self, own: list[tuple[ParameterStates, dict[str, list[tuple[SteppedTensor, Any]]]]]
     ) -> dict[str, dict[str, Any]]:
-        """Return the numbers, by parameter and name. Raise ValueError for a state that a DTensor does not support."""
+        """Return the states that are numbers, by parameter and name.
+
+        Raises:
+            ValueError: A state can be neither a DTensor nor one number per parameter.
+        """
         numbers: dict[str, dict[str, Any]] = {}
         for item, values in own:
             if values:
@@ -358,7 +384,12 @@ class TorchStates(torch.optim.Optimizer):
     # Loading ----------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, on this or another layout. Raises, collectives: as the class."""
+        """Load the result of `state_dict` into the `ParallelOptimizer`. It may come from another layout.
+
+        Raises:
+            ValueError: On every rank: the state belongs to other param groups, another optimizer or precision mode.
+        Collectives: as the class.
+        """
         saved_states = on_all_ranks(lambda: self._saved_states(state_dict), self.registry)
         state: dict[int, dict[str, Any]] = {}
         masters: dict[int, Tensor] = {}
@@ -389,7 +420,11 @@ class TorchStates(torch.optim.Optimizer):
         )
 
     def _saved_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all other saved state. Raise ValueError for a wrong number, or a wrong text of a clipping rule."""
+        """Return the saved state except optimizer states, from the first param group.
+
+        Raises:
+            ValueError: A number is missing or wrong, or the text of a clipping rule is not valid.
+        """
         numbers = {
             key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
         }
@@ -422,7 +457,7 @@ class TorchStates(torch.optim.Optimizer):
         return found
 
     def _parts(self, item: ParameterStates, key: str, value: Any) -> Iterator[tuple[int, Any]]:
-        """Yield (position, state) of each shard on this rank, from a saved state."""
+        """Yield (position, part of the saved state ``value``) for each shard of the parameter that this rank steps."""
         if not isinstance(value, Tensor) or _is_number(key, value, item.local):
             for position, _ in item.held:
                 yield position, value.clone() if isinstance(value, Tensor) else value
@@ -446,7 +481,7 @@ def _numbers(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
 
 
 def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return ``content`` with other numbers. Raise ValueError if a number is missing."""
+    """Return ``content`` with each number replaced by the one in ``numbers``. Raise ValueError if one is missing."""
     result: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping):

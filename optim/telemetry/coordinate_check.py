@@ -1,10 +1,10 @@
-"""Check of the maximal update parametrization (muP), in which the change of activations does not depend on the width.
+"""Check of the maximal update parametrization (muP), in which activations change equally in models of every width.
 
-    change of a layer = mean over all coordinates of |activation after some steps - activation before|, on one input
+    change of a layer = mean over all elements of |activation after some steps - activation before|, on one input
 
-The check compares models of several widths that are otherwise equal. In muP the change stays constant as the model gets
-wider, so a learning rate found on a narrow model fits a wide one. In the standard parametrization it grows with the
-width in some layers.
+The check compares models of several widths that are otherwise equal. In muP, the change of each layer does not depend on
+the width, so a learning rate that was tuned on a narrow model fits a wide model. In the standard parametrization, the
+change grows with the width in some layers.
 
 Reference: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 """
@@ -26,13 +26,13 @@ from .telemetry import matches_any, world_sum
 
 
 class Trial(NamedTuple):
-    """A model of one width.
+    """A model of one width, with functions that run and train it.
 
         trial = Trial(model, lambda: model(x), lambda: train(model, steps=3))
 
     Args:
         model: The model; it is trained in place.
-        forward: Runs the model on one input, the same in every call.
+        forward: Runs the model's forward on the same input in every call.
         train: Takes the training steps.
     """
 
@@ -50,16 +50,16 @@ class CoordinateCheck:
 
     Args:
         widths: The widths, ascending.
-        changes: Mean absolute change of each layer's output, per width.
+        changes: Mean absolute change of the output in training, for each width, by name of the layer.
     """
 
     widths: tuple[int, ...]
     changes: Mapping[str, tuple[float, ...]]
 
     def slopes(self) -> dict[str, float]:
-        """Return the exponent s of each layer, where changes grow as width^s; about 0 in muP.
+        """Return the exponent s by layer, where changes grow as width^s; about 0 in muP.
 
-        It is the slope of the least-squares line through the logarithms.
+        It is the slope of the least-squares line through (log width, log change). NaN if a change is 0.
         """
         return {layer: _slope([log(w) for w in self.widths], values) for layer, values in self.changes.items()}
 
@@ -79,7 +79,7 @@ def coordinate_check(
     registry: ProcessGroupRegistry,
     layers: Sequence[str] = ("*",),
 ) -> CoordinateCheck:
-    """Train a model of each width, and compare activations before and after. Every rank calls it.
+    """Train a model of each width, and return how much each layer's output changes. Every rank calls it.
 
         def build(width):
             torch.manual_seed(0)
@@ -89,9 +89,9 @@ def coordinate_check(
         print(coordinate_check(build, (64, 128, 256), registry))
 
     Args:
-        build: Returns a model of a width, sharded over the mesh or not. Set the seed in it, so that models differ in
-            the width only.
-        widths: Two or more widths.
+        build: Called with a width; returns the model of this width, which may be sharded over the mesh. Set the random seed
+            in it, so that models differ only in the width.
+        widths: Two or more different widths.
         registry: The process groups.
         layers: Globs over names of modules. Modules are measured if they return one tensor, which may be sharded or
             replicated. Default: all.
@@ -130,7 +130,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
         )
         for name in names
     ]
-    # replicas add numerator and denominator equally often, so the quotient is right
+    # a replicated output is counted several times in sum and number of elements, so the mean is right
     packed = torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64, device=device)
     totals = world_sum(packed.to(device), registry)
     return dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
@@ -138,7 +138,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
 
 @contextmanager
 def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Record the outputs of the layers by name inside the context; a repeated call replaces the output."""
+    """Yield a dict that receives the output of each matching module's last call inside the context, by name."""
     named = [(name, module) for name, module in model.named_modules() if name]
     seen: dict[str, Tensor] = {}
 

@@ -1,4 +1,7 @@
-"""A training run as one HTML page that needs no network and no other files; the curves need no scripts."""
+"""The command ``report``, which writes the curves of a training run as one HTML page.
+
+The page needs no network and no other files. The curves are visible without scripts.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
 """
 
 
-# Charts as inline SVG; values appear at the pointer with and without scripts ------------------------------------------
+# Charts as inline SVG; values at the mouse pointer are shown with and without scripts ---------------------------------
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 34
@@ -119,7 +122,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Scale:
-    """Map from values to pixels; logarithmic if all values are positive and span a factor above 30."""
+    """Map from the values ``low`` to ``high`` to the pixels ``first`` to ``last``, linear or logarithmic."""
 
     low: float
     high: float
@@ -129,7 +132,11 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float], first: float, last: float, may_be_log: bool = True) -> Scale:
-        """Return the scale for the finite ones of ``values``."""
+        """Return a scale for the range of the finite values.
+
+        It is logarithmic if ``may_be_log``, all finite values are positive, and the largest one is more than 30 times the
+        smallest one.
+        """
         finite = [value for value in values if isfinite(value)]
         low, high = min(finite, default=0.0), max(finite, default=1.0)
         if may_be_log and low > 0 and high / low > 30:
@@ -146,7 +153,7 @@ class Scale:
         return round(self.first + part * (self.last - self.first), 1)
 
     def ticks(self, most: int) -> list[float]:
-        """Return about ``most`` round numbers within the scale."""
+        """Return about ``most`` round numbers between ``low`` and ``high``, at which to draw grid lines."""
         if self.log:
             first, last = floor(log10(self.low)), ceil(log10(self.high))
             decades = [10.0**k for k in range(first, last + 1, max(1, ceil((last - first) / most)))]
@@ -222,9 +229,10 @@ def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -
 
 
 def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Return at most about ``most`` points.
+    """Return the points if there are at most ``most``; else a selection of about ``most`` points.
 
-    The smallest and largest point of each interval remain, so that spikes remain visible, and all non-finite points.
+    Of each interval of steps, the points with the smallest and the largest value are selected, so that spikes remain
+    visible. All non-finite points are selected.
     """
     if len(points) <= most:
         return [*points]
@@ -276,9 +284,9 @@ ASIDE = ("step", "measured_step")
 
 
 def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
-    """Return the HTML document.
+    """Return the HTML page with the curves of ``reports``.
 
-    Figures with the same name up to the first slash share a chart, with the full model's curve first.
+    Numbers whose names are equal up to the first slash share a chart. The curve of the full model is its first one.
 
     Args:
         title: Title of the page.
@@ -327,7 +335,7 @@ def _total_first(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _tiles(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return the last values of the full model, for figures that have no other label."""
+    """Return HTML with the last value of each number in `TILES` and of each number per second, for the full model."""
     shown = {kind: series.get(TOTAL, next(iter(series.values()))) for kind, series in kinds.items()}
     alone = [(kind, shown[kind][-1][1]) for kind in TILES if kind in shown]
     alone += [(kind, points[-1][1]) for kind, points in shown.items() if kind.endswith("_per_second")]
@@ -351,9 +359,9 @@ def _table(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page of a run and return the exit code.
+    """Run the command: write the HTML page of a run, and return the exit code.
 
-    The exit code is 0, or 2 with a message on stderr for a file that `JsonLines` has not written.
+    The exit code is 0. If the file can't be read, or was not written by `JsonLines`, it is 2, with a message on stderr.
     """
     parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
     report = parser.add_subparsers(required=True, metavar="report").add_parser(

@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 from .monitor import Report
 from .telemetry import TOTAL
 
-# Files with one line per report, which a resumed run continues --------------------------------------------------------
+# Files with one line per report; a resumed run appends to them --------------------------------------------------------
 
 Self_ = TypeVar("Self_", bound="ReportFile")
 
@@ -26,12 +26,13 @@ Self_ = TypeVar("Self_", bound="ReportFile")
 class ReportFile:
     """Base class of `Monitor` callbacks that append each report to a file.
 
-    Each line is flushed at once, so reports outlive the process. Use it as a context manager, or call `close`. If the
-    file exists, the run continues it after the monitor's current step (`Monitor.load_state_dict`; 0 for a new run).
-    Lines of later steps, which belong to an abandoned run, and an incomplete last line move to ``<path>.dropped``.
+    Each line is flushed at once, so that no report is lost if the process ends. Use it as a context manager, or call
+    `close`. If the file exists, lines are appended. First, lines of steps after the monitor's current step are moved to
+    ``<path>.dropped``, because they belong to an abandoned run; an incomplete last line is moved too. The current step
+    comes from `Monitor.load_state_dict`; it is 0 in a new run, in which all lines are moved.
 
     Args:
-        path: Path of the file. It is created with the first report, so on global rank 0 only.
+        path: Path of the file. The first report creates it, so it exists on global rank 0 only.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -39,13 +40,13 @@ class ReportFile:
         self._file: TextIO | None = None
 
     def begin(self, step: int) -> None:
-        """Move all lines of steps after ``step`` out of the file."""
+        """Close the file, and move lines of steps after ``step`` and incomplete lines to ``<path>.dropped``."""
         self.close()
         if self.path.exists():
             self._drop(lambda line: (found := self._step(line)) is not None and found <= step)
 
     def _step(self, line: str) -> int | None:
-        """Return the step of a complete line; None if it is not a report."""
+        """Return the step of a complete line; None if the line is not a report."""
         raise NotImplementedError
 
     def _drop(self, is_kept: Callable[[str], bool]) -> None:
@@ -98,8 +99,8 @@ class ReportFile:
 class CsvFile(ReportFile):
     """`Monitor` callback that writes a CSV file: a header, then one row per report with all of `Report.scalars`.
 
-    A cell is empty if the report lacks the figure. If a report has new figures, such as those of the first measured
-    step, the file is rewritten with more columns. See `ReportFile` for continued runs.
+    A cell is empty if the report does not have the number. If a report has new numbers, such as the figures of the first
+    step that `Telemetry` measured, the file is rewritten with more columns. `ReportFile` describes resumed runs.
 
         monitor = Monitor(registry, CsvFile("run.csv"))
 
@@ -161,7 +162,7 @@ class JsonLines(ReportFile):
         monitor = Monitor(registry, JsonLines("run.jsonl"))
 
     A line is ``{"step": 20, "loss": 0.25, "grad_norm/total": 1.5, ...}``. JSON has no NaN or infinity; they are written
-    as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` accepts. See `ReportFile` for continued runs.
+    as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` accepts. `ReportFile` describes resumed runs.
 
     Args:
         path: As in `ReportFile`.
@@ -186,7 +187,7 @@ def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
         path: Path of a file written by `JsonLines`.
 
     Raises:
-        ValueError: Another line is no report of `JsonLines`.
+        ValueError: A line is not a report of `JsonLines`, except an incomplete last line.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     reports = []
@@ -275,8 +276,8 @@ class WeightsAndBiases:
 
         monitor = Monitor(registry, WeightsAndBiases(project="digits"))
 
-    To continue a run, pass its options ``id="...", resume="must"``: the service ignores steps that it already has. With
-    ``resume_from="<id>?_step=100"`` it drops later steps.
+    To resume a run, pass the options ``id="...", resume="must"`` of ``wandb.init``: the service ignores steps that it
+    already has. With ``resume_from="<id>?_step=100"``, the service discards steps after 100.
 
     Args:
         **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. It is called with the first
@@ -307,7 +308,7 @@ class WeightsAndBiases:
         """Send pending data and finish the run. A second call does nothing.
 
         Args:
-            exit_code: Exit code of the run; not 0 marks it as failed. Default: 0.
+            exit_code: Exit code of the run; a value other than 0 marks the run as failed. Default: 0.
         """
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
@@ -325,7 +326,7 @@ class WeightsAndBiases:
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 BARS = "▁▂▃▄▅▆▇█"
-HISTORY = 24  # reports per drawn curve
+HISTORY = 24  # number of reports that a curve in the terminal shows
 FIRST = ("loss", "grad_norm")
 
 
@@ -340,8 +341,8 @@ class Terminal:
 
     Args:
         file: Output stream. None: the current ``sys.stdout`` at the first report.
-        rows: Largest number of figures in the table: loss and norm first, then other figures of the full model, then
-            singular values. Default: 24.
+        rows: Maximum number of rows in the table. The order is: loss and norm, other numbers of the full model, singular
+            values, numbers of labels. Default: 24.
     """
 
     def __init__(self, file: TextIO | None = None, rows: int = 24) -> None:
@@ -351,7 +352,7 @@ class Terminal:
         self._courses: dict[str, deque[float]] = {}
 
     def __call__(self, report: Report) -> None:
-        """Show the report."""
+        """Update the table with ``report``, or print it as a line."""
         if not self._started:
             self._start(self.file or sys.stdout)
         if self._live is None:
@@ -413,10 +414,7 @@ def _can_write(file: TextIO, text: str) -> bool:
 
 
 def _place(name: str) -> int:
-    """Return the sort key of a figure.
-
-    The order is loss and norm, other figures of the full model, singular values, labelled figures.
-    """
+    """Return the sort key of a number by its name: loss, norm, other numbers of the full model, singular values, rest."""
     kind, _, label = name.partition("/")
     if kind in FIRST and label in ("", TOTAL):
         return FIRST.index(kind)
@@ -424,7 +422,10 @@ def _place(name: str) -> int:
 
 
 def drawn(values: deque[float]) -> str:
-    """Draw values as one row of bar characters, scaled from the smallest to the largest; ``!`` for a non-finite value."""
+    """Return values as bar characters, one per value. The height is relative to the range of the finite values.
+
+    A non-finite value is drawn as ``!``.
+    """
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     if low == high:

@@ -277,8 +277,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
         """Wrap a model's optimizer, with layouts and process groups inferred from the model's parameters.
 
-            optimizer = ParallelOptimizer.for_model(model, torch.optim.AdamW(model.parameters(), fused=True),
-            max_norm=1.0)
+            optimizer = ParallelOptimizer.for_model(model, torch.optim.AdamW(model.parameters(), fused=True), max_norm=1.0)
 
         Needs no registry and no declarations. The layouts are inferred from the device meshes of DTensors
         (`fully_shard`, `parallelize_module`, experts on another mesh), or from the meshes of a Transformers model that

@@ -1,6 +1,5 @@
 """Support for third-party libraries.
 
-`dtensor` supports FSDP2 and torch's tensor parallelism. `transformers`, `deepspeed` and `megatron` support
-the libraries of these names. `audit` compares the layouts that these modules declare with the values and
-gradients of the parameters.
+`dtensor` supports FSDP2 and torch's tensor parallelism. `transformers`, `deepspeed` and `megatron` support the libraries of
+these names. `audit` compares declared layouts with the values and gradients of the parameters.
 """

@@ -6,13 +6,14 @@
 
     mlp.bias: declared P(), replicated over 'tensor', but the values differ: ...
 
-A wrong or missing flag does not change a shape, but it shows in values and gradients. After one backward, on ranks that
-see the same samples along an axis, a parameter is along this axis:
+A wrong declaration changes no shape, but it contradicts the values and gradients. Compare the ranks along an axis on which
+they see the same samples, after one backward. Their values and gradients determine the layout of a parameter over this
+axis:
 
-    values      gradients     layout              right if declared
-    differ                    sharded             sharded
-    equal       differ        partial gradient    partial
-    equal       equal         replicated          neither
+    values      gradients     layout                              correct declaration
+    differ                    sharded                             sharded
+    equal       differ        replicated, partial gradient        partial
+    equal       equal         replicated, complete gradient       neither sharded nor partial
 
 Constant values (the ones of a norm, the zeros of a bias) and zero gradients allow no conclusion.
 """
@@ -41,7 +42,13 @@ _EQUAL_IN_HALF = 5e-2
 
 
 class Sketch(NamedTuple):
-    """Fingerprint of a tensor on one rank: its norm, and dot products with fixed vectors of 1 and -1."""
+    """Fingerprint of a local tensor: its 2-norm, its dot products with fixed vectors of 1 and -1, and if it is constant.
+
+    Attributes:
+        norm: The 2-norm.
+        projections: Four dot products; the vectors are the same on all ranks.
+        constant: True if all elements are equal.
+    """
 
     norm: float
     projections: tuple[float, ...]
@@ -50,7 +57,7 @@ class Sketch(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, tensor: Tensor) -> Sketch:
-        """Compute the fingerprint of ``tensor``. Host synchronization: one."""
+        """Return the fingerprint of ``tensor``. Host synchronization: one."""
         flat = tensor.detach().reshape(-1)
         total = torch.zeros(2 + _PROJECTIONS, dtype=torch.float64, device=flat.device)
         generator = torch.Generator(flat.device).manual_seed(0)
@@ -64,14 +71,14 @@ class Sketch(NamedTuple):
         return cls(square**0.5, tuple(projections), bool(constant))
 
     def equals(self, other: Sketch, within: float) -> bool:
-        """Return True if the tensors are equal up to a difference of ``within`` times their norm."""
+        """Return True if norms and dot products differ by at most ``within`` times the larger norm."""
         largest = within * max(self.norm, other.norm)
         pairs = zip((self.norm, *self.projections), (other.norm, *other.projections), strict=True)
         return all(abs(a - b) <= largest for a, b in pairs)
 
 
 class AuditedParameter(NamedTuple):
-    """Spec and fingerprints of a parameter on one rank; ``within`` is the relative tolerance."""
+    """Spec of a parameter, and fingerprints of its value and gradient on one rank; ``within`` is the relative tolerance."""
 
     spec: P
     value: Sketch
@@ -81,7 +88,7 @@ class AuditedParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A parameter whose layout along an axis differs from its declaration.
+    """A contradiction between a parameter's declared layout over an axis and its values or gradients.
 
     Attributes:
         name: The parameter's name.
@@ -109,8 +116,8 @@ class Audit:
     """Result of `audit`, identical on all ranks.
 
     Attributes:
-        parameters: The number of parameters.
-        disagreements: One per parameter and axis.
+        parameters: Number of distinct parameter names on all ranks.
+        disagreements: At most one per parameter and axis.
     """
 
     parameters: int
@@ -123,23 +130,24 @@ class Audit:
 
 
 def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
-    """Compare the declared layouts of all parameters with their values and gradients.
+    """Compare the declared layouts of all parameters with their values and gradients, and return the contradictions.
 
-    The comparison covers all axes except pipeline axes. Call it on all ranks after a backward, before the gradient
-    reduction. ``main_grad`` is read if a parameter has no ``grad``. Only values are compared if there are no gradients,
-    and along data axes, whose ranks see different samples.
+    All axes except pipeline axes are compared. Call it on all ranks after a backward, before the gradient reduction. If a
+    parameter has no ``grad``, its ``main_grad`` is read. Along data axes, and without gradients, only values are compared,
+    because the ranks along data axes see different samples.
 
         print(audit(model, registry))
 
     Args:
-        model: A model with declared parameters (`declare`, `declare_by_flags`). Tied parameters are compared along
-            their other axes.
+        model: A model with declared parameters (`declare`, `declare_by_flags`). A parameter is not compared along its owned
+            and tied axes.
         registry: The process groups.
     Returns:
         The disagreements. ``print`` shows one line per disagreement.
     Raises:
         ValueError: On every rank: a parameter is not declared.
-    Collectives: object all-gathers over the world, of 12 numbers per parameter. Host synchronization: one per tensor.
+    Collectives: two object all-gathers over the world; the second has about 12 numbers per parameter.
+    Host synchronization: one per value and per gradient.
     """
     topology = registry.topology
 
@@ -177,7 +185,7 @@ def _compare_ranks(
 
 
 def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
-    """Return an observation that contradicts the declared layout, and its possible causes; None if there is none."""
+    """Return an observation that contradicts the declared layout ``kind``, and possible causes; None if nothing does."""
     same_values = _all_equal([param.value for param in audited], audited[0].within)
     gradients = [param.gradient for param in audited if param.gradient is not None]
     comparable = len(gradients) == len(audited) and not other_samples and any(gradient.norm for gradient in gradients)

@@ -1,17 +1,19 @@
-"""Megatron-style ``mpu`` object for DeepSpeed, which takes ranks and process groups from a registry.
+"""DeepSpeed on a registry's process groups: an ``mpu`` object as Megatron defines it, and flags for exact gradient norms.
 
     mark_model_parallel(model.parameters(), registry)
     engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), config=config)
     check_engine(engine, registry)
 
-The topology's roles define three kinds of axes: *pipeline* (pipe), *tensor* and *data*. All model axes together form
-the tensor axis: ``row x col`` is one tensor-parallel group for DeepSpeed. *Model parallel* spans tensor x pipeline.
+DeepSpeed has three kinds of process groups, which follow from the roles of the topology's axes. The *pipeline-parallel*
+group spans the axes with role "pipe", and the *data-parallel* group the axes with role "data". The *tensor-parallel* group
+spans all axes with role "model", such as ``row`` and ``col``. The *model-parallel* group spans both the tensor- and the
+pipeline-parallel group.
 
-DeepSpeed reads one flag per parameter and rank, ``p.model_parallel``. Its norm counts the flagged parameters on every
-rank, and all parameters on rank 0 of the group; the sum runs over the model-parallel group. A flag that is equal on all
-ranks cannot describe a bias that is sharded over one of two axes and replicated over the other. On a 2 x 2 grid the
-norm is then 4% too small or 10% too large. `mark_model_parallel` sets the flag on the single rank that counts a shard,
-which makes DeepSpeed's norm exact if the optimizer reads flags:
+DeepSpeed sums the squares of gradients over the model-parallel group. A rank counts the parameters whose flag
+``p.model_parallel`` is True on this rank; rank 0 of the group counts all of its parameters. If the flag has the same value
+on all ranks, it cannot describe a bias that is sharded over one axis and replicated over another. On a 2 x 2 grid the norm
+is then 4% too small or 10% too large. `mark_model_parallel` sets the flag to True on one rank per shard. DeepSpeed's
+norm is then exact, if the optimizer reads the flags:
 
     config                                     optimizer within               reads flags
     float32, stage 0                           the one that was given         yes
@@ -21,9 +23,10 @@ which makes DeepSpeed's norm exact if the optimizer reads flags:
     stage 3, FusedAdam in half precision       others                         unknown
 
 `check_engine` rejects the last two rows. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
-engine. The engine then only averages: pass ``average_data=False``, and leave
-``gradient_clipping`` out of the engine's config. In half precision, call `meshstep.optim.broadcast_weights` before you
-create the optimizer. The engine broadcasts the weights of data rank 0, but only after the masters were created.
+engine. The engine then averages the gradients over the data axes, and the optimizer clips. Pass ``average_data=False`` to
+the optimizer, and leave ``gradient_clipping`` out of the engine's config. In half precision, call
+`meshstep.optim.broadcast_weights` before you create the optimizer: the engine broadcasts the weights of data rank 0 only
+after the optimizer has copied its master weights from the model.
 """
 
 from __future__ import annotations
@@ -49,12 +52,14 @@ class ModelParallelUnit:
 
         engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), ...)
 
-    If the topology has no axes of a kind, the kind has size 1, rank 0 and a group of this rank alone. The group is
-    never None, which torch interprets as the world. There is no ``initialize_sequence_parallel``, because DeepSpeed
-    ignores model parallelism if this method exists.
+    The module docstring defines the groups. If the topology has no axes for a group, its size is 1, the rank in it is
+    0, and the group has this rank alone. The group is never None, because torch would use the default group instead.
+    The class has no method ``initialize_sequence_parallel``, because DeepSpeed ignores model parallelism if this method
+    exists.
 
     Args:
-        registry: Provides the groups, each created at its first use. ``torch.distributed`` must be initialised.
+        registry: Provides the process groups, each of which is created at its first use. ``torch.distributed`` must be
+            initialised.
     Collectives: none. Host synchronization: none, in any method.
     """
 
@@ -127,17 +132,19 @@ class ModelParallelUnit:
 
 
 def model_parallel_axes(topology: Topology) -> tuple[str, ...]:
-    """Return the axes of the model-parallel group in topology order: all axes except the data axes."""
+    """Return the axes of the model-parallel group, which are all axes except the data axes, in the topology's order."""
     return tuple(axis for axis in topology.axes if axis not in topology.data_axes)
 
 
 def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:
-    """Return True if the rank at ``coordinate`` is the first rank of its model-parallel group that holds its shard.
+    """Return True on the one rank per shard that counts the shard in DeepSpeed's norm.
+
+    It is the first of those ranks of its model-parallel group that hold the same shard.
 
     Args:
         spec: The parameter's spec.
-        coordinate: Axis -> index.
-        topology: The mesh.
+        coordinate: Index per axis of the rank.
+        topology: Provides the axes.
     """
     spec = spec.resolve(topology)
     copies = [axis for axis in spec.replica_axes(topology) if axis in model_parallel_axes(topology)]
@@ -145,11 +152,11 @@ def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> boo
 
 
 def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry) -> None:
-    """Set ``p.model_parallel`` such that DeepSpeed's gradient norm and clipping are exact for any layout.
+    """Set the flag ``p.model_parallel`` of each parameter, such that DeepSpeed's gradient norm and clipping are exact.
 
-    A tied parameter also gets ``ds_pipe_replicated``, which some of DeepSpeed's norms read instead. The flag is False
-    on the first stage that holds the parameter, and True on the other stages. Gradients must be complete when DeepSpeed
-    measures them: partial gradients summed, gradients of tied parameters combined.
+    A tied parameter also gets the flag ``ds_pipe_replicated``, which some of DeepSpeed's norms read instead. It is False on
+    the first stage that holds the parameter, and True on the other stages. Before DeepSpeed computes the norm, partial
+    gradients must be summed, and the gradients of tied parameters must be summed over their stages.
 
         mark_model_parallel(model.parameters(), registry)
 
@@ -157,8 +164,8 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
         params: Declared parameters that are not DTensors.
         registry: The process groups.
     Raises:
-        ValueError: A parameter has no spec, is a DTensor, is sharded over a data axis, or has a partial gradient.
-            DeepSpeed's norm sums over no data axis, and DeepSpeed does not sum partial gradients. Nothing is changed.
+        ValueError: A parameter has no spec, is a DTensor, is sharded over a data axis, or has a partial gradient. DeepSpeed
+            does not sum its norm over data axes, and does not sum partial gradients. No flag is set in these cases.
     """
     topology, coordinate = registry.topology, registry.coordinate
     specs = {param: spec_of(param).resolve(topology) for param in params}
@@ -183,16 +190,17 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
 
 
 def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise an error if the engine's norm would differ from the norm of the dense model.
+    """Raise ValueError on every rank if the gradient norm of a DeepSpeed engine would differ from that of the dense model.
 
     Call it on all ranks before the first step.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
-        registry: The registry of the layouts.
+        registry: The process groups, with the topology of the parameters' specs.
     Raises:
-        ValueError: On every rank. The engine was created without this registry's `ModelParallelUnit`, its optimizer
-            reads no flags, a parameter has no flag, or the engine clips in addition to `ParallelOptimizer`.
+        ValueError: On every rank: the engine was created without a `ModelParallelUnit` of this topology; its optimizer is
+            not known to read the flags; a parameter has no flag; or the engine clips gradients that `ParallelOptimizer`
+            clips too.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     on_all_ranks(lambda: _check_engine(engine, registry), registry)

@@ -11,16 +11,16 @@ into one. ``registry.device_mesh("data")`` creates a mesh on the registry's grou
     SequenceParallel norm, declared partial over it     (Replicate(),)                 P(partial="tensor")
 
 The placements determine the layout over the axes of the DTensor's mesh. A declaration determines the layout over all
-other axes; without one, a DTensor is an error if its mesh lacks a model axis of the topology. torch replaces the
-parameters and thereby drops the declarations of their layers. Declare the parameters again afterwards, or wrap the
-change in `keep_specs`.
+other axes. A DTensor without a declaration is an error if its mesh lacks a model axis of the topology. `fully_shard` and
+`parallelize_module` replace parameters, and the new parameters have no declaration. Declare them again afterwards, or call
+these functions in a `keep_specs` block.
 
 To combine tensor parallelism and `fully_shard` on the same parameters, torch requires slices of one mesh: ``mesh =
 registry.device_mesh("data", "tensor")``, then ``mesh["tensor"]`` and ``mesh["data"]``.
 
-A DTensor's gradient is complete over the axes of its mesh (`fully_shard` averages), so it is not averaged again. All
-computations use local tensors. DTensor's own operations would issue collectives for a norm, and reject lists that mix
-plain tensors with DTensors.
+A DTensor's gradient is already reduced over the axes of its mesh (`fully_shard` averages it), so it is not averaged again.
+All computations here use the local tensor of a DTensor, wrapped in a plain parameter: its *local parameter*. DTensor's own
+operations would issue collectives for a norm, and reject lists that mix plain tensors with DTensors.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
 
 
 def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each mesh dim whose name the topology does not have, as {mesh dim: axes}.
+    """Check that each mesh dim of a DTensor consists of axes of the topology, and return the axes of dims with other names.
 
     Args:
         tensor: A DTensor.
-        topology: The mesh axes.
+        topology: Provides the axes.
+    Returns:
+        Axes per mesh dim, for the mesh dims whose names are no axes or aliases of the topology.
     Raises:
-        ValueError: This rank is not in the mesh, or a mesh dim does not correspond to axes. Or a mesh dim and an axis
-            of the same name have different ranks.
+        ValueError: This rank is not in the mesh; no axes have the ranks of a mesh dim; or a mesh dim and an axis of the
+            same name have different ranks.
     """
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
@@ -97,7 +99,7 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
 
 
 def label(tensor: DTensor) -> str:
-    """Return the name of a DTensor for messages, or its shape if it has no name."""
+    """Return the annotated name of a DTensor for messages, or its shape if it has no name."""
     return label_of(tensor, "DTensor parameter")
 
 
@@ -113,17 +115,18 @@ SEEN = "_meshstep_seen"
 
 @contextmanager
 def keep_specs(module: nn.Module) -> Iterator[None]:
-    """Restore declarations after an operation that replaces parameters.
+    """Context manager that copies the declarations of replaced parameters to the new parameters when the block ends.
 
-    Such operations are `fully_shard` and `parallelize_module`. A new parameter gets the declaration of the old parameter
-    of the same module, also if the module was wrapped, or else of the old parameter with the same name.
+    `fully_shard` and `parallelize_module` replace parameters. A new parameter gets the declaration that the parameter
+    at the same attribute of the same module had before; for a new module, that of the parameter with the same qualified
+    name.
 
         with keep_specs(model):
             for block in model.blocks:
                 fully_shard(block, mesh=registry.device_mesh("data"))
             fully_shard(model, mesh=registry.device_mesh("data"))
 
-    Parameters that are declared within the context keep their new declarations.
+    Parameters that are declared in the block keep these declarations. If the block raises, nothing is copied.
 
     Args:
         module: The module whose parameters are replaced.
@@ -139,7 +142,7 @@ def keep_specs(module: nn.Module) -> Iterator[None]:
 
 
 def _places(module: nn.Module) -> list[tuple[tuple[nn.Module, str], Tensor]]:
-    """Return each parameter with the module and the attribute that hold it."""
+    """Return ((module, attribute name), parameter) pairs of all modules within ``module``."""
     return [((part, name), param) for part in module.modules() for name, param in part.named_parameters(recurse=False)]
 
 
@@ -149,9 +152,10 @@ def _places(module: nn.Module) -> list[tuple[tuple[nn.Module, str], Tensor]]:
 def placement_spec(tensor: DTensor) -> P:
     """Return the spec that a DTensor's placements describe, with the names of its mesh dims as axes.
 
-    Several mesh dims may shard the same tensor dim. The first mesh dim is then the slowest, except for the strided
-    shard with ``split_factor`` f that `fully_shard` creates. It follows later mesh dims that already shard the tensor
-    dim into f parts. Without such mesh dims it shards each of f blocks, such as the gate and up weights in one matrix.
+    If several mesh dims shard the same tensor dim, the first mesh dim is the slowest. The exception is the strided shard
+    placement with ``split_factor`` f, which `fully_shard` creates. Its mesh dim comes after those later mesh dims that
+    shard the tensor dim into f parts. Without such mesh dims, the tensor dim consists of f blocks (such as the gate and up
+    weights in one matrix), and the mesh dim shards each block.
 
     Args:
         tensor: A DTensor.
@@ -193,7 +197,9 @@ def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]
 
 
 def annotation_for(param: DTensor) -> Annotation:
-    """Return the layout of this rank's local tensor over all axes: the declaration, refined by the placements.
+    """Return the annotation for a DTensor's local parameter: the declared layout combined with the placements.
+
+    Without a declaration, the annotation has the placements alone and ``declared=False``.
 
     Raises:
         ValueError: As in `placement_spec`, or the declaration contradicts the placements.
@@ -227,7 +233,7 @@ def annotation_for(param: DTensor) -> Annotation:
 
 
 def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
-    """Return the topology that was last matched with the parameter's mesh, and the result of `check_mesh`."""
+    """Return the topology of the last `check_mesh` of this parameter and its result; (None, {}) before the first."""
     found: tuple[Topology | None, dict[str, tuple[str, ...]]] = getattr(param, _MATCHED, (None, {}))
     return found
 
@@ -236,17 +242,18 @@ def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, .
 
 
 def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Parameter:
-    """Return a plain parameter that shares memory with this rank's local tensor and has the spec over all axes.
+    """Return the local parameter of a DTensor: a plain parameter on its local tensor's memory, annotated for all axes.
 
-    Every call returns the same parameter per DTensor, updated if the DTensor was declared, moved or frozen.
+    Every call returns the same object for a DTensor. If the DTensor was declared, moved or frozen since the last call, the
+    annotation, memory or ``requires_grad`` of this object is updated.
 
     Args:
         param: A DTensor parameter.
-        topology: The mesh axes. Default None: the mesh is not checked.
+        topology: Provides the axes. None: the mesh is not checked.
     Raises:
         ValueError: As in `annotation_for`; with a topology also as in `check_mesh`.
     """
-    # to_local() would create a new view of a parameter in every call.
+    # `to_local` is not used, because it would create a new view in every call.
     local, annotation, layout = param._local_tensor, annotation_of(param), param._spec
     memory = local.data_ptr()
     piece: nn.Parameter | None = param.__dict__.get(_LOCAL)
@@ -268,11 +275,14 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
 
 @torch.no_grad()
 def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
-    """Return the local parameter, new or ``piece``, on the current memory of the DTensor's local tensor."""
+    """Set the memory of the local parameter ``piece`` to that of the DTensor's local tensor, and return ``piece``.
+
+    If ``piece`` is None, create the local parameter.
+    """
     value = waited(param._local_tensor).detach()
     if piece is None:
         piece = nn.Parameter(value, requires_grad=param.requires_grad)
-        piece.grad_dtype = None  # accepts any dtype: the gradient reduction chooses it
+        piece.grad_dtype = None  # the gradient may have any dtype, which the gradient reduction chooses
         setattr(param, _LOCAL, piece)
     else:
         piece.data = value
@@ -280,7 +290,10 @@ def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
 
 
 def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
-    """Mark the gradient of ``param`` as partial over ``axes`` of its mesh, without a declaration by the user."""
+    """Store that the gradient of ``param`` is partial over ``axes`` of its mesh, although no declaration says so.
+
+    Axes that do not shard the parameter become partial axes in the spec of its local parameter.
+    """
     piece = local_parameter(param)
     vars(param).pop(SEEN, None)
     setattr(piece, _SUMS, axes)
@@ -299,9 +312,9 @@ def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _add_partial(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
-    """Return the annotation with additional partial axes.
+    """Return the annotation with additional partial axes, except axes that its spec already names.
 
-    Axes that shard the parameter are omitted, because a spec cannot have both.
+    An axis that shards the parameter is therefore not added, because a spec cannot name an axis twice.
     """
     spec = annotation.spec
     more = [axis for axis in axes if axis not in spec.named_axes]
@@ -309,14 +322,14 @@ def _add_partial(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
 
 
 def waited(local: Tensor) -> Tensor:
-    """Return ``local`` after the collective that computes it has finished."""
+    """Wait for the asynchronous collective that computes ``local``, if there is one, and return the tensor."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def follow_version(outer: DTensor, local: Tensor) -> None:
-    """Increment the version of ``local`` if operations on the DTensor changed it.
+    """Increment the version counter of ``local`` if an operation on the DTensor ``outer`` wrote to it since the last call.
 
-    Operations on a DTensor do not increment the version of its local tensor.
+    torch increments only the version counter of the DTensor in such an operation.
     """
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)
@@ -328,22 +341,22 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
 # The operations of backward choose the placements of a gradient, which may differ from the placements of the parameter.
 # Along a mesh dim:
 #
-#     parameter   gradient    gradient of the local parameter
-#     any         equal       the local tensor
-#     Shard       Replicate   this rank's slice; torch replicates the gradient of a vocabulary embedding
-#     Replicate   Partial     a partial gradient, which the step sums together with all others
-#     Shard       Partial     this rank's slice of the sum, which is computed here
+#     parameter   gradient            gradient of the local parameter
+#     any         same placement      the local tensor of the gradient
+#     Shard       Replicate           this rank's slice; torch replicates the gradient of a vocabulary embedding
+#     Replicate   Partial             a partial gradient, which the step sums together with all other partial gradients
+#     Shard       Partial             this rank's slice of the sum, which this module computes
 #
-# The sums are collectives, in which ranks without a gradient must take part too. In the first step, all ranks therefore
-# exchange the partial axes of their gradients (`sums_seen`) and store the union (`settle`). From then on these gradients
-# are summed in every step, as if they were declared partial. If such a gradient is complete in a later step, the first
-# rank contributes the gradient and the other ranks contribute zeros.
+# These sums are collectives, in which ranks without a gradient must take part too. In the first step, all ranks therefore
+# exchange the axes over which their gradients are partial (`sums_seen`), and store the union (`settle`). From then on these
+# gradients are summed in every step, as if they were declared partial. If such a gradient is already complete in a later
+# step, the first rank along the mesh dim contributes the gradient, and the other ranks contribute zeros.
 
 
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
     """Set ``piece.grad`` to the local tensor of the DTensor's gradient.
 
-    The two share memory unless ``piece.grad_dtype`` requires a cast. Args, Raises and Collectives: as in
+    Both gradients share memory, unless ``piece.grad_dtype`` requires a cast. Args, Raises and Collectives: as in
     `local_gradient`.
     """
     local, wanted = local_gradient(param, piece, to_sum=to_sum), piece.grad_dtype
@@ -351,22 +364,22 @@ def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
 
 
 def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> Tensor | None:
-    """Return the local tensor of the DTensor's gradient, with its memory and in the layout of the local parameter.
+    """Return the local tensor of the DTensor's gradient, in the layout of the local parameter.
 
-    A gradient whose placements differ from the parameter's placements is replaced.
+    The result shares memory with ``param.grad``. If the placements of the gradient differ from those of the parameter,
+    ``param.grad`` is replaced by a gradient with the parameter's placements, unless it stays partial.
 
     Args:
         param: A DTensor parameter.
         piece: Its local parameter.
-        to_sum: If True, the caller is about to sum the partial gradient over the axes in the spec of ``piece``, in
-            place. The DTensor's gradient is then marked as complete. Default: False.
+        to_sum: Pass True if the caller then sums the result in place over the partial axes in the spec of ``piece``. The
+            new ``param.grad`` then counts as complete. Default: False.
     Returns:
-        None if there is no gradient, and none has to be summed.
+        The local gradient. None if ``param`` has no gradient, unless this rank must take part in a sum with zeros.
     Raises:
-        ValueError: The gradient's placements are not supported: it is partial over an axis that the ranks have not
-            agreed on, or (``to_sum``) it is declared partial and is complete.
-    Collectives: with ``to_sum``, an all-reduce per axis that shards the parameter and over which the gradient was
-    agreed to be partial.
+        ValueError: The gradient is not a DTensor; it is partial over an axis that is neither declared partial nor stored by
+            `settle`; with ``to_sum``, it is declared partial but is complete; or its placements can't be converted.
+    Collectives: with ``to_sum``, an all-reduce per axis that shards the parameter and that `settle` stored as partial.
     """
     grad: Tensor | None = param.grad
     if not isinstance(grad, DTensor):
@@ -385,7 +398,7 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
 
 
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Remove the gradient from ``piece``, and set it as the DTensor's gradient if the DTensor has none."""
+    """Remove the gradient from the local parameter ``piece``. If the DTensor has no gradient, it gets this gradient."""
     if piece.grad is not None:
         if param.grad is None:
             param.grad = _wrap_like(param, piece.grad.to(param.dtype))
@@ -393,9 +406,9 @@ def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
 
 
 def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Set the gradient of ``piece`` to NaN after `share_gradient` raised, so that all ranks skip the step.
+    """Set the gradient of the local parameter ``piece`` to NaN, so that all ranks skip the step.
 
-    Collectives: as in `share_gradient`.
+    Call it on a rank where `share_gradient` raised. It takes part in the collectives of `share_gradient` on other ranks.
     """
     if sum_axes := _sharded_sum_axes(piece):
         _all_reduce(torch.full_like(_zeros(param, sum_axes), torch.nan), param, sum_axes)
@@ -406,12 +419,12 @@ def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
 
 
 def sums_seen(params: Iterable[Tensor]) -> Sums:
-    """Return the axes over which gradients of DTensors are partial although they are not declared partial.
+    """Return, per DTensor with a gradient, the axes over which the gradient is partial without being declared partial.
 
     Args:
         params: Any parameters; plain tensors are ignored.
     Raises:
-        ValueError: `share_gradient` would raise even after these axes were settled.
+        ValueError: `share_gradient` would raise for a gradient, even after `settle` stored these axes.
     """
     seen = {}
     for key, param in _keyed(params):
@@ -429,7 +442,7 @@ def sums_seen(params: Iterable[Tensor]) -> Sums:
 
 
 def settle(params: Iterable[Tensor], seen: Sequence[Sums]) -> bool:
-    """Store the partial axes that all ranks have found, and return True if an axis is new.
+    """Store the union of the partial axes that `sums_seen` found on all ranks. Return True if a stored axis is new.
 
     Args:
         params: As in `sums_seen`.
@@ -458,9 +471,9 @@ def _keyed(params: Iterable[Tensor]) -> Iterator[tuple[tuple[tuple[int, ...], in
 
 
 def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_sum: bool) -> Tensor | None:
-    """Return the local gradient in the layout of the parameter.
+    """Convert the gradient to the placements of the parameter, and return its local tensor, as `local_gradient` describes.
 
-    The gradient stays partial over the axes that the spec declares partial.
+    The result stays partial over the partial axes of the spec, because the step sums it over them.
     """
     partial_axes, settled, sum_axes = {*_partial_axes(piece)}, {*settled_sums(piece)}, _sharded_sum_axes(piece)
     if grad is None:
@@ -497,7 +510,7 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
 def _check(
     param: DTensor, axis: str, has: Placement, wanted: Placement, summed: Iterable[str], declared: Iterable[str]
 ) -> None:
-    """Raise ValueError if a gradient with placement ``has`` over ``axis`` can't be converted.
+    """Raise ValueError if a gradient with placement ``has`` over ``axis`` can't be converted to placement ``wanted``.
 
     Args:
         summed: Axes over which the gradient may be partial.
@@ -521,7 +534,7 @@ def _describe_mismatch(param: DTensor, axis: str, has: Placement, wanted: Placem
 
 
 def _zip_placements(param: DTensor, grad: DTensor) -> Iterator[tuple[str, Placement, Placement]]:
-    """Return (mesh dim, placement of the gradient, placement of the parameter) per mesh dim."""
+    """Iterate over (mesh dim, placement of the gradient, placement of the parameter) triples."""
     return zip(mesh_axes(param), grad.placements, param.placements, strict=True)
 
 
@@ -539,12 +552,12 @@ def _partial_axes(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _sharded_sum_axes(piece: nn.Parameter) -> list[str]:
-    """Return the axes over which the gradient is partial and the parameter is sharded, which no spec can describe."""
+    """Return the stored partial axes that also shard the parameter. No spec can describe both, so they are summed here."""
     return [axis for axis in settled_sums(piece) if axis not in _partial_axes(piece)]
 
 
 def _all_reduce(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return the sum of ``local`` over these mesh dims, computed in place if ``local`` is contiguous."""
+    """Return the sum of ``local`` over the mesh dims ``axes``; computed in place if ``local`` is contiguous."""
     local = local.contiguous()
     for axis in axes:
         dist.all_reduce(local, group=param.device_mesh.get_group(axis))
@@ -552,13 +565,16 @@ def _all_reduce(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return zeros in the shape of this rank's local tensor without the sharding over ``axes``."""
+    """Return zeros in the shape that this rank's local tensor would have if ``axes`` did not shard the parameter."""
     shape = [sum(length for _, length in _spans(param, dim, length, axes)) for dim, length in enumerate(param.shape)]
     return torch.zeros(shape, dtype=param.grad_dtype or param.dtype, device=param.device)
 
 
 def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return this rank's part of ``local``, which has the parameter's layout without the sharding over ``axes``."""
+    """Shard ``local`` over ``axes``, and return this rank's shard. The result is not a view of a larger tensor.
+
+    Over all other axes, ``local`` already has the layout of the parameter.
+    """
     spec = placement_spec(param)
     for dim in range(param.dim()):
         rest = [axis for axis in spec.dim_axes(dim) if axis not in axes]
@@ -569,7 +585,10 @@ def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
-    """Raise ValueError if a gradient that is not sharded over ``axes`` lacks elements of this rank's shard."""
+    """Raise ValueError unless a gradient without sharding over ``axes`` contains this rank's shard in one slice.
+
+    In each tensor dim, ``axes`` must be the fastest of the axes that shard it.
+    """
     spec = placement_spec(param)
     for dim in range(param.dim()):
         over = tuple(axis for axis in spec.dim_axes(dim) if axis in axes)
@@ -581,7 +600,7 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 
 
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the spans of ``length`` elements that belong to this rank, ignoring the sharding over ``without``."""
+    """Return the (offset, length) spans of this rank's shard of ``length`` elements, if ``without`` did not shard them."""
     spec, mesh = placement_spec(param), param.device_mesh
     indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
     spans: tuple[tuple[int, int], ...] = ((0, length),)
@@ -599,17 +618,17 @@ def _wrap_like(param: DTensor, local: Tensor) -> DTensor:
 
 # Local parameters and gradients of a list, with a cache ---------------------------------------------------------------
 
-# For a thousand small DTensors, looking up local parameters and gradients dominates the cost of the norm. The result is
-# therefore cached on each DTensor. It is valid while its local tensor, layout, annotation and gradient layout are the same
-# objects.
+# For a thousand small DTensors, looking up local parameters and gradients takes longer than the norm. Each DTensor
+# therefore caches its result. The cached result is valid while the DTensor's local tensor, DTensor spec, annotation and
+# gradient DTensor spec, and the topology, are the same objects.
 
 
 def of_each(
     params: Iterable[Tensor], topology: Topology
 ) -> tuple[list[Tensor], list[Tensor | None], list[Annotation | None]]:
-    """Return the local parameter, the local gradient and the annotation of each parameter.
+    """Return three lists: the local parameter, the local gradient and the annotation of each parameter.
 
-    Plain parameters are their own local parameters.
+    A plain parameter is its own local parameter.
 
     Args:
         params: Parameters; some may be DTensors.

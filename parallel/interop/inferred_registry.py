@@ -1,4 +1,4 @@
-"""The process-group registry that DTensors imply: their device meshes say how the ranks of the world are arranged."""
+"""Create a process-group registry from the device meshes of DTensors, which determine the mesh axes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Inferred(NamedTuple):
-    """A registry, the default process group, and the meshes from which it was inferred."""
+    """A registry, the device meshes from which it was inferred, and the default process group at that time."""
 
     world: object
     meshes: tuple[DeviceMesh, ...]
@@ -30,7 +30,7 @@ class _Inferred(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The mesh dims that contain one rank, and what its parameters look like."""
+    """The mesh dims that contain one rank, and the (placements, shape) pairs of its parameters."""
 
     dims: list[Dim]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -40,14 +40,14 @@ _known: list[_Inferred] = []
 
 
 def infer_registry(params: Sequence[Tensor]) -> ProcessGroupRegistry:
-    """Return a new registry whose axes are those of the DTensors' device meshes.
+    """Return a new registry whose axes are the common refinement of the DTensors' device meshes.
 
-    The axes are the common refinement of all meshes (see `Topology.of_meshes`). These may be slices of a mesh, flattened
-    meshes, or meshes over some of the ranks, such as one per pipeline stage. Ranks that no mesh connects hold replicas if
-    their parameters have the same layouts and shapes; else they are pipeline stages.
+    `Topology.of_meshes` describes the common refinement. The meshes may be slices of a mesh, flattened meshes, or meshes of
+    some of the ranks, such as one mesh per pipeline stage. Ranks that no mesh connects form a further axis. It is a
+    data axis if their parameters have the same placements and shapes, else a pipeline axis.
 
     Args:
-        params: This rank's parameters, DTensors and plain ones.
+        params: This rank's parameters: DTensors and plain tensors.
     Raises:
         ValueError: On every rank: a mesh has no dim names, or the meshes have no common refinement.
     Collectives: one object all-gather over the world. Every rank must call it.
@@ -59,11 +59,13 @@ def infer_registry(params: Sequence[Tensor]) -> ProcessGroupRegistry:
 
 
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
-    """Return the registry of `infer_registry` for the first parameters with these meshes, also for later ones.
+    """Return the registry that `infer_registry` returned for the first parameters with the same device meshes.
 
-    Raises: As `infer_registry`.
-    Collectives: those of `infer_registry` if this rank's meshes are new; then they must be new on every rank.
-    Host synchronization: in such calls.
+    The first call with these meshes calls `infer_registry`. Later calls return the same registry object.
+
+    Raises: As in `infer_registry`, in the first call.
+    Collectives: those of `infer_registry` in the first call, which must be the first call on every rank; else none.
+    Host synchronization: in the first call.
     """
     meshes = _meshes_of(params)
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -71,20 +73,19 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
         if known.world is world and len(known.meshes) == len(meshes) and all(map(_is_same, known.meshes, meshes)):
             return known.registry
     registry = infer_registry(params)
-    _known[:] = [known for known in _known if known.world is world]  # an older world has ended
+    _known[:] = [known for known in _known if known.world is world]  # registries of earlier default groups are useless
     _known.append(_Inferred(world, meshes, registry))
     return registry
 
 
 def registry_for(model: nn.Module) -> ProcessGroupRegistry:
-    """Return the registry that a model's DTensors imply, and declare its other parameters replicated.
+    """Return the registry of `infer_registry` for a model, and declare parameters without a declaration as replicated.
 
-    Earlier declarations are kept. A Transformers model that `from_pretrained` has sharded has the registry of its meshes
-    (`registry_of`).
+    For a Transformers model that `from_pretrained` has sharded, `transformers.registry_of` is called instead.
 
     Args:
-        model: A model with DTensors, or one whose ranks hold replicas or pipeline stages.
-    Raises, collectives, host synchronization: as `infer_registry` and `registry_of`.
+        model: A model with DTensors, or a model whose ranks hold replicas or pipeline stages.
+    Raises, collectives, host synchronization: as in `infer_registry` and `registry_of`.
     """
     if any(vars(module).get("_mesh_manager") is not None for module in model.modules()):
         from .transformers import registry_of
@@ -98,7 +99,10 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
 
 
 def averaging_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that average gradients: `DistributedDataParallel` and `fully_shard` modules."""
+    """Return the modules within ``model`` that average gradients, except modules inside other such modules.
+
+    These are `DistributedDataParallel` modules, and modules to which `fully_shard` was applied.
+    """
     names = (("torch.nn.parallel.distributed", "DistributedDataParallel"), ("torch.distributed.fsdp", "FSDPModule"))
     kinds = tuple(kind for kind in (loaded_class(*name) for name in names) if kind is not None)
     found = [module for module in model.modules() if isinstance(module, kinds)]
@@ -111,7 +115,7 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
-    """Return the device meshes of the DTensors, in the order of their first DTensor."""
+    """Return the distinct device meshes of the DTensors in ``params``, in the order of their first use."""
     kind: Any = loaded_class("torch.distributed.tensor", "DTensor")
     if kind is None:
         return ()
@@ -121,10 +125,10 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 
 
 def _gathered(params: Sequence[Tensor], meshes: Sequence[DeviceMesh]) -> list[_View]:
-    """Return each rank's view. Raises, collectives: as `infer_registry`."""
+    """Gather the `_View` of every rank. Raises, collectives: as in `infer_registry`."""
     mine: _View | str
     try:
-        # Dims of equal names are one dim, on whatever meshes they are.
+        # Dims with equal names and ranks count as one dim, even if they are dims of different meshes.
         dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes))
         mine = _View(list(dims), tuple((str(getattr(param, "placements", "")), tuple(param.shape)) for param in params))
     except ValueError as problem:
@@ -138,7 +142,7 @@ def _gathered(params: Sequence[Tensor], meshes: Sequence[DeviceMesh]) -> list[_V
 
 
 def _topology(views: Sequence[_View]) -> Topology:
-    """Return the topology that all ranks' views imply, equal on all ranks."""
+    """Return the topology with the common refinement of all mesh dims, and axes for ranks that no mesh connects."""
     stages: list[str] = []
 
     def name_of(ranks: Sequence[int]) -> str:
@@ -156,9 +160,9 @@ def _topology(views: Sequence[_View]) -> Topology:
 
 
 def _with_unique_names(views: Sequence[Sequence[Dim]]) -> list[list[Dim]]:
-    """Return the dims, with other names where dims of equal names have groups of other sizes or strides.
+    """Return the dims, renamed if several dims have the same name but groups of different sizes or strides.
 
-    The DTensors of such dims are matched with axes by their ranks.
+    `check_mesh` later finds the axes of a renamed dim by its ranks.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for dims in views:

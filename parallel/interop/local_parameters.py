@@ -1,6 +1,6 @@
-"""Plain local parameters, gradients and specs of any parameters, DTensors and others.
+"""Plain local parameters, gradients and specs of parameters that may be DTensors or plain tensors.
 
-The module imports DTensor support only if DTensors are in use, because the import takes most of a second.
+DTensor support is imported only if DTensors are in use, because the import takes most of a second.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..mesh.topology import Topology
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """Return a class of a module that has already been imported, else None.
+    """Return the class ``name`` of a module if the module has already been imported, else None.
 
-    Without the import, no instance of the class can exist.
+    If the module has not been imported, no instance of the class can exist.
     """
     return getattr(sys.modules.get(module), name, None)
 
@@ -32,23 +32,23 @@ def has_dtensors(tensors: Iterable[Tensor]) -> bool:
 
 
 def fully_sharded(model: nn.Module) -> list[Any]:
-    """Return the modules within ``model``, including itself, that torch's `fully_shard` was applied to."""
+    """Return the modules within ``model``, including ``model``, to which torch's `fully_shard` was applied."""
     kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def _param_groups(module: Any) -> list[Any]:
-    """Return the objects that gather the parameters of a module with `fully_shard`; torch has no public API for them."""
+    """Return the private objects of torch that gather the parameters of a `fully_shard` module; there is no public API."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def named_shards(model: nn.Module) -> dict[str, Tensor]:
-    """Return ``model.named_parameters()``, with the shard in place of each parameter that `fully_shard` has gathered.
+    """Return ``model.named_parameters()`` as a dict, with the sharded parameter in place of each gathered parameter.
 
-    Between two steps a module may have gathered parameters, for example if its last call had no backward. Optimizers step
-    the shards.
+    A `fully_shard` module may have gathered its parameters, for example because its last call had no backward. Optimizers
+    need the sharded parameters.
     """
     shards: dict[int, Tensor] = {}
     for module in fully_sharded(model):
@@ -59,7 +59,7 @@ def named_shards(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor of a DTensor; other tensors are returned unchanged. Collectives: none."""
+    """Return this rank's local tensor of a DTensor, or a plain tensor unchanged. Collectives: none."""
     if not has_dtensors((tensor,)):
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -67,15 +67,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
-    """Return the plain local parameter of a DTensor, which shares its memory; other parameters are returned unchanged.
+    """Return a DTensor's local parameter, which is plain and shares its memory; return a plain parameter unchanged.
 
     See `meshstep.parallel.interop.dtensor.local_parameter`.
 
     Args:
         param: Any parameter.
-        topology: The mesh axes. Default None: the mesh of a DTensor is not checked.
+        topology: Provides the axes. None: the mesh of a DTensor is not checked.
     Raises:
-        ValueError: A DTensor's layout has no spec, or its mesh does not match ``topology``.
+        ValueError: The placements of a DTensor can't be described by a spec or contradict its declaration; or its mesh does
+            not match ``topology``.
     """
     if not has_dtensors((param,)):
         return param
@@ -86,14 +87,14 @@ def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
 
 
 def spec_of(param: Tensor, topology: Topology | None = None) -> P:
-    """Return the spec of a parameter; for a DTensor it combines the declaration and the placements.
+    """Return the spec of a parameter. The spec of a DTensor combines its declaration and its placements.
 
         spec_of(model.up.weight)      # P('tensor')
 
     Args:
         param: Any parameter.
-        topology: If given, the spec uses the axes of this topology, without aliases and without names of mesh dims.
-            Default None: the names in the declaration and in the DTensor's mesh.
+        topology: Replace aliases and names of mesh dims in the spec by axes of this topology. None: return the names in
+            the declaration and in the DTensor's mesh unchanged.
     Raises:
         ValueError: The parameter has no spec, a DTensor's placements contradict the declaration, or its mesh does not
             match the topology.
@@ -112,8 +113,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         params: Plain parameters, and the local parameters of DTensors.
-        gradients: This rank's part of each gradient; None if there is none.
-        annotations: The declared layouts; None if there is none.
+        gradients: Local gradient per parameter; None for a parameter without a gradient.
+        annotations: Annotation per parameter; None for a parameter without a declaration.
     """
 
     params: list[Tensor]
@@ -122,11 +123,11 @@ class Gradients(NamedTuple):
 
 
 def local_gradients(params: Sequence[Tensor], topology: Topology) -> Gradients:
-    """Return local parameters, local gradients and annotations.
+    """Return the local parameter, local gradient and annotation of each parameter.
 
     Args:
         params: Any parameters.
-        topology: The mesh axes.
+        topology: Provides the axes.
     Raises:
         ValueError: As in `local_parameters`.
     """
@@ -139,15 +140,16 @@ def local_gradients(params: Sequence[Tensor], topology: Topology) -> Gradients:
 
 @contextmanager
 def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bool = False) -> Iterator[list[Tensor]]:
-    """Yield the parameters, with each DTensor replaced by its plain local parameter and local gradient.
+    """Context manager that yields the list of parameters, with each DTensor replaced by its local parameter.
 
-    Within the context a local parameter shares memory and gradient with its DTensor. A gradient that is assigned to a
-    local parameter within the context is passed to the DTensor at the end.
+    In the block, a local parameter shares memory and gradient with its DTensor. When the block ends, the gradient of a
+    local parameter is set as the DTensor's gradient if the DTensor has none, and is removed from the local parameter.
 
     Args:
         params: Any parameters.
-        topology: The mesh axes, which the mesh dims must match.
-        to_sum: If True, the caller is about to sum the partial gradients over the axes in the specs. Default: False.
+        topology: Provides the axes. Each mesh dim of a DTensor must consist of these axes.
+        to_sum: Pass True if the block sums the partial gradients in place over the partial axes in the specs. Default:
+            False.
     Raises:
         ValueError: A layout or gradient is not supported; see `meshstep.parallel.interop.dtensor`.
     """
@@ -170,10 +172,10 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
 
 
 def sums_seen(params: Sequence[Tensor]) -> Sums:
-    """Return the axes over which gradients of DTensors are partial although they are not declared partial.
+    """Return, per DTensor with a gradient, the axes over which the gradient is partial without being declared partial.
 
     Args:
-        params: Any parameters.
+        params: Any parameters; plain tensors are ignored.
     Raises:
         ValueError: A gradient's placements are not supported; see `meshstep.parallel.interop.dtensor`.
     """
@@ -185,7 +187,7 @@ def sums_seen(params: Sequence[Tensor]) -> Sums:
 
 
 def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
-    """Store the partial axes that all ranks have found, so that every step sums these gradients.
+    """Store the union of the partial axes that `sums_seen` found on all ranks, so that every step sums these gradients.
 
     Args:
         params: As in `sums_seen`.
@@ -202,19 +204,21 @@ def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
 
 # Gradients that `fully_shard` divides twice ---------------------------------------------------------------------------
 
-# On a shard mesh of size 1, torch divides gradients twice by a custom factor. Examples of such a mesh are experts that
-# only this rank holds, and `replicate`. torch 2.15 divides by the factor of ``set_gradient_divide_factor`` in place of
-# the omitted reduce-scatter. It divides again around the all-reduce, unless the collective itself divides: in float64
-# and float16, and with ``set_force_sum_reduction_for_comms``. The gradient is then too small by this factor.
+# `set_gradient_divide_factor` sets a factor by which `fully_shard` divides gradients. On a shard mesh of size 1, torch 2.15
+# divides twice: once in place of the omitted reduce-scatter, and again around the all-reduce, unless the collective itself
+# divides (in float64 and float16, and with ``set_force_sum_reduction_for_comms``). The gradient is then too small by this
+# factor. A shard mesh has size 1 for experts that only this rank holds, and with `replicate`.
 
 
 def divide_once(model: nn.Module) -> None:
-    """Make modules whose shard mesh has size 1 divide their gradients by the custom factor once, in every dtype.
+    """Make `fully_shard` modules with a shard mesh of size 1 divide gradients once, not twice, by their custom factor.
 
-    Call it before the first backward; gradients that were already divided stay unchanged.
+    The factor is the argument of ``set_gradient_divide_factor``. Call this function before the first backward; gradients
+    that exist already stay unchanged.
 
     Args:
-        model: The root module that `fully_shard` was applied to. Other modules are not changed.
+        model: The root module to which `fully_shard` was applied. Modules with larger shard meshes or without a custom
+            factor are not changed.
     Collectives: none. Host synchronization: none.
     """
     for module in fully_sharded(model):

@@ -1,24 +1,24 @@
-"""Layouts from Megatron-core's parameter flags, and process groups from its `parallel_state`. Written for version 0.16.
+"""Read layouts from Megatron-core's parameter flags, and process groups from its `parallel_state`; for version 0.16.
 
     registry = registry_of()                    # on parallel_state's groups, or on a ProcessGroupCollection
     declare_by_flags(model, registry)
     optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
 
-Megatron describes a parameter's layout by attributes, by the class of its module, and by two rules in its optimizer
-step:
+Megatron describes a parameter's layout by attributes of the parameter, by its module, and by its name:
 
-    tensor_model_parallel, partition_dim, partition_stride   sharded over tensor; a stride n: n blocks, each sharded
-    sequence_parallel, if also in the config                 partial gradient over tensor (sum)
-    "q_layernorm" or "k_layernorm" in the name, by config    partial gradient over tensor (sum), without any flag
+    tensor_model_parallel, partition_dim, partition_stride   sharded over tensor; with stride n: n blocks, each sharded
+    sequence_parallel, if it is set in the config too        partial gradient over tensor (sum)
+    "q_layernorm" or "k_layernorm" in the name, if the       partial gradient over tensor (sum), without any flag
+        config has qk_layernorm
     average_gradients_across_tp_domain                       partial gradient over tensor (mean)
     allreduce = False, or a module with is_expert            experts: sharded over expert-tensor, distinct per expert rank
     shared_embedding                                         tied over the stages of the embedding group
-    pipeline_parallel, if the config has a cond embedder     tied over all stages
+    pipeline_parallel, if the config has has_cond_embedder   tied over all stages
     none of these                                            replicated over all ranks
 
-Rank e of the expert group has different experts than the other ranks, under the same names. The specs describe them as
-shards along dim 0. Norms and checkpoints are then correct, and a checkpoint can be loaded on another mesh with the same
-number of expert ranks.
+Each rank of the expert group holds other experts, whose parameters have the same names on all ranks. The specs describe the
+experts of all ranks as one tensor that is sharded along dim 0. Norms and checkpoints are then correct, and a checkpoint can
+be loaded on another mesh with the same number of expert ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..mesh.topology import Role, Topology, axes_along
 Ranks = tuple[int, ...]
 Axes = tuple[str, ...]
 
-# Names of the groups in this module, and in a ProcessGroupCollection.
+# Name of each group in this module, and its name in a ProcessGroupCollection.
 _DENSE: Mapping[str, str] = {"pipe": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
 _EXPERT: Mapping[str, str] = {"expert_data": "expt_dp", "expert": "ep", "expert_tensor": "expt_tp"}
 _EMBEDDING: Mapping[str, str] = {"embedding": "embd"}
@@ -47,11 +47,12 @@ _ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "context": "data",
 
 
 def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
-    """Return a registry on Megatron's process groups; closing the registry does not destroy them. Call it on all ranks.
+    """Return a registry on Megatron's process groups. Closing it does not destroy these groups. Call it on all ranks.
 
-    Its axes are ``pipe``, ``data``, ``context`` and ``tensor``, slowest first, in the order of the ranks. If the expert
-    mesh divides such an axis, it becomes two or more numbered axes. Example: 8 ranks with tensor=2, data=4, expert=4,
-    and expert-tensor=1 give ``data0=2, data1=2, tensor=2``. The experts are sharded over ``data1`` and ``tensor``.
+    Its axes are ``pipe``, ``data``, ``context`` and ``tensor``, in the order in which Megatron arranged the ranks. If a
+    group of the expert mesh covers only a part of such an axis, the axis becomes several numbered axes. Example: 8
+    ranks with tensor=2, data=4, expert=4 and expert-tensor=1 give ``data0=2, data1=2, tensor=2``. The experts are
+    sharded over ``data1`` and ``tensor``.
 
         registry = registry_of()
 
@@ -60,8 +61,8 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
             ``parallel_state``.
     Raises:
         RuntimeError: ``parallel_state`` is not initialised.
-        ValueError: On every rank: the ranks of a group are not evenly spaced, or the dense and the expert mesh have no
-            common axes.
+        ValueError: On every rank: the ranks of a group are not evenly spaced, the dense and the expert mesh have no common
+            axes, or ``groups`` lacks tp, pp or dp.
     Collectives: object all-gathers over the world. Host synchronization: yes.
     """
     found = _groups_of(groups, {**_DENSE, **_EXPERT})
@@ -73,21 +74,22 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
 
 
 def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
-    """Annotate every parameter of ``model`` with the layout from its flags and Megatron's name rules.
+    """Annotate every parameter of ``model`` with the layout that its flags, its module and its name describe.
 
-    Call it on all ranks. Megatron's own `DistributedDataParallel` sums the gradients of experts over all their
-    replicas, so these gradients are not declared partial. A parameter whose gradient must be averaged over tensor also
-    gets a hook that divides the gradient.
+    The table in the module docstring has the rules. Call it on all ranks. In a model that is wrapped in Megatron's
+    `DistributedDataParallel`, expert gradients are not declared partial, because this wrapper sums them over all replicas.
+    A parameter whose gradient must be averaged over tensor is declared partial (sum), and gets a hook that divides its
+    gradient by the size of tensor.
 
         declare_by_flags(model, registry)
 
     Args:
         model: A model chunk of Megatron layers; it may be wrapped.
-        registry: A registry from `registry_of`, or any registry whose axes produce Megatron's groups.
+        registry: A registry from `registry_of`, or any registry in which each of Megatron's groups is a group along axes.
         groups: As in `registry_of`. Default None: the groups of ``parallel_state``.
     Raises:
-        ValueError: On every rank: flags contradict each other or do not fit the parameter, or axes of the registry do
-            not produce a group. Nothing is declared.
+        ValueError: On every rank: flags contradict each other or do not fit the parameter, or one of Megatron's groups is
+            not a group along axes of the registry. No parameter is annotated in these cases.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
 
@@ -107,7 +109,7 @@ class Rules:
     Args:
         model, registry, groups: As in `declare_by_flags`.
     Raises:
-        ValueError: Axes of the registry do not produce a group.
+        ValueError: One of Megatron's groups is not a group along axes of the registry.
     """
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
@@ -130,7 +132,11 @@ class Rules:
         self._conditional = any(getattr(config, "has_cond_embedder", False) for config in configs)
 
     def spec(self, name: str, param: Tensor) -> tuple[P, int]:
-        """Return the layout of a parameter, and the divisor of each rank's gradient."""
+        """Return the layout of a parameter, and the number by which each rank must divide its gradient.
+
+        Raises:
+            ValueError: Flags contradict each other or do not fit the parameter, or a group is missing.
+        """
         expert = self.is_expert(param)
         tensor = self._axes_of("expert_tensor" if expert else "tensor", name)
         split = bool(getattr(param, "tensor_model_parallel", False))
@@ -139,7 +145,8 @@ class Rules:
             first = entries[0] if entries else None
             stacked = self._axes_of("expert", name)
             entries = (*stacked, *parts_of(first)), *entries[1:]
-            # Megatron's DDP sums expert gradients only if allreduce=False, which is not set if every rank has all experts.
+            # Megatron's DDP sums expert gradients only of parameters with allreduce=False. Megatron does not set this flag
+            # if every rank has all experts.
             summed = self._reduced and not getattr(param, "allreduce", True)
             partial = () if summed else tuple(a for a in self._axes_of("expert_data", name) if self._is_model(a))
             return P(*entries, partial=partial), 1
@@ -154,7 +161,10 @@ class Rules:
         return spec, self._topology.size(*tensor) if mean else 1
 
     def is_expert(self, param: Tensor) -> bool:
-        """Return True if the parameter is on the expert mesh. No flag marks it if every rank has all experts."""
+        """Return True if the parameter is an expert's: it has ``allreduce=False``, or its module has ``is_expert``.
+
+        If every rank has all experts, Megatron sets only ``is_expert``.
+        """
         return not getattr(param, "allreduce", True) or id(param) in self._experts
 
     def _is_summed(self, name: str, param: Tensor) -> bool:
@@ -195,7 +205,10 @@ class Rules:
         return self._topology.role(axis) == "model"
 
     def _stages_of(self, embedding: dist.ProcessGroup | None) -> Ranks:
-        """Return the indices of the embedding stages; the result is unused on stages without embedding."""
+        """Return the pipeline stages that hold the embedding: (0, -1) if this rank has no embedding group.
+
+        The result is not used on stages without the embedding.
+        """
         pipe = self._axes["pipe"]
         if not pipe or embedding is None:
             return (0, -1)
@@ -203,7 +216,7 @@ class Rules:
 
 
 def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group") -> Axes:
-    """Return the axes whose group on this rank consists of exactly ``ranks``, without axes of size 1.
+    """Return the axes larger than 1 along which this rank's group consists of exactly ``ranks``.
 
     Args:
         ranks: Global ranks.
@@ -223,13 +236,13 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
 
 
 def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
-    """Return the common axes of the dense and the expert mesh, from the groups of any one rank; see `registry_of`.
+    """Return the topology with the common axes of Megatron's dense and expert mesh, as `registry_of` describes.
 
         >>> topology_of({"data": (0, 2, 4, 6), "tensor": (0, 1), "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8)
         Topology(data0=2, data1=2, tensor=2, pipe=1, context=1, roles={'data0': 'data', 'data1': 'data'})
 
     Args:
-        groups: The global ranks of each group, by name.
+        groups: Global ranks per group name. The groups of any one rank determine the axes.
         world_size: The number of ranks.
     Raises:
         ValueError: As in `registry_of`.
@@ -264,7 +277,7 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
 
 
 def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
-    """Return the stride of a group along an axis, and the stride of the next slower axis."""
+    """Return the distance between neighbouring ranks of a group, and this distance times the group's size."""
     steps = steps_of(ranks)
     if steps is None or len(steps) != 1:
         raise ValueError(
@@ -276,7 +289,12 @@ def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
 
 
 def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dist.ProcessGroup]:
-    """Return the groups by their names in this module, without missing groups."""
+    """Return Megatron's process groups by their names in this module; groups that this rank does not have are left out.
+
+    Raises:
+        RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialised.
+        ValueError: tp, pp or dp is missing.
+    """
     if groups is None:
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection

@@ -6,11 +6,12 @@
 The axes are the dims of the model's meshes: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``. Experts may have a separate
 mesh of the same ranks (``efsdp``, ``ep``). ``fsdp`` and ``ep`` are then aliases of their common axes.
 
-The plan describes parameters that are not DTensors: a parameter that the plan does not shard is replicated over ``tp``.
-A norm with ``replicated_with_grad_allreduce`` in the plan (q and k of Qwen3) is replicated too, but its gradient covers
-only this rank's heads. Transformers sums this gradient in a hook at every backward, and thereby sums the gradients of
-earlier micro-batches repeatedly. `registry_of` removes the hook and declares the gradient partial
-(``P(partial="tp")``), so that it is summed once, at the end of the accumulation window.
+The model's tensor-parallel plan says which parameters are sharded. A parameter that the plan does not shard is not a
+DTensor, and is replicated over ``tp``. A norm with ``replicated_with_grad_allreduce`` in the plan (q and k norms of Qwen3)
+is replicated too, but on each rank its gradient has only the terms of this rank's heads. Transformers all-reduces the
+accumulated gradient in a hook after every backward, which sums the gradients of earlier micro-batches again. `registry_of`
+removes the hook and declares the gradient partial (``P(partial="tp")``). It is then summed once, at the end of the
+accumulation window (the micro-batches between two steps).
 """
 
 from __future__ import annotations
@@ -36,21 +37,23 @@ _RELEASED = "_meshstep_released"  # attribute of a module whose hook was removed
 
 
 def registry_of(model: nn.Module) -> ProcessGroupRegistry:
-    """Return the registry on a sharded model's meshes, and annotate its parameters with specs and names.
+    """Return a registry on a sharded Transformers model's device meshes, and annotate its parameters with specs and names.
 
-    After this call, `ParallelOptimizer` or `sync_gradients` must sum the gradients of the norms that the plan summed by
-    hooks. Any other optimizer would use incomplete gradients.
+    The call removes the hooks of Transformers that sum gradients of norms (see the module docstring). From then on,
+    `ParallelOptimizer` or `sync_gradients` must sum these gradients; any other optimizer would use incomplete gradients.
+    The call also corrects gradients that `fully_shard` would divide twice (`divide_once`).
 
         registry = registry_of(model)
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)
 
     Args:
-        model: A sharded Transformers model, or a wrapper around one (``torch.compile``, PEFT, a module of your own).
-            Parameters of the wrapper itself, such as adapters, are declared replicated unless they are DTensors. Earlier
-            declarations are kept.
+        model: A sharded Transformers model, or a module that contains one (``torch.compile``, PEFT, a module of your own).
+            Parameters outside the Transformers model, such as adapters, are declared replicated, unless they are DTensors.
+            Declarations of parameters that exist already are kept.
     Raises:
-        ValueError: There is no sharded model, or more than one; no module or parameter has a name of the tensor-parallel
-            plan; or the forward of a module whose hook must be removed was replaced. Nothing is changed.
+        ValueError: ``model`` contains no sharded model, or more than one; no module or parameter has a name of the
+            tensor-parallel plan; or a module whose hook must be removed has another forward than the one that Transformers
+            set. The model is unchanged in these cases.
     Collectives: none. Host synchronization: none.
     """
     sharded = sharded_model(model)
@@ -75,7 +78,7 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
 def sharded_model(model: nn.Module) -> Any:
     """Return the model that `from_pretrained` has sharded: ``model``, or a module within it.
 
-    The search is by the object that has the device meshes, so it does not depend on names of wrappers.
+    It is the module whose attribute has the device meshes, so names and kinds of wrapper modules do not matter.
 
     Raises:
         ValueError: There is no such module, or more than one.
@@ -97,9 +100,9 @@ def sharded_model(model: nn.Module) -> Any:
 
 
 def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
-    """Return the topology of a dense and an expert mesh on the same ranks.
+    """Return the common refinement of the dense and the expert mesh, from the sizes of their dims.
 
-    The common ranks of ``fsdp`` and ``ep`` form a separate axis.
+    The dims ``fsdp`` and ``ep`` overlap: their common factor is the axis ``fsdp_in_ep``, and both are aliases.
     """
     return Topology(
         pp=pp,
@@ -113,14 +116,15 @@ def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int,
 
 
 def _summed_modules(model: Any) -> dict[nn.Module, Any]:
-    """Return the modules whose gradients a hook sums over ``tp``, each with the forward that attaches the hook.
+    """Return the modules whose gradients Transformers sums over ``tp`` in a hook, each with the forward that adds the hook.
 
-    The modules are found by that forward. The names in the plan only serve to find modules that have lost it.
+    The forward is None if `registry_of` has already removed the hook. The modules are found by their forward. The names in
+    the plan are used only to detect modules whose forward was replaced.
 
     Args:
         model: The result of `sharded_model`.
     Raises:
-        ValueError: As `registry_of`.
+        ValueError: As in `registry_of`: a name of the plan is missing, or a forward was replaced.
     """
     if getattr(model, "_tp_size", None) in (None, 1):
         return {}
@@ -143,7 +147,7 @@ def _summed_modules(model: Any) -> dict[nn.Module, Any]:
 
 
 def _is_summed(module: nn.Module) -> bool:
-    """Return True if the forward of Transformers sums this module's gradient by a hook, or did before `registry_of`."""
+    """Return True if Transformers sums this module's gradient in a hook, or did before `registry_of` removed the hook."""
     forward = vars(module).get("forward")
     return getattr(forward, "__qualname__", "").startswith(_HOOK) or (
         forward is None and getattr(module, _RELEASED, False) is True
@@ -151,12 +155,12 @@ def _is_summed(module: nn.Module) -> bool:
 
 
 def _glob_of(name: str) -> str:
-    """Return the name with ``*`` for the indices of layers, as plans have it."""
+    """Return the name with ``*`` in place of each number, as the tensor-parallel plan writes layer indices."""
     return re.sub(r"\d+", "*", name)
 
 
 def _remove_hooks(module: nn.Module, forward: Any) -> None:
-    """Restore the module's original forward, and remove the hooks from its parameters."""
+    """Restore the module's original forward and remove the hooks from its parameters; no effect if ``forward`` is None."""
     if forward is None:
         return
     inner = inspect.getclosurevars(forward).nonlocals

@@ -1,4 +1,4 @@
-"""Parallel layout of a model: mesh topology, process groups, parameter layouts and parallel layers."""
+"""Mesh topology, process groups, parameter layouts, parallel layers, launching and data loading."""
 
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel

@@ -1,6 +1,6 @@
 """Command line ``python -m meshstep.parallel pipe=2 data=2 row=2 col=2 [--rank 5] [--svg FILE]``.
 
-It prints the grid of ranks and the groups of a topology, and can draw a picture of the shards on each rank.
+It prints the grid of ranks of a topology and the groups along each axis. With ``--svg`` it also draws each rank's shards.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from .mesh.topology import Topology
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a topology as a table, and draw it with ``--svg``. Wrong input ends with exit code 2 and a message on stderr.
+    """Print the table of a topology, and with ``--svg`` write a picture of the shards to a file.
+
+    For incorrect arguments, it writes a message to stderr and exits with code 2.
 
     Args:
-        arguments: Command line arguments. None: those of the process.
+        arguments: Command line arguments. None: the arguments of the process.
     """
     parser = argparse.ArgumentParser(
         prog="python -m meshstep.parallel",

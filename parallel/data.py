@@ -1,4 +1,4 @@
-"""A DataLoader that distributes a dataset over the data-parallel axes; model-parallel and pipeline ranks get equal batches.
+"""A DataLoader that distributes a dataset over the data-parallel axes. Ranks along all other axes get the same batches.
 
     loader = prepare_dataloader(dataset, registry, batch_size=32, shuffle=True)
     for epoch in range(epochs):
@@ -6,8 +6,11 @@
             loss_sum = cross_entropy(model(images), labels, reduction="sum")
             optimizer.backward(loss_sum, weight=len(labels))
 
-In the last step of an epoch batches are smaller, and their sizes may differ by one between ranks. The sum of the loss and
-its weight make that step exact too.
+In the last step of an epoch batches may be smaller, and their sizes may differ by one between ranks. Because the example
+passes the sum of the losses and the number of samples, the gradient is exact in this step too.
+
+A *data coordinate* is a coordinate on the data-parallel axes except ``cp`` and ``context``. All ranks with the same data
+coordinate get the same batches.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from .mesh.value_checks import wrong
 
 # The samples of each data coordinate in each step of each epoch (arithmetic only) --------------------------------------
 
-# In each step the D coordinates take the next ``batch_size * D`` samples of the epoch's order: coordinate 0 the first
-# ``batch_size``, coordinate 1 the next, and so on. The samples of a step depend only on the product. The last step has the
-# remaining samples, in D parts whose sizes differ by at most one. There is no padding, and each sample is used once.
+# In each step the D data coordinates take the next ``batch_size * D`` samples of the epoch's order: coordinate 0 the first
+# ``batch_size``, coordinate 1 the next, and so on. The samples of a step therefore depend only on ``batch_size * D``. The
+# last step has the remaining samples, in D parts whose sizes differ by at most one. Each sample is used exactly once.
 
 
 class Batch(list[int]):
-    """Indices of the samples of a batch, with the seed and the epoch that determine random draws; picklable.
+    """Indices of the samples of a batch, with the seed and the epoch, which determine random draws in loading; picklable.
 
     Args:
         indices: Indices into the dataset.
@@ -49,15 +52,15 @@ class Batch(list[int]):
 
 
 class ShardedBatchSampler(Sampler[Batch]):
-    """Batch sampler of one data coordinate. All coordinates have the same number of batches, and no batch is empty.
+    """Batch sampler of one data coordinate. All data coordinates have the same number of batches, and no batch is empty.
 
     Args:
         samples: Number of samples N.
         batch_size: Number of samples B per batch of a coordinate.
-        rank: This coordinate, 0..ranks-1.
+        rank: This data coordinate, 0..ranks-1.
         ranks: Number of data coordinates D.
         shuffle: Use a new random order in every epoch. False: the order of the dataset.
-        drop_last: Skip a last step of fewer than B * D samples. False: make a smaller step.
+        drop_last: True: skip the last step if it has fewer than B * D samples. False: keep it as a smaller step.
         seed: Seed of the random orders.
     Raises:
         ValueError: ``batch_size`` or ``seed`` is out of range; or a batch would be empty: N < D, or B = 1 and N is not a
@@ -65,7 +68,7 @@ class ShardedBatchSampler(Sampler[Batch]):
 
     Attributes:
         epoch: Epoch of the next iteration.
-        position: Number of samples of that epoch's order, over all coordinates, to skip in the next iteration.
+        position: Number of samples at the start of this epoch's order, over all coordinates, that the next iteration skips.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class ShardedBatchSampler(Sampler[Batch]):
             yield Batch(order[start:stop].tensor_split(self.ranks)[self.rank].tolist(), self.seed, epoch)
 
     def bounds_from(self, position: int) -> list[int]:
-        """Return the bounds of the steps for the samples after ``position``, as positions in the epoch's order.
+        """Return the bounds of the steps after the first ``position`` samples, as positions in the epoch's order.
 
         Args:
             position: Number of samples to skip, over all coordinates.
         Returns:
-            One more number than steps: the start of each step and the end of the last. If ``position`` is in ``bounds``,
-            the result is the end of ``bounds``.
+            The start of each step, and the end of the last step. If ``position`` is one of ``bounds``, the result equals
+            ``bounds`` from there on.
         Raises:
             ValueError: A batch would be empty.
         """
@@ -110,9 +113,9 @@ class ShardedBatchSampler(Sampler[Batch]):
 
 
 def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> list[int]:
-    """Return the bounds of the steps of an epoch: the start of each step, and the end of the last.
+    """Return the bounds of the steps of an epoch, as numbers of samples: the start of each step, and the end of the last.
 
-    If the last step has fewer samples than ranks, it takes the missing samples from the previous step.
+    If the last step has fewer samples than there are data coordinates, the previous step leaves the missing samples to it.
 
     Args:
         samples: Number of samples of the epoch.
@@ -142,7 +145,7 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
 
 
 def mixed(*numbers: int) -> int:
-    """Return a 32-bit seed that is a hash of the numbers, the same in every process."""
+    """Return a hash of the numbers as a 32-bit seed. It is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
 
 
@@ -162,32 +165,35 @@ def prepare_dataloader(
     seed_samples: bool = True,
     **loader_kwargs: Any,
 ) -> ShardedDataLoader[T]:
-    """Return a torch DataLoader over this data coordinate's share of the dataset.
+    """Return a torch DataLoader for this rank's batches of the dataset.
 
-    Ranks with the same data coordinate (model-parallel and pipeline ranks) get the same batches. Each sample is used once
-    per epoch, on one data coordinate. All ranks have the same number of batches, and no batch is empty.
+    Ranks that differ only along model-parallel, pipeline, ``cp`` or ``context`` axes have the same *data coordinate*, and
+    get the same batches. Each sample is used once per epoch, on one data coordinate (with ``drop_last`` at most once). All
+    ranks have the same number of batches, and no batch is empty.
 
         loader = prepare_dataloader(dataset, registry, batch_size=32, shuffle=True)
 
     Random draws in loading, for example a random crop, use the CPU generators of torch, Python and NumPy. They depend only
     on the seed, the epoch and the index of the sample. They are therefore the same on all ranks that get the sample, on
-    every topology, with any number of workers and after a resume. The generators are restored afterwards. Draws of a
-    ``collate_fn``, or of a dataset that loads complete batches (``__getitems__``), depend on all indices of the batch.
+    every topology, with any number of workers, and after a checkpoint is loaded. The generators are restored afterwards.
+    Draws in a ``collate_fn``, or in a dataset that loads complete batches (``__getitems__``), depend on all indices of the
+    batch.
 
     Every rank of the world must call this function.
 
     Args:
         dataset: A map-style dataset with a length, the same on every rank.
-        registry: The samples are distributed over its data-parallel axes, except ``cp`` and ``context``, over which each
-            sample is sharded. Without such axes every rank gets all samples.
+        registry: The process groups. The samples are distributed over the data-parallel axes except ``cp`` and ``context``.
+            If there are no such axes, every rank gets all samples.
         batch_size: Number of samples per batch of one data coordinate. The global batch is this times the number of data
             coordinates.
         shuffle: Use a new random order in every epoch. False: the order of the dataset.
-        drop_last: Skip the last step of an epoch if it has less than a global batch. False: make a smaller step.
+        drop_last: True: skip the last step of an epoch if it has fewer samples than a global batch. False: keep it as a
+            smaller step.
         seed: Seed of the orders and random draws, the same on every rank.
-        seed_samples: Seed the generators per sample, as described above; this takes 16 us per sample, or per batch for a
-            dataset that loads complete batches. False: draws use the current generators, or the generators of torch's
-            workers, which differ between data coordinates. Pass False if loading draws no random numbers.
+        seed_samples: True: seed the generators before each sample, as described above. This takes 16 us per sample, or per
+            batch for a dataset that loads complete batches. False: random draws use the generators of the process or of
+            torch's workers, whose states differ between data coordinates. Pass False if loading draws no random numbers.
         **loader_kwargs: Arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Returns:
         The loader; one iteration over it is one epoch.
@@ -229,7 +235,7 @@ def _make_sampler(
 
 
 class ShardedDataLoader(DataLoader[T]):
-    """torch DataLoader with one epoch per iteration and a resumable position; `prepare_dataloader` returns it.
+    """torch DataLoader in which an iteration is an epoch, and whose position can be saved; see `prepare_dataloader`.
 
         for images, labels in loader:       # one epoch; after `load_state_dict` the rest of the saved epoch
             ...
@@ -248,7 +254,8 @@ class ShardedDataLoader(DataLoader[T]):
     def __init__(
         self, dataset: Dataset[T], sampler: ShardedBatchSampler, seed_samples: bool = True, **loader_kwargs: Any
     ) -> None:
-        # Otherwise torch would draw a seed for its workers from the global generator, which the model uses, in every epoch.
+        # Without this generator, torch would draw a seed for its workers in every epoch from the global generator, which
+        # the model uses too.
         workers_seed = mixed(sampler.seed, sampler.rank)
         loader_kwargs.setdefault("generator", torch.Generator().manual_seed(workers_seed))
         if seed_samples:
@@ -270,16 +277,16 @@ class ShardedDataLoader(DataLoader[T]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position and the arguments that determine the order of samples.
+        """Return the current position, and the arguments that determine the order of samples.
 
         Returns:
-            ``"epoch"``; ``"position"``, the number of samples of the epoch that all data coordinates together have returned
-            (prefetched batches do not count); and ``"samples"``, ``"shuffle"`` and ``"seed"``.
+            A dict with ``"epoch"``; ``"position"``, the number of samples of the epoch that the loaders of all data
+            coordinates have returned (prefetched batches do not count); and ``"samples"``, ``"shuffle"`` and ``"seed"``.
         """
         return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
     def state_after(self, epoch: int, batches: int) -> dict[str, int]:
-        """Return the `state_dict` after a number of batches, for loops that count batches themselves.
+        """Return what `state_dict` returns after ``batches`` batches of ``epoch``, for loops that count batches themselves.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -301,11 +308,11 @@ class ShardedDataLoader(DataLoader[T]):
         return {"samples": sampler.samples, "shuffle": sampler.shuffle, "seed": sampler.seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continue from a saved position: the next iteration has the remaining samples of the saved epoch, each once.
+        """Set the position to a saved one. The next iteration has the remaining samples of the saved epoch, each once.
 
-        If ``batch_size`` times the number of data coordinates is unchanged, the remaining steps have the same samples as in
-        the saved run. Otherwise, or with another ``drop_last``, the remaining samples are distributed again. If the state
-        is from the end of an epoch, all arguments may differ.
+        If ``batch_size`` times the number of data coordinates and ``drop_last`` are unchanged, the remaining steps have the
+        same samples as in the saved run. Otherwise the remaining samples are divided into steps again. If the state is from
+        the end of an epoch, all arguments may differ from the saved run.
 
         Args:
             state_dict: A result of `state_dict`.
@@ -355,7 +362,10 @@ class Fetched(list[Any]):
 
 
 class SeededDataset(Dataset[T]):
-    """Wrapper of a dataset that seeds the CPU generators per sample; other attributes are those of the wrapped dataset."""
+    """Wrapper that seeds the CPU generators before the wrapped dataset loads a sample, and restores them afterwards.
+
+    All other attributes are those of the wrapped dataset.
+    """
 
     def __init__(self, wrapped: Dataset[T]) -> None:
         self.wrapped = wrapped
@@ -385,7 +395,7 @@ class SeededDataset(Dataset[T]):
 
 
 class SeededCollate:
-    """Wrapper of a collate function that seeds the CPU generators with the seed of the batch."""
+    """Wrapper that seeds the CPU generators with the batch's seed before it calls a collate function, and restores them."""
 
     def __init__(self, wrapped: Callable[[list[Any]], Any]) -> None:
         self.wrapped = wrapped
@@ -407,6 +417,6 @@ def _length_of(dataset: object) -> int:
 
 
 def _loads_whole_batches(dataset: object) -> bool:
-    while isinstance(dataset, Subset):  # always has __getitems__, which uses that of its dataset if there is one
+    while isinstance(dataset, Subset):  # Subset always has __getitems__, even if its dataset loads single samples
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

@@ -38,8 +38,9 @@ from torch.distributed.rendezvous import rendezvous
 #
 # The port is MASTER_PORT, or a hash of the job's id, so that two jobs on a machine use different ports.
 #
-# Launchers are in order of preference, because torchrun may run in a Slurm job. Processes that mpirun starts in a Slurm job
-# inherit Slurm's variables, which describe mpirun itself. Slurm's variables are therefore ignored if MPI's variables exist.
+# If variables of several launchers are set, the first launcher in the table is used: torchrun may run in a Slurm job.
+# Processes that mpirun starts in a Slurm job inherit Slurm's variables, which describe mpirun itself. Slurm's variables are
+# therefore ignored if variables of MPI are set.
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "mvapich", "slurm", "none"]
 
@@ -56,18 +57,18 @@ _LOCAL_SIZE: Mapping[Launcher, str] = {
     "mpich": "MPI_LOCALNRANKS",
     "mvapich": "MV2_COMM_WORLD_LOCAL_SIZE",
 }
-# Variables of launchers that do not set everything needed here.
+# Variables of launchers that are not supported, because they do not set all needed variables.
 _UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The rank of this process and the address of rank 0, as a launcher set them.
+    """The rank of this process and the address of rank 0, as read from a launcher's environment variables.
 
     Args:
         launcher: Name of the launcher.
-        rank: Rank of this process. Default: the only rank.
-        world_size: Number of processes. Default: one process.
+        rank: Rank of this process. Default: 0.
+        world_size: Number of processes. Default: 1.
         local_rank: Rank among the processes on this machine.
         address: Host of rank 0; an IPv6 address has no brackets. Empty: not needed for one process.
         port: Port on the host of rank 0. 0: not needed for one process.
@@ -88,15 +89,18 @@ class LaunchEnvironment:
 
 
 def read_environment(environ: Mapping[str, str], launcher: Launcher | None = None) -> LaunchEnvironment:
-    """Return rank, world size and address from environment variables.
+    """Return the rank, the world size and the address of rank 0 from a launcher's environment variables.
+
+    Without variables of any launcher, the result describes one process.
 
     Args:
         environ: The environment variables.
-        launcher: Read the variables of this launcher only; ``"none"`` ignores all variables. None: the first launcher whose
-            variables are complete.
+        launcher: Read only the variables of this launcher; ``"none"``: ignore all variables. None: use the first launcher
+            whose variables are complete.
     Raises:
         ValueError: ``launcher`` is unknown.
-        RuntimeError: Variables of a launcher are missing or have wrong values; the message names them.
+        RuntimeError: Variables of a launcher are missing or have incorrect values, or the launcher is not supported. The
+            message names the variables.
     """
     if launcher is not None and launcher not in get_args(Launcher):
         raise ValueError(f"launcher {launcher!r} is unknown; write one of {', '.join(map(repr, get_args(Launcher)))}")
@@ -130,7 +134,10 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
 
 
 def _signs(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers with a variable in ``environ``, except launchers whose variables are only inherited."""
+    """Return the launchers of which a variable is set, except launchers that did not start this process.
+
+    A launcher's variables may be set because another launcher runs under it, or sets the same variables.
+    """
     found = [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
     if "slurm" in found and "mpich" in found and not environ.get("MPI_LOCALRANKID"):
         pairs = zip(_NUMBERS["mpich"][:2], _NUMBERS["slurm"][:2], strict=True)
@@ -181,7 +188,7 @@ def _address(environ: Mapping[str, str], launcher: Launcher) -> str:
     if launcher in _LOCAL_SIZE:
         if environ.get(_LOCAL_SIZE[launcher]) == environ[_NUMBERS[launcher][1]]:
             return "127.0.0.1"
-        # Not SLURM_STEP_NODELIST: on other nodes that is the node list of the step that runs mpirun's daemons.
+        # SLURM_STEP_NODELIST is not used: on other nodes it lists the nodes of the Slurm step that runs mpirun's daemons.
         return first_host(environ.get("SLURM_JOB_NODELIST", ""))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     return first_host(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
@@ -203,7 +210,7 @@ def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
         ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
     )
     job = ".".join(environ.get(name, "") for name in names)
-    # Below 32768, where the range of ports starts that the system assigns automatically.
+    # Below 32768: from there on, the operating system assigns ports to other connections.
     return 20_000 + crc32(job.encode()) % 10_000
 
 
@@ -222,19 +229,19 @@ def get_dist_logger(
     file: str | os.PathLike[str] | None = None,
     level: int = logging.INFO,
 ) -> logging.Logger:
-    """Return the logger ``name``, configured to write to stderr on some ranks, with the rank in each line.
+    """Configure the logger ``name`` to write to stderr on some ranks, with the rank in each line, and return it.
 
         logger = get_dist_logger()
         logger.info("step %d", step)        # [12:00:00 rank 0 INFO] step 1
 
-    The rank is determined per message, so the function may be called before `init_distributed`. Child loggers, for example
-    ``meshstep.optim``, use the same handlers. A second call with the same name replaces the configuration.
+    The logger reads the rank for each message, so this function may be called before `init_distributed`. Child loggers, for
+    example ``meshstep.optim``, use the same handlers. A second call with the same name replaces the configuration.
 
     Args:
         name: Name of the logger. Default: the logger of this library.
         ranks: Ranks that write. Default: rank 0. None: all ranks.
-        file: Path of a file to append to, in addition to stderr. ``{rank}`` in it is replaced by the rank, because several
-            ranks must not share a file. None: stderr only.
+        file: Path of a file to append to, in addition to stderr. Its directory is created. ``{rank}`` in the path is
+            replaced by the rank; write it if several ranks write, because they must not share a file. None: stderr only.
         level: Lowest level of messages to write. Default: INFO.
     """
     logger = logging.getLogger(name)
@@ -273,7 +280,7 @@ def _rank() -> int:
         return dist.get_rank()
     try:
         return read_environment(os.environ).rank
-    except RuntimeError:  # an incomplete environment is an error in init_distributed, not in a log message
+    except RuntimeError:  # init_distributed raises this error; a log message must not
         return 0
 
 
@@ -291,7 +298,7 @@ class Launch:
         rank: Rank of this process, 0..world_size-1.
         world_size: Number of processes.
         local_rank: Rank among the processes on this machine.
-        device: Device for tensors of this process: its CUDA device with NCCL, else the CPU. NCCL groups are bound to it.
+        device: Device for tensors of this process: with NCCL its CUDA device, to which NCCL groups are bound; else the CPU.
         backend: Backend of the default process group.
         launcher: ``torchrun``, ``openmpi``, ``mpich``, ``mvapich``, ``slurm`` or ``none``; ``other`` if the default process
             group existed already and does not match the environment.
@@ -308,22 +315,24 @@ class Launch:
 def init_distributed(
     backend: str | None = None, timeout: timedelta | None = None, *, launcher: Launcher | None = None
 ) -> Launch:
-    """Initialise the default process group from the launcher's environment variables, and set this process's device.
+    """Initialise the default process group from a launcher's environment variables, and return rank and device.
 
         launch = init_distributed()         # under torchrun, mpirun or srun, or in one process
         model.to(launch.device)
 
-    Without variables of a launcher, the world is this process, and no port is opened. If the default process group exists
-    already, the function describes it and changes nothing. It also works after torchrun restarts the ranks of a node
-    (``--max-restarts``); load the newest checkpoint in that case.
+    With NCCL it also sets the current CUDA device, and the environment variable ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless
+    it is set. Without variables of a launcher, the default group has this process alone, and no port is opened. If the
+    default process group exists already, the function returns its description and changes nothing. It also works after
+    torchrun has restarted the ranks of a node (``--max-restarts``); then load the newest checkpoint.
 
     Args:
         backend: As in `torch.distributed.init_process_group`. None: NCCL if CUDA is available, else gloo.
-        timeout: Timeout of this call, of collectives of the default group, and of registries without a timeout. If a rank
-            stops, the other ranks fail after this time, so it must exceed the longest time that one rank works alone. None:
-            torch's default, 30 minutes, or 10 with NCCL.
-        launcher: Read the variables of this launcher only; ``"none"`` ignores all variables and runs one process. None: the
-            first launcher whose variables are complete.
+        timeout: Timeout of this call, of collectives on the default group, and of collectives on groups of registries that
+            are created without ``timeout=``. If a rank stops, the other ranks raise an error after this time. It must
+            therefore exceed the longest time for which ranks wait while another rank works. None: torch's default, 30
+            minutes, or 10 minutes with NCCL.
+        launcher: Read only the variables of this launcher; ``"none"``: ignore all variables and run as one process. None:
+            use the first launcher whose variables are complete.
 
     Raises:
         RuntimeError: Variables are missing or have wrong values (the message names them); the ranks do not connect within
@@ -339,16 +348,17 @@ def init_distributed(
     device = _device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Collectives of several groups then run on the GPU in launch order, which is the same on all ranks. Otherwise they
-        # could run in different orders on separate streams, and deadlock.
+        # With this setting, collectives of several groups run on the GPU in the order in which they were launched, which is
+        # the same on all ranks. Otherwise they could run in different orders on separate streams, and deadlock.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     _join(backend, place, timeout, device if device.type == "cuda" else None)
     return Launch(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
 
 
 def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, device: torch.device | None) -> None:
-    # Without device_id torch uses LOCAL_RANK, or the rank modulo the number of devices, which under Slurm may be the device
-    # of another process. With device_id torch also creates the NCCL communicator here, where all ranks take part.
+    # Without device_id, torch chooses the device by LOCAL_RANK, or by the rank modulo the number of devices. Under
+    # Slurm this may be the device of another process. With device_id, torch also creates the NCCL communicator in this
+    # call.
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
@@ -378,10 +388,10 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, dev
 
 
 def _attempt() -> str:
-    """Return the prefix of store keys after a restart by torchrun, and "" before the first restart.
+    """Return a prefix for store keys after torchrun has restarted the ranks; "" before the first restart.
 
-    torchrun's agent keeps its store when it restarts ranks. Without a prefix gloo would connect to addresses of the
-    previous ranks. With several nodes the prefix is always "", because each agent counts restarts separately.
+    torchrun's agent keeps its store when it restarts ranks. Without a prefix, gloo would connect to the addresses of the
+    previous processes. With several nodes the result is always "", because each agent counts restarts separately.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -403,7 +413,8 @@ def _device(backend: str, local_rank: int) -> torch.device:
 
 
 def _describe_existing() -> Launch:
-    # `get_backend` returns "undefined" for a group that was created without a backend; the config has one per device type.
+    # For a group that was created without a backend, `get_backend` returns "undefined", and the config has one backend per
+    # device type.
     config = dist.get_backend_config()
     backend = config if dist.get_backend() == "undefined" else dist.get_backend()
     world = dist.group.WORLD

@@ -1,11 +1,11 @@
-"""Cross entropy of logits whose classes are sharded, without an all-gather of the logits.
+"""Cross entropy of logits that are sharded over classes or batch, without an all-gather of the logits.
 
     loss = log(sum_c exp(x_c - m)) - (x_target - m),   m = max_c x_c
     d loss / d x_c = exp(x_c - m) / sum - [c = target]
 
-Maximum, sum and target logit are all-reduced over the axis of the classes, so each rank stores only its own classes.
-With label smoothing e over C classes the target is (1 - e) [c = target] + e / C. The sum of all logits is then
-all-reduced too.
+[c = target] is 1 for the target class, else 0. The maximum, the sum and the target logit are all-reduced over the axis that
+shards the classes, so each rank stores only its own classes. With label smoothing e over C classes, the probability
+(1 - e) [c = target] + e / C replaces [c = target]. The sum of all logits is then all-reduced too.
 
 Reference: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -39,7 +39,7 @@ def vocab_parallel_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute `F.cross_entropy` of logits whose classes, the *last* dim, are sharded over ``axis``.
+    """Return `F.cross_entropy` of logits whose *last* dim, the classes, is sharded over ``axis``.
 
         loss = vocab_parallel_cross_entropy(logits, target, registry)
 
@@ -52,8 +52,8 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the targets that are not ignored, "sum", or "none". Default: "mean".
         label_smoothing: Fraction of each target that is distributed over all classes, in [0, 1]. Default: 0.0.
     Returns:
-        The loss, replicated: 0-dim, or [...] for "none". float32 for half-precision logits, else the dtype of the
-            logits.
+        The loss, equal on all ranks along ``axis``: 0-dim, or [...] for "none". Its dtype is float32 for half-precision
+            logits, else the dtype of the logits.
     Raises:
         ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
         RuntimeError or IndexError: A target is out of range (on CPU; a device assertion on CUDA).
@@ -74,32 +74,32 @@ def cross_entropy_2d(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute `F.cross_entropy` of logits with the batch sharded over ``row`` and the classes over ``col``.
+    """Return `F.cross_entropy` of logits whose batch is sharded over ``row`` and whose classes are sharded over ``col``.
 
-    The classes are the *last* dim of the logits.
+    The batch is the first dim of the logits, and the classes are the *last* dim.
 
         loss = cross_entropy_2d(head(hidden), target, registry)
 
     Args:
         logits: [batch/rows, ..., classes/cols], floating point; half-precision logits are computed in float32.
-        target: [batch/rows, ...], the targets of this row's batch.
+        target: [batch/rows, ...], the targets of this rank's shard of the batch; replicated over ``col``.
         registry: The process groups.
         row: The axis that shards the batch, or several axes: ("depth", "row") in 2.5-D. Default: "row".
         col: The axis that shards the classes. Default: "col".
-        classes: The total number of classes, required if it is not divisible by the size of ``col``. Default None:
-            every column has the same number.
+        classes: Number of classes over all ranks, required if it is not divisible by the size of ``col``. Default None:
+            every rank along ``col`` has the same number of classes.
         ignore_index: Targets with this value are ignored. The mean over no targets is NaN, as in torch. Default: -100.
         reduction: "mean" over the targets of the full batch that are not ignored, "sum" over the full batch, or "none".
             Default: "mean".
         label_smoothing: As in `vocab_parallel_cross_entropy`. Default: 0.0.
     Returns:
-        The loss: 0-dim and equal on every rank; for "none" [batch/rows, ...], the losses of this row's batch. Every
-            rank calls ``backward()`` on its result; the gradient belongs to the loss of the full batch. Dtypes as in
-            `vocab_parallel_cross_entropy`.
+        The loss: 0-dim and equal on every rank; for "none" [batch/rows, ...], the losses of this rank's shard of the batch.
+            Every rank calls ``backward()`` on its result; the gradients are those of the loss of the full batch. Dtypes as
+            in `vocab_parallel_cross_entropy`.
     Raises:
         As in `vocab_parallel_cross_entropy`.
-        RuntimeError: On every rank (on CPU; a device assertion on CUDA): the number of classes on a column does not
-            match ``classes``, or differs between columns if ``classes`` is None.
+        RuntimeError: On every rank (on CPU; a device assertion on CUDA): a rank's number of classes does not match
+            ``classes``; or ``classes`` is None, and the number differs between ranks along ``col``.
     Collectives: two all-reduces over ``col`` and, unless the reduction is "none", one all-reduce over ``row`` in
     forward. Host synchronization: none.
     """
@@ -119,15 +119,15 @@ def cross_entropy_3d(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute `F.cross_entropy` of the logits of `Classifier3D`.
+    """Return `F.cross_entropy` of logits as `Classifier3D` returns them.
 
-    The logits have all classes, the *last* dim, and their batch is sharded over ``weight`` and ``input``.
+    The *last* dim of the logits has all classes. The first dim, the batch, is sharded over ``weight`` and ``input``.
 
         loss = cross_entropy_3d(head(hidden), target, registry)
 
     Args:
         logits: [batch/(weight*input), ..., classes], floating point; half-precision logits are computed in float32.
-        target: [batch/(weight*input), ...], the targets of this rank's batch.
+        target: [batch/(weight*input), ...], the targets of this rank's shard of the batch.
         registry: The process groups.
         input, weight: The axes that shard the batch. Defaults: "input", "weight".
         ignore_index, reduction, label_smoothing: As in `cross_entropy_2d`.
@@ -161,14 +161,14 @@ class _Sharding:
         return tensor
 
     def max_logit(self, values: Tensor) -> Tensor:
-        """Return the maximum over all classes, and check the number of classes on every rank in the same all-reduce.
+        """Return the maximum of the logits over all classes. The same all-reduce checks each rank's number of classes.
 
-        gloo may lose a NaN in the maximum; the NaN reappears in the sum.
+        If a logit is NaN, gloo's maximum may miss it. The loss is NaN anyway, because the sum of exponentials is NaN.
         """
         maximum, num_local = values.amax(-1), values.size(-1)
         if self.class_axis is None or self.registry.size(self.class_axis) == 1:
             return maximum
-        errors = (num_local, -num_local)  # the maxima of both cancel if the number is equal on all ranks
+        errors = (num_local, -num_local)  # the two maxima add up to 0 only if all ranks have the same number
         if self.classes is not None:
             coordinate = self.registry.coordinate
             (expected,) = local_shape((self.classes,), P(self.class_axis), self.registry.topology, coordinate)
@@ -180,7 +180,7 @@ class _Sharding:
         return packed[:-2].view(maximum.shape)
 
     def locate_targets(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor, int]:
-        """Return indices into this rank's classes, a mask of targets on other ranks, and the number of all classes."""
+        """Return the target indices in this rank's classes, a mask of targets on other ranks, and the number of classes."""
         if self.class_axis is None:
             return target, torch.zeros_like(target, dtype=torch.bool), num_local
         classes = num_local * self.registry.size(self.class_axis) if self.classes is None else self.classes
@@ -234,7 +234,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
 
 def _reduce(loss: Tensor, ignored: Tensor, sharding: _Sharding) -> tuple[Tensor, Tensor]:
-    """Return the reduced loss, and the weight of each target in it."""
+    """Return the loss reduced by ``sharding.reduction``, and the factor of each target's loss in it."""
     weight = (~ignored).to(loss.dtype)
     if sharding.reduction == "none":
         return loss, weight

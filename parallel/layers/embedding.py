@@ -1,7 +1,7 @@
-"""Embedding tables with a sharded vocabulary, and the classifier that can be tied to them.
+"""Embedding tables with a sharded vocabulary, and a classifier whose weight can be tied to `Embedding2D`.
 
-Each rank looks up the ids of its rows and uses zeros for all other ids; the sum over the ranks is the embedding. An id
-outside the full vocabulary fails on every rank before any collective, as in `nn.Embedding`.
+Each rank looks up the ids whose rows it holds, and uses zeros for all other ids. The sum over the ranks is the
+embedding. An id outside the full vocabulary raises an error on every rank before the sum, as in `nn.Embedding`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Embedding2D(nn.Module):
 
 
 def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
-    """Return the embeddings of the ids in this rank's rows, and zeros for other ids: [...] -> [..., features]."""
+    """Return the embeddings of ids whose rows this rank holds, and zeros for other ids: [...] -> [..., features]."""
     if registry.size(axis) == 1:
         return F.embedding(ids, weight)
     index, is_remote = local_index(ids, vocabulary, registry, axis)
@@ -145,7 +145,7 @@ def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroup
 
 
 class Classifier2D(nn.Module):
-    """Linear layer ``input @ weight.T + bias`` by SUMMA on a grid, whose output classes are sharded over ``col``.
+    """Linear layer ``input @ weight.T + bias`` on a grid of ranks, with its classes sharded over ``col``; uses SUMMA.
 
         head = Classifier2D(512, 32000, registry)
         head.weight = embedding.weight      # optional: tied to an Embedding2D

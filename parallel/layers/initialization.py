@@ -1,8 +1,8 @@
-"""Initial weights as in torch's dense layers, the shard that each rank keeps, and a check of inputs.
+"""Initial weights of parallel layers, which equal those of torch's dense layers, and a check of inputs.
 
 Every rank draws the full tensor from the same seed and keeps its shard. The full weights, and the final state of the
-random generator, are therefore independent of topology and kind of parallelism. They equal those of the dense torch
-layer with the same seed, dtype and device. The full tensor needs memory for a moment.
+random generator, therefore do not depend on the topology or the kind of parallelism. They equal those of the dense torch
+layer with the same seed, dtype and device. Each rank needs memory for the full tensor until its shard is copied.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def draw_embedding(
 
 
 def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter:
-    """Return this rank's shard of a full weight, as an annotated parameter.
+    """Return a new parameter with this rank's shard of a full weight, annotated with ``spec``.
 
     Sizes that are not divisible are sharded as `torch.chunk` does.
 
@@ -71,7 +71,7 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
 
 
 def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
-    """Return `keep_shard` on the ranks that hold the parameter according to the spec; None on all other ranks."""
+    """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter by the spec; None on other ranks."""
     if spec.holds(registry.coordinate, registry.topology):
         return keep_shard(full, spec, registry)
     _check_shards(full, spec, registry.topology)
@@ -79,13 +79,13 @@ def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> n
 
 
 def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tensor:
-    """Return an owner's parameter, or on other ranks an uninitialized tensor in its place.
+    """Return ``param`` on an owner rank, and an uninitialized tensor of the same shape on other ranks.
 
-    The result requires gradients on every rank, even if the owner's parameter is frozen. Only the owner can see that,
-    and the reduction in backward needs all ranks.
+    The result requires grad on every rank, even if the owner's parameter is frozen. Other ranks do not know that it is
+    frozen, and all ranks must take part in the reduction in backward.
 
     Args:
-        param: The parameter on the owner; None on other ranks.
+        param: The parameter on an owner rank; None on other ranks.
         shape: The parameter's shape.
         like: A tensor with the parameter's dtype and device.
     """
@@ -115,7 +115,7 @@ def check_features(
     """Raise ValueError if the last dim of ``input`` is not this rank's shard of the features.
 
     Args:
-        layer: The layer that the message names.
+        layer: The layer, whose type is named in the message.
         input: The input of the layer.
         features, local_features: The number of features, in total and on this rank.
         axis: The mesh axis that shards the features.
@@ -136,7 +136,7 @@ def sizes_of(registry: ProcessGroupRegistry, *axes: str) -> str:
 
 
 def _check_shards(full: Tensor, spec: P, topology: Topology) -> None:
-    last = {axis: topology.size(axis) - 1 for axis in topology.axes}  # the last rank has the smallest shard
+    last = {axis: topology.size(axis) - 1 for axis in topology.axes}  # the last rank has the smallest shard of each dim
     for dim, length in enumerate(local_shape(full.shape, spec, topology, last)):
         if not length:
             over = " x ".join(f"{axis}={topology.size(axis)}" for axis in spec.dim_axes(dim))

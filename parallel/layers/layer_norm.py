@@ -1,8 +1,9 @@
 """`nn.LayerNorm` over sharded features, for a sharded batch.
 
-Each rank computes mean and squared deviation of its features. They are merged as in Chan et al. 1979, "Updating
-formulae and a pairwise algorithm for computing sample variances", which avoids cancellation. If the features are not
-divisible, the mean is all-reduced first, and then the squared deviation from it.
+Each rank computes the mean and the variance of its own features. The results of all ranks are merged as in Chan et al.
+1979, "Updating formulae and a pairwise algorithm for computing sample variances", which avoids cancellation. If the
+number of features is not divisible by the size of the axis, the mean is all-reduced first, and then the squared
+deviation from it.
 
 Reference: Ba et al. 2016, arXiv:1607.06450.
 """
@@ -24,7 +25,7 @@ from .initialization import check_features, depth_axes, keep_shard
 
 
 class SplitLayerNorm(nn.Module):
-    """Common base of `LayerNorm2D` and `LayerNorm3D`.
+    """Common base class of `LayerNorm2D` and `LayerNorm3D`.
 
     Args:
         features: Size of the full last dim.
@@ -90,9 +91,9 @@ class LayerNorm2D(SplitLayerNorm):
             in float32. weight, bias [features/cols] P(col).
     Raises:
         ValueError: A rank would get no features, or the input does not have this column's features.
-    Collectives: in forward an all-gather over col (mean and squared deviation of each rank's features), or two
-    all-reduces if the features are not divisible. In backward an all-reduce over col (two means), and an all-reduce
-    over row for the gradients of weight and bias.
+    Collectives: in forward an all-gather over col of the mean and variance of each rank's features; or two all-reduces, if
+    the number of features is not divisible by the size of col. In backward an all-reduce over col of two means, and an
+    all-reduce over row of the gradients of weight and bias.
     Host synchronization: none.
     """
 
@@ -151,7 +152,7 @@ class _SplitLayerNorm(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tensor]:
-    """Return mean and variance [..., 1] of the last dim over all shards."""
+    """Return the mean and the variance, [..., 1] each, of the last dim over the shards of all ranks."""
     if features % cols.size:
         mean = all_reduce(x.sum(-1, keepdim=True) / features, cols)
         return mean, all_reduce((x - mean).square().sum(-1, keepdim=True) / features, cols)
@@ -165,7 +166,7 @@ def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tenso
 
 def _input_grad(grad_normalized: Tensor, normalized: Tensor, inverse_std: Tensor, features: int, cols: Over) -> Tensor:
     terms = (grad_normalized, grad_normalized * normalized)
-    if features % cols.size:  # the sums are scaled such that their mean over the ranks is the mean over all features
+    if features % cols.size:  # scales the sums such that the average over the ranks is the mean over all features
         means = torch.stack([term.sum(-1) for term in terms]) / (features / cols.size)
     else:
         means = torch.stack([term.mean(-1) for term in terms])

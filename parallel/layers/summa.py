@@ -4,13 +4,14 @@
     dA = dC B^T    dA_ik = sum_j dC_ij B_kj^T       B_kj broadcast along column j, the products reduced along row i
     dB = A^T dC    dB_kj = sum_i A_ik^T dC_ij       A_ik broadcast along row i, the products reduced along column j
 
-A square q x q grid has q panels k: panel k is block column k of A and block row k of B. The summed dim is sharded over
-the columns in A and over the rows in B. On other grids, and for lengths that are not divisible, the two shardings have
-different boundaries. Every boundary of either sharding then separates panels, and a panel is a part of a block. r x c
-ranks have r + c - gcd(r, c) panels if the length is divisible by both.
+The summed dim is sharded over the columns of the grid in A, and over the rows of the grid in B. It is divided into *panels*
+k, each of which lies in one shard of A and in one shard of B. On a q x q grid there are q panels: panel k is block
+column k of A and block row k of B. On other grids, and for lengths that are not divisible, the shards of A and B have
+different boundaries, and every boundary of either separates two panels. On an r x c grid there are r + c - gcd(r, c)
+panels if the length is divisible by both r and c.
 
 A rank holds at most its own blocks and two panels of each operand. While a panel is multiplied, the broadcast of the
-next panel (or the reduction of the previous one) runs.
+next panel or the reduction of the previous panel runs.
 
 The ranks of a row differ along the axis `col`, so "along the row" means the process group over ``col``, and vice versa.
 Collectives of both groups run concurrently, started in the same order on all ranks; see
@@ -55,7 +56,7 @@ class Grid:
         return self.registry.size(self.row, self.col)
 
     def panels(self, length: int) -> tuple[list[Part], list[Part]]:
-        """Return the panels of a dim of ``length``, as parts of its shards over ``row`` and over ``col``."""
+        """Return the panels of a dim of ``length`` twice: as parts of its shards over ``row``, and over ``col``."""
         chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
         cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
         by_row, by_col = (
@@ -65,7 +66,7 @@ class Grid:
 
 
 class Part(NamedTuple):
-    """Part of the shard of rank ``owner`` along an axis: ``width`` elements from index ``start`` on."""
+    """Part of the shard of the rank with coordinate ``owner`` along an axis: ``width`` elements from index ``start`` on."""
 
     owner: int
     start: int
@@ -73,9 +74,9 @@ class Part(NamedTuple):
 
 
 def summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None) -> Tensor:
-    """Return this rank's block [m, n] of ``A @ B``.
+    """Return this rank's block [m, n] of ``A @ B``; differentiable once.
 
-    The products of the panels are summed in the dtype of the operands, which must be equal on all ranks.
+    The products of the panels are summed in the dtype of the operands, which must be the same on all ranks.
 
         c = summa(a, b, Grid(registry, "row", "col"))
 
@@ -83,8 +84,8 @@ def summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None) -> Tensor:
         a: This rank's block [m, k/cols] of A.
         b: This rank's block [k/rows, n] of B, of the same dtype.
         grid: The grid of ranks.
-        inner: k, the length of the summed dim. Default None: k is divisible by the number of columns, and follows from
-            ``a``.
+        inner: k, the length of the full summed dim. Default None: the length of ``a`` along it, times the number of columns
+            of the grid.
     Collectives: in forward a broadcast per panel along each axis. In backward a broadcast along one axis and a
     reduction along the other, per panel and per operand that requires gradients. None along an axis of size 1.
     Host synchronization: none. Differentiable once.
@@ -118,7 +119,7 @@ class _Summa(torch.autograd.Function):
         by_row, by_col = grid.panels(ctx.inner)
         panels_a, panels_b = _panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row)
         grad_a, grad_b = _Reduction(1, grid, grid.col), _Reduction(0, grid, grid.row)
-        # Interleaved, so that the collectives of both products overlap (a quarter faster than one after the other).
+        # The two products are interleaved, so that their collectives overlap: a quarter faster than one after the other.
         for of_row, of_col in zip(by_row, by_col, strict=True):
             if need_a:
                 grad_a.add(of_col, grad @ next(panels_b).t())
@@ -128,13 +129,13 @@ class _Summa(torch.autograd.Function):
 
 
 def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None) -> Tensor:
-    """Return this rank's block [m, n/cols] of ``A @ B.T``.
+    """Return this rank's block [m, n/cols] of ``A @ B.T``; differentiable once.
 
     Args:
         a: This rank's block [m, k/cols] of A.
         b: This rank's block [n/rows, k/cols] of B, of the same dtype.
         grid: The grid of ranks.
-        outer: n, the number of rows of B. Default None: n is divisible by the number of rows, and follows from ``b``.
+        outer: n, the number of rows of B. Default None: the number of rows of ``b``, times the number of rows of the grid.
     Collectives: in forward a broadcast along one axis and a reduction along the other, per panel. In backward, per
     panel: broadcasts along both axes for the gradient of ``a``; a broadcast and a reduction for the gradient of ``b``.
     None along an axis of size 1.
@@ -148,7 +149,7 @@ def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None)
 
 
 class _SummaTransposed(torch.autograd.Function):
-    """Autograd function of C = A B^T, dA = dC B and dB = dC^T A: the products of `_Summa` with exchanged roles."""
+    """Autograd function of C = A B^T, with dA = dC B and dB = dC^T A."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid, outer: int) -> Tensor | None:
@@ -175,9 +176,9 @@ class _SummaTransposed(torch.autograd.Function):
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the operands of a matrix product.
+    """Cast ``tensor`` to the autocast dtype, as autocast does for operands of a matrix product, and return it.
 
-    float64 tensors, and all tensors without autocast, are returned unchanged.
+    A float64 tensor, and any tensor while autocast is disabled, is returned unchanged.
     """
     device = tensor.device.type
     if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
@@ -186,7 +187,15 @@ def autocast(tensor: Tensor) -> Tensor:
 
 
 def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: str) -> Iterator[Tensor]:
-    """Yield each part along ``dim`` of the blocks along ``axis``, with the broadcast of the next part already started."""
+    """Yield each panel on every rank along ``axis``. The broadcast of the next panel has then already started.
+
+    Args:
+        block: This rank's block.
+        dim: The dim of the block that is divided into panels.
+        parts: The panels, each as a part of a block.
+        grid: The grid of ranks.
+        axis: The axis along which the panels are broadcast from their owners.
+    """
     if grid.registry.size(axis) == 1:
         yield from (block.narrow(dim, part.start, part.width) for part in parts)
         return
@@ -212,9 +221,9 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
 
 
 class _Reduction:
-    """Sum of terms over ``axis``: each term is reduced to its owner, which concatenates its sums along ``dim``.
+    """Sums of terms over the ranks along ``axis``. Each term is reduced to one owner rank.
 
-    A reduction runs while the next term is computed.
+    An owner rank concatenates its sums along ``dim``. A reduction runs while the next term is computed.
     """
 
     def __init__(self, dim: int, grid: Grid, axis: str) -> None:

@@ -6,7 +6,8 @@ Between such pairs of layers, activations are replicated over the axis. With ``s
 along dim 1 instead, the sequence of [batch, seq, feature]. The column layer all-gathers the sequence, the row layer
 reduce-scatters it, and all modules between the pairs process seq/t tokens. The gradients of their replicated parameters
 are then partial over the axis. `LayerNorm1D` and the row layer's bias declare this in their spec (``P(partial=axis)``),
-and the optimizer sums the gradients. Other parameters of the model at these places need the same spec, or `copy_to`.
+and the optimizer sums the gradients. Any other parameter that the model uses between the pairs needs the same spec; or the
+model passes it through `copy_to`, which sums its gradient in backward.
 
 References: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -42,7 +43,7 @@ def _check_sequence(input: Tensor, layer: str) -> None:
 
 
 class _SplitLinear(nn.Module):
-    """Linear layer whose weight and bias have the given specs; no bias if ``bias_spec`` is None."""
+    """Linear layer with shards of weight and bias by ``weight_spec`` and ``bias_spec``; without bias if that is None."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class ColumnParallelLinear(_SplitLinear):
             for gate and up; (4, 1, 1) for q, k and v with four query heads per key head. Split the output with
             ``layer(x).split(layer.block_features, -1)``. Default: 1.
         axis: The mesh axis that shards the layer. Default: "tensor".
-        gather_output: If True, the output has all features on every rank. All ranks must compute the same from it, as
-            backward assumes. Default: False.
+        gather_output: If True, the output has all features on every rank. All ranks must then do the same computation with
+            the output, because backward keeps only this rank's slice of the gradient. Default: False.
         sequence_parallel: If True, the input is sharded along dim 1. Default: False.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
@@ -126,7 +127,7 @@ class ColumnParallelLinear(_SplitLinear):
 
     @property
     def block_features(self) -> tuple[int, ...]:
-        """Return the number of this rank's output features per block."""
+        """Return the number of output features on this rank, for each block."""
         sizes = self.spec.block_sizes(self.axis)
         return tuple(self.weight.size(0) // sum(sizes) * size for size in sizes)
 
@@ -155,10 +156,10 @@ class RowParallelLinear(_SplitLinear):
     Args:
         in_features, out_features: Sizes of the full layer; in_features must be divisible by t.
         registry: The process groups.
-        bias: If True, the layer has a bias, which is added once, after the sum over the axis. Default: True.
+        bias: If True, the layer has a bias. It is added after the products of all ranks are summed. Default: True.
         axis: The mesh axis that shards the layer. Default: "tensor".
-        input_is_parallel: If True, the input has only this rank's features, as a column layer returns them. If False,
-            the input is replicated, and the layer takes this rank's features. Default: True.
+        input_is_parallel: If True, the input has only this rank's features, as `ColumnParallelLinear` returns them. If
+            False, the input has all features on every rank, and the layer takes this rank's slice. Default: True.
         sequence_parallel: If True, the output is sharded along dim 1. Default: False.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
@@ -204,12 +205,12 @@ class RowParallelLinear(_SplitLinear):
             output = reduce_scatter_to(output, self.registry, self.axis, dim=SEQUENCE_DIM)
         else:
             output = reduce_from(output, self.registry, self.axis)
-        # Under autocast the output has a lower precision than the bias.
+        # The bias is cast, because under autocast the output has a lower precision than the bias.
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class LayerNorm1D(nn.LayerNorm):
-    """`nn.LayerNorm` whose parameters have a spec: replicated over every axis.
+    """`nn.LayerNorm` whose parameters are annotated as replicated over every axis.
 
         norm = LayerNorm1D(512, sequence_parallel=True)
 

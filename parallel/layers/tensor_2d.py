@@ -6,10 +6,11 @@ over ``col``. Conversion between a full activation and this rank's block:
     local = scatter_to(scatter_to(full, registry, "row", dim=0), registry, "col", dim=-1)
     full = gather_from(gather_from(local, registry, "col", dim=-1), registry, "row", dim=0)
 
-For data that needs no gradient, use `shard(full, P("row", None, "col"), registry)`. Features that are not divisible are
-sharded as `torch.chunk` does; pass ``uneven=True`` to the scatter and ``length=`` to the gather. Other parameters that
-are combined with the features, such as a position embedding, have the spec P(None, "col"). Pass them through `copy_to`
-over ``row``, which sums their gradients over the rows of the grid, because every row has a different part of the batch.
+For data that needs no gradient, use `shard(full, P("row", None, "col"), registry)`. If the number of features is not
+divisible by the size of ``col``, they are sharded as `torch.chunk` does: pass ``uneven=True`` to `scatter_to` over
+"col", and ``length=`` to `gather_from` over "col". A parameter of your own that is combined with the features, such as
+a position embedding, has the spec P(None, "col"). Pass it through `copy_to` over ``row``, which sums its gradient over
+the rows of the grid, because every row has a different part of the batch.
 
     positions = nn.Parameter(shard(full, P(None, "col"), registry))       # [seq, features/cols]
     hidden = hidden + copy_to(positions, registry, "row")
@@ -17,9 +18,9 @@ over ``row``, which sums their gradients over the rows of the grid, because ever
 2.5-D tensor parallelism (Tesseract) uses several such grids along the axis ``depth``. The batch is sharded over
 ``depth``, the slower axis, and ``row``: activations are [batch/(depth*rows), ..., features/cols]. Each grid holds all
 weights and multiplies its part of the batch, so a layer issues no collective over ``depth``. The gradient on a grid is
-partial over ``depth``. The specs declare this (``partial="depth"``), and the optimizer sums the gradients of all
-parameters together, once per accumulation window. ``depth`` is a model axis and not a data axis, because the loss is
-already a mean over the samples of all grids.
+partial over ``depth``. The specs declare this (``partial="depth"``), and the optimizer sums the gradients over ``depth``
+once per accumulation window (the micro-batches between two steps). ``depth`` is a model axis and not a data axis: the
+loss is already the mean over the samples of all grids, so gradients must be summed, not averaged.
 
     layer = Linear2D(256, 1024, registry, depth="depth")
     local = shard(full, P(("depth", "row"), None, "col"), registry)
@@ -56,7 +57,8 @@ from .layer_norm import LayerNorm2D
 from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
-"""The layout of a `Linear2D` bias: sharded over the column axis, over both axes, or owned by the first row of ranks."""
+"""The layout of a `Linear2D` bias over ``row``: replicated ("column"), sharded ("all"), or held only by ranks with
+coordinate 0 ("row0"). Over ``col`` it is always sharded."""
 
 
 def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: int | Sequence[int] = 1) -> P:
@@ -85,9 +87,9 @@ class Linear2D(nn.Module):
         in_features, out_features: Sizes of the full layer. Sizes that are not divisible are sharded as `torch.chunk`
             does, but every rank must get at least one feature of each.
         registry: The process groups.
-        bias: Layout of the bias of a column's features. "column": replicated over row; backward sums its gradient over
-            row. "all": sharded over row. "row0": only row 0 holds it, and ``bias`` is None on other rows. None: no
-            bias. Default: "column".
+        bias: Layout of the bias, which is sharded over col. "column": also replicated over row; backward sums its gradient
+            over row. "all": also sharded over row. "row0": only ranks with coordinate 0 on row hold it, and the attribute
+            ``bias`` is None on other ranks. None: no bias. Default: "column".
         blocks: Number of equal layers in this layer, or the ratio of their sizes; each of them is sharded over col. The
             output has this column's features of each block, in order. Default: 1.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
@@ -153,7 +155,7 @@ class Linear2D(nn.Module):
         return output.reshape(*input.shape[:-1], output.size(-1))
 
     def _column_bias(self) -> Tensor | None:
-        """Return the bias [out/cols] of this rank's column, on every row."""
+        """Return the bias [out/cols] of this rank's output features, on every rank; None without bias."""
         if self.bias_layout == "row0":
             held = held_or_placeholder(self.bias, self.weight.size(1), like=self.weight)
             return broadcast_from(held, self.registry, self.row, root=0)

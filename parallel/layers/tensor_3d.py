@@ -1,25 +1,26 @@
 """3-D tensor parallelism: a cube of ranks, on which activations and weights are sharded over all three axes.
 
-The names of the axes say which tensor is gathered or reduced over them in `Linear3D`:
+`Linear3D` gathers or reduces one tensor over each axis, and the axis has the name of this tensor:
 
     X W = Y       x = all-gather of the input's shards over `input`     [batch/weight, in/output]
                   w = all-gather of the weight's shards over `weight`   [in/output, out/input]
                   reduce-scatter of x @ w over `output`                 [batch/(weight*output), out/input]
 
 The input has its features sharded over `output`, and its batch over `weight` (the slower axis) and `input`. The output
-has its features sharded over `input`, and its batch over `weight` and `output`. The next layer exchanges the two axes.
-After a pair of layers the layout is the original layout, as residual connections and labels require:
+has its features sharded over `input`, and its batch over `weight` and `output`. In the next layer the axes `input` and
+`output` are exchanged. The output of a pair of layers therefore has the layout of its input, as residual connections and
+labels require:
 
     up = Linear3D(64, 256, registry)
     down = Linear3D(256, 64, registry, input="output", output="input")
     local = shard(full, P(("weight", "input"), None, "output"), registry)   # the input of `up`, and the output of `down`
 
-Other parameters that are combined with the features have shape [features/output]. Ranks along the other two axes have
-different parts of the batch, so the gradient of such a parameter is partial over them. `copy_to(param, registry,
-"weight", "input")` sums the gradient.
+A parameter of your own that is combined with the features has shape [features/output]. Ranks along `weight` and `input`
+have different parts of the batch, so the gradient of such a parameter is partial over these axes. `copy_to(param, registry,
+"weight", "input")` sums the gradient in backward.
 
-Embedding and classifier shard their tables only by features. The shards are stored on the ranks whose `input` index
-equals their `output` index, and are broadcast over `input`.
+`Embedding3D` and `Classifier3D` shard their tables by features only, over `output`. A shard is stored on the ranks whose
+`input` coordinate equals their `output` coordinate, and is broadcast over `input` in forward.
 
 Reference: Bian et al. 2021, "Maximizing parallelism in distributed training for huge neural networks",
 arXiv:2105.14450.
@@ -59,8 +60,8 @@ class Linear3D(nn.Module):
             does, but every rank must get at least one feature of each.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: True.
-        input, weight, output: The mesh axes; exchange ``input`` and ``output`` in every other layer. Defaults: "input",
-            "weight", "output".
+        input, weight, output: The mesh axes. Exchange ``input`` and ``output`` in every second layer, as above. Defaults:
+            "input", "weight", "output".
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
             (the weight transposed). Default None: torch's defaults.
 
@@ -71,10 +72,11 @@ class Linear3D(nn.Module):
         Under autocast the operands are cast to its dtype before they are gathered. Backward keeps the gathered input
             [batch/weight, ..., in/output] and weight [in/output, out/input].
     Raises:
-        ValueError: A rank would get no elements of a parameter, or the input does not have in/output features. Or the
-            gathered batch is not divisible by the size of output.
+        ValueError: A rank would get no elements of a parameter; the input does not have in/output features; or the gathered
+            batch is not divisible by the size of output.
     Collectives: in forward an all-gather over input, an all-gather over weight, and a reduce-scatter over output. In
-    backward the transposed collectives, and an all-reduce for the bias.
+    backward a reduce-scatter over input, a reduce-scatter over weight, and an all-gather over output; and an all-reduce
+    of the bias gradient over weight and output.
     Host synchronization: none.
     """
 
@@ -139,7 +141,7 @@ class LayerNorm3D(SplitLayerNorm):
             is computed in float32. weight, bias [features/output] P(output).
     Raises:
         ValueError: A rank would get no features, or the input does not have this rank's features.
-    Collectives: as in `LayerNorm2D`, with ``output`` for col, and weight and input together for row.
+    Collectives: as in `LayerNorm2D`, with ``output`` in place of col, and both weight and input in place of row.
     Host synchronization: none.
     """
 
@@ -160,12 +162,12 @@ class LayerNorm3D(SplitLayerNorm):
 
 
 class DiagonalTable(nn.Module):
-    """Table [rows, features] of `Embedding3D` and `Classifier3D`.
+    """Table [rows, features] of `Embedding3D` and `Classifier3D`, with its features sharded over ``output``.
 
-    It is stored on the ranks with equal ``input`` and ``output`` index.
+    A shard is stored on the ranks whose coordinates on ``input`` and ``output`` are equal.
 
     Args:
-        full: The table.
+        full: The full table.
         registry: The process groups.
         input, weight, output: The mesh axes.
 
@@ -185,9 +187,10 @@ class DiagonalTable(nn.Module):
         self.register_buffer("_like", full.new_empty(0), persistent=False)  # follows casts and moves of the module
 
     def table(self) -> Tensor:
-        """Return the shard [rows, features/output] on every rank.
+        """Return the shard [rows, features/output] for this rank's ``output`` coordinate, on every rank.
 
-        Backward sums the gradient over ``input``, to the rank that holds the shard, and over ``weight``.
+        Backward reduces its gradient over ``input`` to the rank that holds the shard, which all-reduces it over ``weight``.
+        Collectives: a broadcast over input in forward; a reduce over input and an all-reduce over weight in backward.
         """
         held = held_or_placeholder(self.weight, self.rows, self._local_features, like=self.get_buffer("_like"))
         if self.weight is not None:
@@ -254,7 +257,7 @@ class Classifier3D(DiagonalTable):
             does, but every rank must get at least one feature.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: False.
-        input, weight, output: The mesh axes, as in a `Linear3D` at the same place. ``input`` must be at least as large
+        input, weight, output: The mesh axes, as in a `Linear3D` with the same input. ``input`` must be at least as large
             as ``output``. Defaults: "input", "weight", "output".
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.

@@ -1,4 +1,4 @@
-"""The interface to run a function on several ranks, and the transfer of calls to other processes."""
+"""`Ranks`, the interface to call a function on several ranks; its error; and the serialization of calls."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Ranks(ABC):
         def test_norm(ranks):                                   # the pytest fixture
             assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
 
-    On each rank the default process group is initialised, and torch's global seed is 0. The function must destroy the
-    process groups that it creates, for example by closing its registry. Define the function at the top level of a module or
-    script, because other processes find it by name.
+    When the function is called on a rank, the default process group is initialised, and torch's global seed is 0. The
+    function must destroy the process groups that it creates, for example by closing its registry. Define the function
+    at the top level of a module or script, because other processes find it by its name.
 
     Attributes:
-        timeout: Seconds that a call may take.
+        timeout: Seconds that a call may take, unless `run` gets another timeout.
     """
 
     timeout: float
@@ -59,7 +59,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop processes and groups that are kept between calls; the next `run` starts new ones."""
+        """Stop the processes or process groups that are kept between calls. The next `run` starts new ones."""
 
     def run_each(self, function: Callable[..., T], cases: Sequence[tuple[int, tuple[Any, ...]]]) -> list[list[T]]:
         """Run a function for several cases and return the results in the order of the cases.
@@ -150,9 +150,10 @@ class RanksError(AssertionError):
 
 # Serialization of a call for another process: the function by name, its arguments by value ----------------------------
 
-# The receiving process imports the function's module by the caller's `sys.path`. If the path has another file of that name,
-# it imports the module's file; this is common for test files of pytest. Functions of the script itself (``__main__``) work
-# too, because `multiprocessing` imports the script in each worker. Scripts therefore need ``if __name__ == "__main__":``.
+# The receiving process imports the function's module with the `sys.path` of the caller. If this path has no module or
+# another file of that name, it imports the module from the caller's file; this is common for test files of pytest.
+# Functions of the script itself (``__main__``) work too, because `multiprocessing` imports the script in each worker.
+# Scripts therefore need ``if __name__ == "__main__":``.
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -163,7 +164,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Serialize a call; `decoded` reads it in another process.
+    """Serialize a call of ``function(*args)``, for `decoded` in another process.
 
     Raises:
         TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
@@ -182,7 +183,7 @@ def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def decoded(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function and the arguments of a call that `encoded` serialized."""
+    """Set `sys.path` to the caller's, import the function's module, and return the function and its arguments."""
     path, (module, file), call = pickle.loads(message)
     sys.path[:] = path
     if file is not None and module != "__main__":
@@ -234,7 +235,7 @@ def _module_of(function: object) -> str:
 
 
 def _import(name: str, file: str) -> None:
-    """Import the module ``name`` from ``file``, unless ``sys.modules`` or the path has it."""
+    """Import the module ``name`` from ``file``, unless it is already imported, or ``sys.path`` finds it in ``file``."""
     if name in sys.modules:
         return
     try:

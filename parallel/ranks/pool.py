@@ -1,4 +1,4 @@
-"""A pool of worker processes that are ranks: they communicate over gloo and stay alive between calls.
+"""A pool of worker processes, each of which is a rank. They communicate over gloo, and stay alive between calls.
 
     def norm_of_sum(scale: float) -> float:
         value = torch.tensor(scale * dist.get_rank())
@@ -12,7 +12,7 @@
 Starting a process that imports torch takes seconds, and a call of the pool takes milliseconds. On Linux, workers are forked
 from a server process that has loaded torch (``forkserver``); on other systems each worker is started separately
 (``spawn``). Workers connect through a store of the pool, on a port that the system chooses. After any failure all workers
-are replaced, because a rank may hang in a collective.
+are replaced, because a rank may still wait in a collective.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Task(NamedTuple):
     Args:
         rank: Rank of the worker in this call.
         world_size: Number of ranks.
-        group: Name of the default process group. Workers keep the group while rank and name are unchanged.
+        group: Name of the default process group. A worker keeps its group if rank and name are those of its previous call.
         port: Port of the pool's store on this machine.
         group_timeout: Timeout of the group's collectives, in seconds.
         call: The serialized call, a result of `encoded`.
@@ -84,13 +84,14 @@ class Reply(NamedTuple):
 
 
 def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object] | None, folder: str | None) -> None:
-    """Process tasks until the connection is closed.
+    """Run the main loop of a worker: receive tasks, call their functions and send replies, until the connection is closed.
 
     Args:
-        tasks: Receives each `Task` and sends its `Reply`, pickled.
-        stack: Receives the current stack of the process at each signal ``SIGUSR1``, also while C++ code runs.
+        tasks: Connection from which each pickled `Task` is received, and to which its pickled `Reply` is sent.
+        stack: Connection to which the stacks of this process are written at each signal ``SIGUSR1``, even while C++ code
+            runs.
         initializer: Called once, before the first task. None: no call.
-        folder: Folder with temporary files of the parent, which is removed if the parent exits. None: no folder.
+        folder: Folder with temporary files of the parent process. It is removed if the parent exits. None: no folder.
     """
     _end_with_parent(folder)
     faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
@@ -115,14 +116,14 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
 
 
 def _called(call: bytes) -> bytes:
-    # `_main_thread` finds the frames of this function by its name, to hide the pool's own frames.
+    # `_main_thread` searches for the name of this function in a stack, to remove the frames of the pool.
     function, args = decoded(call)
     torch.manual_seed(0)
     return result_of(function(*args), function)
 
 
 class _Membership:
-    """The current default process group of this worker."""
+    """The default process group that this worker has joined. `join` replaces it if a task needs another."""
 
     def __init__(self) -> None:
         self._joined: tuple[int, str] | None = None
@@ -156,7 +157,10 @@ def _end_with_parent(folder: str | None) -> None:
 
 
 def _stay_on_this_machine() -> None:
-    """Make gloo use the loopback interface. By default it resolves the host name, which fails on some machines."""
+    """Set GLOO_SOCKET_IFNAME to the loopback interface, unless it is set.
+
+    By default gloo resolves the host name, which fails on some machines.
+    """
     with suppress(OSError):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         if loopback in (name for _, name in socket.if_nameindex()):
@@ -167,13 +171,14 @@ def _stay_on_this_machine() -> None:
 
 T = TypeVar("T")
 
-GRACE = 5.0  # seconds for other ranks after one has failed; without a limit they could wait until their group's timeout
+GRACE = 5.0  # seconds that other ranks may run after a rank has failed, in place of their group's timeout
 
 # Modules to load once before workers are forked. Otherwise each worker would import them separately.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshstep.parallel.ranks.pool", "meshstep.optim")
 
-# A process group has three threads, which wake up a hundred times per second. torch never frees the groups of device
-# meshes. A few hundred groups in each worker would take most of the machine's time, so the pool replaces such workers.
+# A process group has three threads, which wake up a hundred times per second, and torch never frees the groups of device
+# meshes. A few hundred groups in each worker would take most of the machine's time. The pool therefore replaces all workers
+# if a worker has more threads than this.
 MOST_THREADS = 200
 
 
@@ -189,8 +194,8 @@ class RankPool(Ranks):
         with RankPool() as ranks:
             norms = ranks.run(norm_of_my_model, 4)
 
-    Workers are started at the first call that needs them, with the environment variables and the working directory of that
-    moment. The default group is kept while the world size and the timeout are unchanged.
+    Workers are started by the first call that needs them, with the environment variables and the working directory that the
+    process has then. Calls with the same world size and timeout as the previous call use the same default process group.
 
     Args:
         timeout: Seconds that a call may take. The timeout of the default group's collectives is a third of it. Default:
@@ -252,10 +257,14 @@ class RankPool(Ranks):
         self._group = None
 
     def _exchange(self, call: bytes, world_size: int, timeout: float) -> tuple[dict[int, str], dict[int, bytes]]:
-        """Send the call to all workers and return failures and results by rank."""
+        """Send the call to ``world_size`` workers, and return the failure texts and the pickled results by rank.
+
+        The store, missing workers and a new group are created first, if they are needed.
+        """
         if self._store is None:
-            # A store in this process, because a file store polls a hundred times per second, which slows group creation.
-            # IPv4 only, because torch resolves ::ffff:127.0.0.1 with a name server while all ranks wait.
+            # This process serves a TCP store. A file store would poll a hundred times per second, which slows group
+            # creation. The socket is IPv4 only, because torch would ask a name server for ::ffff:127.0.0.1 while ranks
+            # wait.
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 port = listening.getsockname()[1]
                 self._store = TCPStore(
@@ -299,7 +308,7 @@ class RankPool(Ranks):
         return failures, replies
 
     def _where(self, ranks: Any, what: str) -> dict[int, str]:
-        """Return ``what`` and the current stack of each rank in ``ranks``, by rank."""
+        """Return a text per rank in ``ranks``: ``what``, and the current stack of the rank's main thread."""
         ranks = list(ranks)
         for rank in ranks:
             with suppress(OSError):
@@ -332,7 +341,7 @@ class RankPool(Ranks):
 
 
 def _read(stack: Connection) -> str:
-    """Return the stacks that a worker writes, until it writes no more."""
+    """Read the stacks that a worker writes to the connection, until it has written nothing for 0.3 seconds."""
     parts: list[bytes] = []
     while wait([stack], timeout=0.3 if parts else 3.0):
         parts.append(os.read(stack.fileno(), 1 << 16))
@@ -342,7 +351,7 @@ def _read(stack: Connection) -> str:
 
 
 def _main_thread(stacks: str) -> str:
-    """Return the frames of the main thread without the pool's own frames, most recent call first."""
+    """Return the frames of the main thread in ``stacks`` without frames of the pool, most recent call first."""
     blocks = [block for block in stacks.split("\n\n") if "in serve\n" in f"{block}\n"]
     if not blocks:
         return stacks.strip() or "(the process did not respond)"

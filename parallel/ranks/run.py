@@ -34,15 +34,18 @@ T = TypeVar("T")
 
 @cache
 def ranks_of_this_process() -> Ranks:
-    """Return the ranks of this process: the processes of its launcher if there are several, else a pool."""
+    """Return the `Ranks` for this process: the processes of its launcher if there are several, else a new pool.
+
+    Every call returns the same object.
+    """
     return LaunchedRanks() if was_launched() else RankPool()
 
 
 def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
     """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank.
 
-    The first call starts a pool of processes, which stays until this process exits. Under a launcher with several processes
-    the function runs in these processes.
+    The first call starts a pool of processes, which stay alive until this process exits. If a launcher such as torchrun has
+    started several processes, the function runs in these processes instead.
 
         def check() -> int:
             with ProcessGroupRegistry(Topology(tensor=4)) as registry:
@@ -60,6 +63,7 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
         One result per rank.
     Raises:
         RanksError, TypeError, ValueError: As in `Ranks.run`.
+        unittest.SkipTest: A launcher has started fewer processes than ``world_size``.
     """
     return ranks_of_this_process().run(function, world_size, *args, timeout=timeout)
 
@@ -72,14 +76,14 @@ _NAMES_OF_A_WORLD = 10**6
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Context manager in which this process is one rank of a world, over torch's fake backend.
+    """Context manager in which this process is one rank of a world of ``size`` ranks, over torch's fake backend.
 
-    Collectives return immediately without communication: their results have the right shape, but not the right values.
+    Collectives return immediately without communication. Their results have the correct shape, but incorrect values.
 
         with fake_world(4096, rank=77), ProcessGroupRegistry(Topology(data=64, tensor=64)) as registry:
             print(registry.coordinate)                 # {'data': 1, 'tensor': 13}
 
-    An existing default process group is suspended in the ``with`` block and restored afterwards. Fake worlds may be nested.
+    In the block, an existing default process group is replaced; it is restored afterwards. Fake worlds may be nested.
 
     Args:
         size: Number of ranks.
@@ -87,7 +91,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     Raises:
         ValueError: ``rank`` is not in 0..size-1.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # imports more than launched ranks need
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # imported here, because the import is slow
 
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} isn't in a world of {size} ranks; give a rank from 0 to {size - 1}")
@@ -112,11 +116,11 @@ _TABLES = (
 
 
 class ProcessGroups:
-    """A default process group and the groups created under it, which are stored here while they are not active in torch.
+    """A default process group and the groups created under it. They are stored here while they are not active in torch.
 
     Args:
-        first_name: torch names default groups by consecutive numbers. This is the first number for the groups of this
-            object: the same on all members, and not used by other groups of this process.
+        first_name: First of the consecutive numbers with which torch names the groups of this object. It must be the
+            same on all members, and no other group of this process may have one of these numbers.
     """
 
     def __init__(self, first_name: int) -> None:
@@ -126,7 +130,7 @@ class ProcessGroups:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Install these groups in `torch.distributed` for the ``with`` block, and suspend the groups that it had before."""
+        """Context manager in which `torch.distributed` has these groups. The groups that it had before are restored."""
         before = ProcessGroups(0)
         before._take()
         self._give()
@@ -139,7 +143,7 @@ class ProcessGroups:
             before._give()
 
     def end(self) -> None:
-        """Destroy the groups, without waiting for pending collectives."""
+        """Destroy the groups. Pending NCCL collectives are aborted."""
         with self.activate():
             if dist.is_initialized() and "nccl" in dist.get_backend_config():
                 distributed_c10d._abort_process_group()
@@ -172,9 +176,10 @@ class ProcessGroups:
 
 # Ranks in the processes of a launcher: ``torchrun --nproc-per-node 4 -m pytest`` --------------------------------------
 
-# Every process runs the complete program, and must make the same calls in the same order. In a call of n ranks the first
-# n processes run the function and other processes wait. Then all processes have all results, or raise the same error.
-# Processes exchange results through the launcher's store instead of collectives, because collectives may fail in a test.
+# Every process runs the complete program, and must make the same calls in the same order. In a call on n ranks the first
+# n processes run the function, and other processes wait. Then every process returns the results of all ranks, or all raise
+# the same error. Processes exchange results through the store of the default process group instead of collectives, because
+# a tested function may make collectives fail.
 
 POLL_INTERVAL = 0.01  # seconds
 _PIECE = 4 << 20  # bytes per value of the store, whose limit is 8 MB
@@ -182,7 +187,7 @@ _NAMES_OF_A_GROUP = 10**6
 
 
 def was_launched() -> bool:
-    """Return True if a launcher has started this process as one of several."""
+    """Return True if a launcher has started several processes, and this process is one of them."""
     try:
         return read_environment(os.environ).world_size > 1
     except RuntimeError:  # incomplete variables, for example in a shell of a batch system
@@ -206,17 +211,17 @@ class LaunchedRanks(Ranks):
         self._calls = self._stages = 0
         self._groups: ProcessGroups | None = None
         self._of: tuple[int, float] | None = (
-            None  # world size and timeout of the current groups, also on ranks outside these groups
+            None  # world size and timeout of the current process groups, also on ranks that are not members
         )
 
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
         """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, as `Ranks.run` describes.
 
-        All launched processes must make this call, also processes that are not among the ranks.
+        All launched processes must make this call, also processes whose rank is ``world_size`` or larger.
 
         Raises:
             unittest.SkipTest: There are fewer processes than ranks.
-            RanksError: As in `Ranks.run`, or a process has left the test.
+            RanksError: As in `Ranks.run`; or a process has finished the test without making this call.
             TypeError: As in `Ranks.run`.
             ValueError: ``world_size`` is not a positive integer, or functions or arguments differ between processes.
         """
@@ -228,7 +233,7 @@ class LaunchedRanks(Ranks):
         timeout = self.timeout if timeout is None else timeout
         self._calls += 1
         self._check_same((name_of(function), world_size, args), timeout)
-        self._forget(f"reply/{self._calls - 1}")  # all processes have read it, because all have made this call
+        self._forget(f"reply/{self._calls - 1}")  # all processes have read the previous reply: all have made this call
         if self._of != (world_size, timeout):
             self.close()
             self._of = world_size, timeout
@@ -242,9 +247,9 @@ class LaunchedRanks(Ranks):
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
 
     def gather_outcomes(self, outcome: str) -> dict[int, str]:
-        """Exchange the outcomes of a finished test between all processes, and return them by rank.
+        """Exchange the outcomes of a finished test between all processes, and return the failure texts by rank.
 
-        A process that still waits in `run` raises RanksError instead of waiting for the timeout.
+        If another process still waits in `run` for this process, `run` raises RanksError there before its timeout.
 
         Args:
             outcome: Failure text of this process; empty if the test passed.
@@ -263,13 +268,16 @@ class LaunchedRanks(Ranks):
         return dict(zip(by_rank, outcomes, strict=True))
 
     def close(self) -> None:
-        """Destroy the process groups of calls; the next `run` creates new ones."""
+        """Destroy the process groups that `run` created. The next `run` creates new ones."""
         if self._groups is not None:
             self._groups.end()
         self._groups = self._of = None
 
     def leave(self) -> None:
-        """Destroy everything created here, at the end of all tests. Rank 0, which serves the store, waits for all ranks."""
+        """Destroy all process groups that this object created. Call it on all processes, at the end of all tests.
+
+        Rank 0, which may serve the store, first waits until all ranks have called this method, or until the timeout.
+        """
         self.close()
         self._post("leave", None)
         if self._launch.rank == 0:
@@ -297,7 +305,7 @@ class LaunchedRanks(Ranks):
             raise
         except BaseException:  # also the errors of pytest.fail
             text = traceback.format_exc()
-            self.close()  # first, so that ranks that wait for this rank in a collective get an error
+            self.close()  # before the reply: ranks that wait for this rank in a collective then get an error
             reply(False, text)
         finally:
             timer.cancel()
@@ -362,11 +370,11 @@ class LaunchedRanks(Ranks):
         """Wait for the values that ``ranks`` post under ``key``, and return them by rank.
 
         Raises:
-            RanksError: A rank has left the test, or did not post a value within the timeout.
+            RanksError: A rank has finished the test without posting a value, or did not post one within the timeout.
         """
         deadline, end = time.monotonic() + timeout, f"end/{self._stages}"
         while True:
-            # `gone` is read first, because a rank posts its values before it leaves.
+            # `gone` is read before `waiting`, because a rank posts its values before it leaves the test.
             gone = [rank for rank in ranks if self._store.check([f"{end}/{rank}"])]
             waiting = [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]
             if not waiting:

@@ -1,4 +1,4 @@
-"""The exact optimizer step for hand-written parallel PyTorch models.
+"""The exact optimizer step of hand-written parallel PyTorch models: the step that the dense model would take.
 
 All public names of `meshstep.parallel`, `meshstep.amp` and `meshstep.optim` are available here: ``from meshstep import P``.
 Names are imported at first use, so ``import meshstep`` alone does not import torch.
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> object:
     if name == "__all__":
         return sorted(_package_by_name())
     if not name.startswith("_"):
-        package = _package_by_name().get(name, "optim")  # its ``__getattr__`` finds former names
+        package = _package_by_name().get(name, "optim")  # ``__getattr__`` of optim returns former names
         with suppress(AttributeError):
             return getattr(import_module(f".{package}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Command line ``python -m meshstep``: list the commands of the packages, and run them."""
+"""Command line ``python -m meshstep COMMAND``: list the commands, or run one of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m meshstep.COMMAND`` with the other arguments, or print the commands.
+    """Run ``python -m meshstep.COMMAND`` with the other arguments; for ``--help``, print the list of commands.
+
+    Without a known command, it writes a message to stderr and exits with code 2.
 
     Args:
-        arguments: Command line arguments. None: those of the process.
+        arguments: Command line arguments. None: the arguments of the process.
     """
     command = sys.argv[1:] if arguments is None else list(arguments)
     if command and command[0] in COMMANDS:

@@ -1,11 +1,11 @@
-"""pytest plugin with the fixture ``ranks``: processes on which tests run functions.
+"""pytest plugin with the fixture ``ranks``, with which a test runs functions on several processes.
 
     def test_norm(ranks):
         assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
 
-By default the ranks are a pool of processes. Under ``torchrun --nproc-per-node 4 -m pytest`` they are the processes of
-torchrun. A test that fails in one process then fails in all. Tests that need more ranks than processes are skipped. If a
-call needs fewer ranks, other processes wait.
+By default the ranks are a pool of processes. Under ``torchrun --nproc-per-node 4 -m pytest`` the ranks are the processes of
+torchrun, and each process runs all tests. A test that fails in one process then fails in all processes. Tests that need
+more ranks than processes are skipped. If a call needs fewer ranks than there are processes, the other processes wait.
 
 The plugin imports torch only when a test uses the fixture.
 """
@@ -22,14 +22,14 @@ import pytest
 if TYPE_CHECKING:
     from meshstep.testing import Ranks
 
-# Variables of launchers. If one of them is set, the plugin imports torch to read the environment.
+# Environment variables that launchers set. If one of them is set, the plugin imports torch to find out the launcher.
 _SIGNS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _launched = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Provide a pool of processes over gloo, or the processes of a launcher, as `meshstep.testing.Ranks`."""
+    """Provide `meshstep.testing.Ranks`: the processes of a launcher if there are several, else a pool over gloo."""
     from meshstep.parallel.ranks.run import LaunchedRanks, ranks_of_this_process
 
     found = ranks_of_this_process()
@@ -38,7 +38,11 @@ def ranks() -> Iterator[Ranks]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make all processes of a launcher run the same tests with the same random cases; no effect in one process."""
+    """If a launcher has started several processes, make them run the same tests with the same random cases.
+
+    Raises:
+        pytest.UsageError: The option -n of pytest-xdist is given.
+    """
     config.stash[_launched] = any(map(os.environ.get, _SIGNS)) and _was_launched()
     if not config.stash[_launched]:
         return
@@ -49,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import HealthCheck, settings
 
-        # Times differ between processes, so deadlines could fail a test or end its random cases in one process only.
+        # Run times differ between processes, so a deadline could fail a test or end its random cases in one process only.
         slow = [*settings().suppress_health_check, HealthCheck.too_slow]
         settings.register_profile(
             "meshstep-launched",
@@ -66,7 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test with ranks in all launched processes if it fails in one, and let all processes finish it together."""
+    """Exchange the outcome of a test with the fixture ``ranks`` between launched processes.
+
+    If the test failed in one process, it fails in all. No process starts the next test before all have finished this one.
+    """
     report = yield
     at_end = call.when == "call" or (call.when == "setup" and not report.passed)
     if not (at_end and item.config.stash[_launched] and "ranks" in getattr(item, "fixturenames", ())):

@@ -1,4 +1,4 @@
-"""Tools to test parallel models: run functions on ranks, prove layouts, compare with a dense model, draw random layouts."""
+"""Tools to test parallel models: run functions on ranks, check layouts, and compare a model with the dense model."""
 
 from typing import TYPE_CHECKING
 

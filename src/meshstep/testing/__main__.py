@@ -1,4 +1,4 @@
-"""Command line ``python -m meshstep.testing audit SCRIPT:BUILD --topology AXIS=SIZE,...``."""
+"""Command line ``python -m meshstep.testing audit SCRIPT:BUILD --topology AXIS=SIZE,...``: check a model's layouts."""
 
 import sys
 

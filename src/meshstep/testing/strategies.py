@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ..parallel.layout.spec import P
 from ..parallel.mesh.topology import Topology
 
-# Layouts of a parameter along one axis. "copied": replicated; "owned": one coordinate holds it; "diagonal": the ranks with
-# equal coordinates on this and another axis hold it.
+# Layouts of a parameter over one axis. "copied": replicated. "owned": only ranks with one coordinate on the axis hold it.
+# "diagonal": only ranks with equal coordinates on this axis and on another axis hold it.
 Kind = Literal["copied", "sharded", "partial", "owned", "diagonal", "tied"]
 AXES = ("col", "data", "expert", "pipe", "row", "tensor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,36 +37,36 @@ class Layout(NamedTuple):
 def topologies(
     draw: st.DrawFn, most_ranks: int = 8, axes: Sequence[str] = AXES, most_axes: int = 4, largest: int = 4
 ) -> Topology:
-    """Draw topologies with some of the axes, in any order and of any size, with default roles.
+    """Draw a topology with some of the axes, in any order, with random sizes and default roles.
 
     Args:
-        most_ranks: Largest number of ranks.
-        axes: Names to choose from. Default: six usual names.
-        most_axes: Largest number of axes; there is at least one.
-        largest: Largest size of an axis.
+        most_ranks: Largest number of ranks. Default: 8.
+        axes: Names to choose from. Default: `AXES`.
+        most_axes: Largest number of axes; a topology has at least one axis. Default: 4.
+        largest: Largest size of an axis. Default: 4.
     """
     names = draw(st.permutations(sorted(axes)))[: draw(st.integers(1, min(most_axes, len(axes))))]
     sizes: dict[str, int] = {}
     for name in names:
         room = min(most_ranks // prod(sizes.values()), largest)
-        # 2 is first, because hypothesis shrinks to it, and it is the smallest size that can show an error.
+        # 2 is first, because hypothesis shrinks to the first value, and 2 is the smallest size that can reveal an error.
         sizes[name] = draw(st.sampled_from([2, 1, *range(3, room + 1)] if room > 1 else [1]))
     return Topology(roles=None, **sizes)
 
 
 def shapes(most_dims: int = 3, largest: int = 9, smallest: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
-    """Return a strategy of shapes.
+    """Return a strategy that draws tensor shapes.
 
     Args:
-        most_dims: Largest number of dims; shapes may have none.
-        largest: Largest length of a dim.
-        smallest: Smallest length of a dim.
+        most_dims: Largest number of dims; a shape may have no dims. Default: 3.
+        largest: Largest length of a dim. Default: 9.
+        smallest: Smallest length of a dim. Default: 1.
     """
     return st.lists(st.integers(smallest, largest), max_size=most_dims).map(tuple)
 
 
 def dtypes(among: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[torch.dtype]:
-    """Return a strategy of gradient dtypes, by default float32, bfloat16 and float16."""
+    """Return a strategy that draws one of the dtypes ``among``; by default float32, bfloat16 or float16."""
     return st.sampled_from(among)
 
 
@@ -81,13 +81,13 @@ def specs(
 ) -> P:
     """Draw a spec of a tensor. Over each axis the tensor is replicated, or has a layout from ``kinds``.
 
-    Data-parallel axes never shard or own the tensor, and only pipeline axes tie it.
+    Over data-parallel axes the tensor is always replicated. Only pipeline axes tie it.
 
     Args:
         topology: Provides the axes.
         shape: Shape of the full tensor.
         kinds: The layouts over one axis to choose from. Default: all. Replicated (``"copied"``) is always possible.
-        uneven: Also shard dims that are not a multiple of the axis size. False: shards are equal.
+        uneven: True: also shard dims that are not a multiple of the axes' sizes. False: all shards are equal.
     """
     entries: list[list[str]] = [[] for _ in shape]
     partial: list[str] = []
@@ -125,10 +125,10 @@ def layouts(
     """Draw a topology, a shape, and a spec that fits both.
 
     Args:
-        most_ranks: Largest number of ranks.
-        axes: Names of axes to choose from. Default: six usual names.
-        kinds: Layouts along an axis to choose from. Default: all.
-        uneven: Also shard dims that are not a multiple of the axis size. False: shards are equal.
+        most_ranks: Largest number of ranks. Default: 8.
+        axes: Names of axes to choose from. Default: `AXES`.
+        kinds: The layouts over one axis to choose from. Default: all. Replicated is always possible.
+        uneven: True: also shard dims that are not a multiple of the axes' sizes. False: all shards are equal.
     """
     topology = draw(topologies(most_ranks, axes))
     shape = draw(shapes(largest=8))

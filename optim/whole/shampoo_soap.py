@@ -16,10 +16,11 @@ averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309
 SOAP is Adam in the eigenbasis of Shampoo's preconditioners::
 
     L <- b3 L + (1 - b3) G G^T                R <- b3 R + (1 - b3) G^T G
-    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency``
-    steps G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient m <- b1 m + (1 -
-    b1) G                    v <- b2 v + (1 - b2) G'^2 U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T w <- (w - lr sqrt(1
-    - b2^k) / (1 - b1^k) U) (1 - lr wd)
+    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency`` steps
+    G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient
+    m <- b1 m + (1 - b1) G                    v <- b2 v + (1 - b2) G'^2
+    U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T
+    w <- (w - lr sqrt(1 - b2^k) / (1 - b1^k) U) (1 - lr wd)
 
 k is the number of updates. The first step makes no update: it only computes the first bases. A tensor with four or more
 dims has a preconditioner per dim. A vector has no preconditioner, and is stepped by Adam from the second step on.

@@ -1,9 +1,9 @@
-"""Native implementation of apex's opt levels O0 to O3. NVIDIA removed `apex.amp` in May 2025.
+"""The opt levels O0 to O3 of NVIDIA's apex, implemented without apex. NVIDIA removed `apex.amp` in May 2025.
 
     level  params                     forward                      masters  loss scale  keep_batchnorm_fp32
     O0     float32                    float32 in, float32 out      none     1.0         -
     O1     float32                    autocast, criterion too      none     "dynamic"   -
-    O2     float16, batch norm not    float16 in, float32 out      float32  "dynamic"   True
+    O2     float16 (batch norm: f32)  float16 in, float32 out      float32  "dynamic"   True
     O3     float16                    float16 in, float32 out      none     1.0         False
 
 The scale "dynamic" starts at 2^16, doubles after 2000 good steps up to 2^24, and halves at every overflow.

@@ -1,4 +1,4 @@
-"""An optimizer step made in several calls, each of which updates a bucket of the parameters."""
+"""Make an optimizer step in several calls. Each call updates one bucket, a subset of the parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def step_by_bucket(
 ) -> None:
     """Call ``step`` once per bucket, with param groups that contain only the bucket's parameters.
 
-    Every call sees the group entries that the optimizer had before the first call. Step counters in param groups, such
-    as those in schedule-free optimizers, therefore advance once and not once per bucket. This holds for Python numbers.
-    A tensor in a param group that the optimizer changes in place advances with every call.
+    Before every call, the entries of the param groups are reset to the objects that they had before the first call. Step
+    counters in param groups, such as those in schedule-free optimizers, therefore advance once and not once per bucket,
+    if they are Python numbers. A tensor in a param group that the optimizer changes in place advances with every call.
 
     Args:
         optimizer: The optimizer whose param groups are replaced during the calls.

@@ -16,14 +16,15 @@ def is_captured() -> bool:
 
 @contextmanager
 def keeps_state_in_place(owner: object) -> Iterator[None]:
-    """Check that the code in the context rebinds no attribute of ``owner`` during capture.
+    """Check that the body of the ``with`` statement assigns no new object to an attribute of ``owner`` during a capture.
 
-    Use it around calls of user-defined code.
+    Use it around calls of user-defined code. Without a capture nothing is checked.
 
     Args:
         owner: The object whose attributes are compared by identity before and after.
     Raises:
-        RuntimeError: The current stream is being captured and an attribute was rebound; replays would not repeat that.
+        RuntimeError: The current stream is being captured and an attribute has a new object. A replay of the graph would
+            not repeat the assignment.
     """
     before = dict(vars(owner)) if is_captured() else None
     yield

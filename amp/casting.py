@@ -1,4 +1,4 @@
-"""Casts from which the precision modes are built: casts of a model's tensors, of inputs and outputs, and autocast."""
+"""Cast the tensors, inputs and outputs of a model, and run it under autocast. The precision modes use these functions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
 
 @dataclass(frozen=True)
 class CastInputs:
-    """Forward pre-hook, registered with kwargs, that casts the floating-point inputs to ``dtype``."""
+    """Forward pre-hook that casts floating-point inputs to ``dtype``. Register it with ``with_kwargs=True``."""
 
     dtype: torch.dtype
 
@@ -112,14 +112,15 @@ class CastOutputs:
 class Autocast:
     """Callable that runs a function, or a module's ``forward``, under `torch.autocast`.
 
-    A pair of hooks would leave autocast enabled if an interrupt came between them. A closure would make a deep copy or
-    a pickle of the module call the original module's forward.
+    A pair of forward hooks is not used instead, because an exception in forward would leave autocast enabled. A closure
+    is not used, because a deep copy or an unpickled copy of the module would call the original module's ``forward``.
 
     Args:
         function: The callable to run.
         dtype: The dtype of autocast.
-        module: The module whose first parameter determines the device type. Default None, or a module without
-            parameters: the first tensor among the arguments determines the device type, else torch's default device.
+        module: The module whose first parameter determines the device type. Default None: no module. Without a module or
+            a parameter, the first tensor among the arguments determines the device type. Without such a tensor, it is
+            the type of torch's default device.
     """
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, module: nn.Module | None = None) -> None:
@@ -216,9 +217,9 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
-    """Return True if ``copy``, cast to the dtype and device of ``tensor``, equals ``tensor``.
+    """Return True if ``copy``, cast to the dtype and device of ``tensor``, has the same shape and equal elements.
 
-    Two NaNs are equal, and so are 0 and -0.
+    Two NaNs count as equal, and so do 0 and -0.
 
     Temporary memory: one cast copy; three masks if the tensors differ.
     Host synchronization: one or two.

@@ -76,7 +76,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
 
 
 class _Scales:
-    """Inverse scales of the two operands and, once backward has started, of the gradient."""
+    """The inverse scales of one product: of the two operands, and, set in backward, of the product's gradient."""
 
     def __init__(self, registry: ProcessGroupRegistry, axes: tuple[str, ...]) -> None:
         self.registry, self.axes = registry, axes
@@ -85,7 +85,7 @@ class _Scales:
 
 
 class _Round(torch.autograd.Function):
-    """Replaces an operand by its scaled 8-bit values, in the operand's dtype."""
+    """Returns the scaled 8-bit values of an operand, in the operand's dtype. Backward multiplies by inverse scales."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Quantized, scales: _Scales, which: int) -> Tensor:
@@ -101,7 +101,7 @@ class _Round(torch.autograd.Function):
 
 
 class _Descale(torch.autograd.Function):
-    """Multiplies the product by the operands' inverse scales; backward passes the 8-bit gradient to `summa`."""
+    """Multiplies the product by the operands' inverse scales. Backward rounds its gradient to 8 bits, for `summa`."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, scales: _Scales) -> Tensor:
@@ -133,7 +133,7 @@ UNEVEN = "not in 8 bits: the ranks have weight shards of unequal sizes"
 @register_mode
 @dataclass(frozen=True)
 class Fp8(Precision):
-    """Linear layers in 8 bits; parameters, masters and all other layers as in the base mode.
+    """Linear layers multiply in 8 bits. Parameters, master weights and all other layers are as in the base mode.
 
         model = Fp8(exclude=("head",)).prepare(model, registry)
         print(fp8_layers(model))
@@ -142,34 +142,34 @@ class Fp8(Precision):
     `Linear2D` get another ``matmul``. Subclasses of `nn.Linear`, and layers that store their weights differently
     (`nn.MultiheadAttention`), are unchanged.
 
-    A layer runs in the base's dtype if a dim of this rank's weight shard is not a multiple of 16; see `Fp8Matmul` and
-    `fp8_summa`. The same holds for a `Linear2D` with shards of unequal sizes, and always for `Linear3D`, `Classifier2D`
-    and `Classifier3D`. `prepare` logs a warning that names these layers, and `fp8_layers` lists the result for every
-    layer.
+    Some layers multiply in the dtype of the base mode instead: layers in which a dim of this rank's weight shard is not a
+    multiple of 16, every `Linear2D` with shards of unequal sizes, and every `Linear3D`, `Classifier2D` and
+    `Classifier3D`. `prepare` logs a warning that names these layers, and `fp8_layers` lists the result for every layer.
 
-    A weight is rounded once per accumulation window, and again after every step of a torch optimizer or change of the
-    weight. The rounded weight takes 1 byte per element, or 2 with scales per row. It is rounded in every forward pass
-    under `fully_shard`, in a CUDA graph, in a compiled model, and without gradients.
+    The 8-bit weight is cached until the next step of a torch optimizer or the next change of the weight, so it is
+    rounded once per accumulation window. The cache takes 1 byte per element, or 2 with scales per row. Under
+    `fully_shard`, in a CUDA graph, in a compiled model, and without gradients, the weight is rounded in every forward
+    pass.
 
-    Every tensor has one scale, from the maximum of the logical tensor. The maximum is all-reduced over the axes in the
-    spec of the layer's weight, whether sharded or partial, because these axes shard the activations. A model that is
-    sharded over tensor axes therefore rounds like the dense model.
+    With ``scales="tensor"`` every tensor has one scale, computed from the largest absolute value of the full tensor. This
+    value is all-reduced over the axes in the spec of the layer's weight, sharded or partial, because these axes shard
+    the activations. A model that is sharded over tensor axes therefore rounds like the dense model.
 
     Args:
         base: "bf16" or "fp32". Default: "bf16".
-        sync_over_data: If True, the maxima of activations and gradients are also all-reduced over the data axes. Replicas
-            then round like a single process that sees the full batch. This adds collectives to every linear layer, and
-            all replicas must run the same number of micro-batches. Default False: each replica scales for its own
-            samples.
+        sync_over_data: If True, the largest absolute values of activations and gradients are also all-reduced over the
+            data-parallel axes. Replicas then round like a single process that sees the full batch. This adds collectives
+            to every linear layer, and all replicas must run the same number of micro-batches. Default False: each replica
+            computes the scales from its own samples.
         scales: "tensor": one scale per tensor. "row": one scale per row, see `Fp8RowMatmul`; more exact for outliers,
             but backward keeps the operands in the base's dtype. `Linear2D` supports only "tensor". Default: "tensor".
         exclude: Names or patterns of layers that stay in the base's dtype (``"head"``, ``"blocks.*.out"``; ``*`` also
             matches dots). Default: none.
 
     Raises:
-        ValueError: An argument has an unknown value. In `prepare`: an `nn.Linear` has no spec but the registry has
-            model axes; a pattern of ``exclude`` matches no linear layer (checked only without pipeline stages); or a
-            `Linear2D` would get scales per row. Nothing is changed.
+        ValueError: An argument has an unknown value. In `prepare`, before the model is changed: an `nn.Linear` has no
+            spec but the registry has model axes; a pattern of ``exclude`` matches no linear layer (checked only without
+            pipeline stages); or a `Linear2D` would get scales per row.
     Collectives: per layer up to two small all-reduces, or three with ``scales="row"``; see `Fp8Matmul`.
     Host synchronization: none.
     """
@@ -231,9 +231,9 @@ class Fp8(Precision):
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def _check_exclude(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        """Raise ValueError if a pattern matches no layer.
+        """Raise ValueError if a pattern of `exclude` matches no linear layer.
 
-        With pipeline stages nothing is checked, because a pattern may match a layer of another stage.
+        With pipeline stages no pattern is checked, because a pattern may match a layer of another stage.
         """
         topology = None if registry is None else registry.topology
         if topology is not None and topology.size(*topology.pipe_axes) > 1:
@@ -315,14 +315,14 @@ def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry
 
 
 def fp8_layers(model: nn.Module) -> dict[str, str]:
-    """Return ``"8 bits"``, or the reason for another dtype, per linear layer of this rank's part of the model.
+    """Return whether each linear layer of this rank's part of the model multiplies in 8 bits, and if not, why.
 
         print(fp8_layers(model))      # {'0': '8 bits', 'head': 'not in 8 bits: left out'}
 
     Args:
         model: A model that `Fp8` has prepared.
     Returns:
-        A dict from the names of the layers.
+        A dict from the name of each layer to ``"8 bits"``, or to ``"not in 8 bits: "`` and the reason.
     Collectives: none. Host synchronization: none.
     """
     return {

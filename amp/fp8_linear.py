@@ -5,8 +5,8 @@
     dw = Q5(dy)^T Q4(x)
 
 Products are exact and summed in float32. CUDA devices of capability 8.9 and up use tensor cores (`torch._scaled_mm`);
-other devices use a float32 matrix product. Both get the same 8-bit operands. Their results differ in the order of the
-sums, and in the number of bits that a GPU keeps of a running sum.
+other devices use a float32 matrix product of the same 8-bit operands. The results differ in rounding, because sums have
+another order and a GPU keeps fewer bits of a running sum.
 
 Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 """
@@ -40,23 +40,23 @@ class Fp8Matmul:
 
         output = Fp8Matmul()(input, weight, bias)
 
-    The scales are computed from the logical tensors. The maximum is all-reduced over the axes that shard a tensor, so a
-    sharded layer rounds to the same values as the dense layer. The layer determines the axes. The output features of
-    its weight are sharded over the axes of its output gradient, and the input features over the axes of its input.
+    Scales are computed from the full tensors: the largest absolute value is all-reduced over the axes that shard a tensor,
+    so a sharded layer rounds to the same values as the dense layer. The axes follow from the layer. The output features
+    of its weight are sharded over the axes of its output gradient, and the input features over the axes of its input.
 
-    If a dim of this rank's weight shard is not a multiple of 16, the call is `linear` in the given dtype.
+    If a dim of this rank's weight shard is not a multiple of 16, the call computes `torch.nn.functional.linear` in the
+    dtype of its arguments.
 
     Args:
         registry: The process groups. Default None: the tensors are not sharded.
-        forward_axes: Axes that shard the weight or the input. The other of the two may be replicated over them.
-            Default: none.
+        forward_axes: Axes that shard the weight, the input, or both. Default: none.
         backward_axes: Axes that shard the gradient of the output. Default: none.
 
     Shapes:
         input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, also under autocast.
-        The weight gradient is computed in float32 and cast to the dtype in which the weight accumulates
-            (`Tensor.grad_dtype`). Backward keeps the 8-bit operands. In a model that `Fp8` has prepared, the 8-bit
-            weight is kept until the next step, so it is rounded once per accumulation window.
+        The weight gradient is computed in float32, and autograd casts it to the weight's `Tensor.grad_dtype`. The 8-bit
+            operands are saved for backward. In a model that `Fp8` has prepared, the 8-bit weight is cached until the next
+            step, so it is rounded once per accumulation window.
     Raises:
         TypeError: The input or the weight is float64.
     Collectives: one all-reduce (MAX) of two numbers over forward_axes in forward, and one of a single number over
@@ -96,7 +96,7 @@ class Fp8Linear(nn.Linear):
 
 
 def fits(weight: Tensor) -> bool:
-    """Return True if a matrix can be an 8-bit operand, which requires dims that are multiples of 16."""
+    """Return True if all dims of ``weight`` are multiples of 16, so that it can be an 8-bit operand."""
     return all(size % MULTIPLE == 0 for size in weight.shape)
 
 
@@ -148,15 +148,15 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Return True if `torch._scaled_mm` applies one scale per row for every output dtype: cuBLAS 12.9 and up on Hopper."""
+    """Return True if `torch._scaled_mm` supports one scale per row for every output dtype: CUDA 12.9 and up on Hopper."""
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Compute `product` with `torch._scaled_mm`.
+    """Return `product` computed by `torch._scaled_mm`.
 
-    n must be a multiple of 16; k is padded with zeros to a multiple of 16.
+    n must be a multiple of 16. If k is not, copies of the operands are padded with zeros.
     """
     # torch._scaled_mm requires a row-major first and a column-major second operand.
     result: Tensor = torch._scaled_mm(
@@ -171,7 +171,10 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def row_major(values: Tensor) -> Tensor:
-    """Return the matrix with contiguous rows, padded with zeros to a multiple of 16 bytes: the same tensor, or a copy."""
+    """Return the matrix with contiguous rows, each padded with zeros to a multiple of 16 bytes.
+
+    If ``values`` already has this form, it is returned, else a copy.
+    """
     rows, length = values.shape
     padding = -length % MULTIPLE
     if not padding:
@@ -182,15 +185,16 @@ def row_major(values: Tensor) -> Tensor:
     return padded.view(values.dtype)
 
 
-# Linear layer in 8 bits with one scale per row, so that an outlier reduces the precision of a single row
-# ---------------
+# Linear layer in 8 bits with one scale per row ------------------------------------------------------------------------
 
+# An outlier reduces the precision of its own row only.
+#
 #     y  = Q4(x) Q4(w)^T             one scale per token of x, and per output feature of w
 #     dx = Q5(dy) Q4(w^T)^T          one scale per token of dy, and per input feature of w
 #     dw = Q5(dy^T) Q4(x^T)^T        one scale per output feature of dy, and per input feature of x
 #
-# A scale must be constant along the dim that a product sums over, so the three products need different scales.
-# Backward therefore keeps the operands in their dtype and rounds them again.
+# A scale must be constant along the dim that a product sums over, so the three products need different scales. The
+# operands are therefore saved for backward in their own dtype, and backward rounds them again.
 
 
 @dataclass(frozen=True)
@@ -199,13 +203,14 @@ class Fp8RowMatmul:
 
         output = Fp8RowMatmul()(input, weight, bias)
 
-    The scales are computed from the rows of the logical tensors. Several ranks hold parts of a row if the summed dim is
-    sharded: input features in forward, output features for the input gradient, samples for the weight gradient.
+    Scales are computed from the rows of the full tensors. If the dim that a product sums over is sharded, several ranks
+    hold parts of a row, and the largest absolute value of each row is all-reduced. This dim is the input features in
+    forward, the output features for the input gradient, and the samples for the weight gradient.
 
     Args:
         registry: The process groups. Default None: the tensors are not sharded.
         in_axes, out_axes: Axes that shard the weight's input and output features. Default: none.
-        batch_axes: Axes that shard the samples, and over which the scales are all-reduced. Default: none.
+        batch_axes: Axes that shard the samples and over which the largest absolute values are all-reduced. Default: none.
 
     Shapes: as in `Fp8Matmul`.
     Raises:
@@ -267,12 +272,12 @@ def _product(
     """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with both operands rounded to 8 bits.
 
     Args:
-        a: Rounded to ``format``.
-        b: Rounded to e4m3.
+        a: Matrix [m, k]. It is rounded to ``format``.
+        b: Matrix [n, k]. It is rounded to e4m3.
         dtype: The dtype of the result.
         registry, axes: The process groups, and the axes that shard k.
-        b_cache, orientation: The cache for the rounded ``b``, and ``"rows"`` or ``"columns"`` for the weight or its
-            transpose.
+        b_cache: The cache of the rounded ``b``. None (default): ``b`` is not cached.
+        orientation: Key in the cache: ``"rows"`` if ``b`` is the weight, ``"columns"`` if it is the weight's transpose.
     """
     how = orientation, registry, axes
     return product(*round_both(a, format, b, b_cache, how, registry, axes, by_row=True), dtype)
@@ -280,22 +285,23 @@ def _product(
 
 # 8-bit floating-point tensors with a scale ----------------------------------------------------------------------------
 
-#     scale = MAX / amax        amax = max |x| over the logical tensor
+#     scale = MAX / amax        amax = max |x| over the full tensor; MAX: the largest value of the format
 #     q = round(x * scale)      to the nearest value of the format, ties to even
 #     x ~ q / scale
 #
-# float8_e4m3fn has 4 significant bits up to 448, float8_e5m2 has 3 up to 57344. Under this scale no value exceeds the
-# range. A rounding error of the scale can push a value past the range by far less than half a unit of the format. No
-# clamp is needed. A tensor is read twice: one kernel computes the maximum, another one scales, rounds and writes.
+# float8_e4m3fn has 4 significant bits up to 448, float8_e5m2 has 3 up to 57344. With this scale no value exceeds MAX,
+# except by a rounding error of far less than half a unit of the format, so no clamp is needed. A tensor is read twice:
+# one kernel computes the maximum, another one scales, rounds and writes.
 #
-# A non-finite tensor stays non-finite: inf makes the scale 0 and every value NaN, and NaN stays NaN.
+# A tensor with a non-finite element stays non-finite. An inf makes the scale 0 and its inverse inf, so every value that
+# the 8-bit tensor represents is NaN. A NaN makes the scale NaN.
 #
 # Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
-# Lower bound of amax, for tensors of zeros or tiny values: scale and inverse scale stay normal float32 numbers.
+# Lower bound of amax. With it, scale and inverse scale are normal float32 numbers even for tensors of zeros.
 MIN_AMAX = 2.0**-100
 
 
@@ -316,15 +322,15 @@ class Quantized(NamedTuple):
 
 @torch.no_grad()
 def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
-    """Round ``x`` to an 8-bit format, scaled such that ``amax`` becomes the largest value of the format.
+    """Return ``x`` multiplied by a scale and rounded to an 8-bit format. ``amax`` becomes the format's largest value.
 
     The function makes one pass over memory.
 
     Args:
         x: Floating-point tensor of any shape and memory layout.
         format: `E4M3` or `E5M2`.
-        amax: float32, at least the largest absolute value in ``x``. 0-dim: the maximum of the logical tensor. [rows,
-            1]: the maximum of each row.
+        amax: float32, at least the largest absolute value in ``x``. 0-dim: the maximum of the full tensor. [rows, 1]:
+            the maximum of each row.
     Returns:
         Contiguous (row-major) values for any memory layout of ``x``, and the inverse scale.
     Collectives: none. Host synchronization: none.
@@ -338,7 +344,7 @@ def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
 
 
 def check_dtypes(*tensors: Tensor) -> None:
-    """Raise TypeError for float64 tensors: the scales and sums of 8-bit products are only float32."""
+    """Raise TypeError if a tensor is float64, because scales and sums of 8-bit products are float32."""
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         raise TypeError(
             "a linear layer in 8 bits got a float64 tensor, but scales and sums of 8-bit products are float32; give "
@@ -351,7 +357,7 @@ def global_amax(
 ) -> tuple[Tensor, ...]:
     """Return the largest absolute value of each tensor over its shards along ``axes``; 0 for an empty tensor.
 
-    A tensor may be replicated over some of the axes, because the maximum of equal values is unchanged.
+    A tensor may also be replicated over some of the axes. This does not change the result.
 
     Args:
         tensors: Floating-point tensors.
@@ -373,7 +379,7 @@ def max_over_ranks(
     """
     if registry is None or not axes or registry.size(*axes) == 1:
         return tuple(maxima)
-    # gloo's MAX may lose a NaN of another rank. The values of the other rank stay NaN, and so do all later results.
+    # gloo's MAX may lose a NaN of another rank. This is harmless: that rank's 8-bit values are NaN, so its results are.
     packed = torch.cat([amax.reshape(-1) for amax in maxima])
     with track_call("fp8 scaling", registry):
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=registry.group(*axes))
@@ -382,8 +388,9 @@ def max_over_ranks(
 
 
 def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
-    """Return the largest absolute value as float32: 0-dim, or [rows, 1] for the rows of a matrix. Host synchronization:
-    none.
+    """Return the largest absolute value of ``x`` as float32, 0-dim; 0 if ``x`` is empty. Host synchronization: none.
+
+    If ``by_row`` is True, return the largest absolute value of each row of a matrix, [rows, 1].
     """
     if not x.numel():
         return x.new_zeros((x.size(0), 1) if by_row else (), dtype=torch.float32)
@@ -394,22 +401,22 @@ def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
 
 # Cache of 8-bit weights -----------------------------------------------------------------------------------------------
 
-# A cached weight is valid until the next step of any torch optimizer, while the weight keeps its memory address and
-# version. The version alone is not enough, because torch's fused optimizers and third-party kernels write without
-# counting.
+# The 8-bit values of a weight are valid until the next step of any torch optimizer, if the weight keeps its memory
+# address and its version counter. The version counter alone is not enough, because torch's fused optimizers and
+# third-party kernels write without incrementing it.
 #
-# Only weights of models that the mode `Fp8` has prepared are cached, and only the parameters of that time. The
-# parameters that `fully_shard` creates change at times that no counter shows. The cache is used only with gradients
-# enabled. An evaluation may write averaged weights through ``.data``, which does not change the version, so it rounds
-# the current weights. Such a write between two micro-batches of a window is not detected.
+# Only the parameters that a model has while the mode `Fp8` prepares it are cached. Parameters that `fully_shard` creates
+# later are not cached, because no counter shows when they change. The cache is used only with gradients enabled: an
+# evaluation may write averaged weights through ``.data``, which does not increment the version counter, and must use
+# them. Such a write between two micro-batches of an accumulation window is not detected.
 
 
 class RoundedWeight(NamedTuple):
-    """8-bit weight, or its transpose.
+    """Cache entry: a weight or its transpose in 8 bits.
 
     Attributes:
-        amax: Maximum of the weight or of each row, over all ranks.
-        quantized: The weight, rounded with this maximum.
+        amax: Largest absolute value of the full weight, or of each of its rows.
+        quantized: The weight, rounded with the scale that follows from ``amax``.
     """
 
     amax: Tensor
@@ -417,29 +424,32 @@ class RoundedWeight(NamedTuple):
 
 
 class WeightCache:
-    """Cache entries of one weight since the last step, by the kind of rounding."""
+    """Access to the cache entries of one weight. The key ``how`` identifies the kind of rounding."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
         self._identity = _identity(weight)
 
     def get(self, how: Hashable) -> RoundedWeight | None:
-        """Return the entry of `put`, or None if it is no longer valid."""
+        """Return the entry that `put` stored under ``how``; None if there is no entry or it is no longer valid."""
         identity, rounded = CACHE[self._weight].get(how, (None, None))
         return rounded if identity == self._identity else None
 
     def put(self, how: Hashable, rounded: RoundedWeight) -> None:
-        """Store an entry until the next step."""
+        """Store an entry under ``how``. The next step of an optimizer removes it."""
         CACHE[self._weight][how] = self._identity, rounded
 
 
 CACHE: Any = WeakTensorKeyDictionary()
-"""The cache: for each registered weight, a dict from the kind of rounding to identity and rounded weight."""
+"""The cache. For each registered weight: a dict from the kind of rounding to (`_identity`, `RoundedWeight`)."""
 _hook_registered = False
 
 
 def cache_rounded(weight: Tensor) -> None:
-    """Cache the 8-bit values of this weight from now on."""
+    """Register ``weight``, so that its 8-bit values are cached from now on. DTensors are not registered.
+
+    The first call registers a global hook that clears the cache after every step of a torch optimizer.
+    """
     global _hook_registered
     if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # FSDP may reuse a DTensor's memory
         CACHE[weight] = {}
@@ -451,8 +461,9 @@ def cache_rounded(weight: Tensor) -> None:
 def cache_of(weight: Tensor) -> WeightCache | None:
     """Return the cache for this weight; None if the weight must be rounded in every forward pass.
 
-    The latter is the case if the weight is not registered or gradients are disabled. It is also the case if the code is
-    compiled or captured, because it may run again with other weights.
+    The result is None if the weight is not registered, or if gradients are disabled. It is also None if the code is being
+    compiled or captured in a CUDA graph, because the compiled code or the graph may run with other weights later. A
+    capture also removes the weight from the cache permanently.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in CACHE:
         return None
@@ -472,14 +483,15 @@ def round_both(
     axes: tuple[str, ...],
     by_row: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """Round an operand to ``format`` and a weight to e4m3. A cached weight from the same kind of rounding is reused.
+    """Return ``x`` rounded to ``format`` and ``weight`` rounded to e4m3. The rounded weight is taken from the cache if
+    it has a valid entry, and is stored there otherwise.
 
     Args:
         x: The operand.
         format: `E4M3` or `E5M2`, the format of ``x``.
         weight: The weight, or its transpose.
         weight_cache: The cache of the weight; None: no cache.
-        how: The key in this cache.
+        how: The kind of rounding, which is the key in the cache.
         registry, axes: As in `max_over_ranks`.
         by_row: If True, every row has its own scale. Default: False.
     Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank. Host synchronization: none.
@@ -494,16 +506,17 @@ def round_both(
 
 
 def forget_rounded() -> None:
-    """Clear the cache. Call it when weights have been or will be stepped."""
+    """Remove the 8-bit values of all weights from the cache. Call it before or after weights are stepped."""
     if CACHE:
         for by_how in CACHE.values():
             by_how.clear()
 
 
 def _clear_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Clear the cache, unless the optimizer has ``steps_windows``.
+    """Clear the cache, unless ``optimizer.steps_windows`` is True.
 
-    The `step` of such an optimizer may be called within a window; it calls `forget_rounded` itself.
+    The `step` of such an optimizer may be called before an accumulation window ends, and changes no weights then. The
+    optimizer calls `forget_rounded` itself.
     """
     if not getattr(optimizer, "steps_windows", False):
         forget_rounded()

@@ -1,9 +1,9 @@
-"""Loss scales: small state machines whose state stays on the device.
+"""Loss scales, whose state stays on the device.
 
 float16 gradients below 2^-24 underflow. The loss is therefore multiplied by a scale before backward, and the gradients
 are divided by the scale before the step. `DynamicLossScale` searches for the largest scale without overflow;
-`ConstantLossScale` keeps the scale constant. Both classes read from a tensor whether the step overflowed, and update
-their state in place. The update needs no host synchronization, never replaces a tensor, and can be captured in a CUDA
+`ConstantLossScale` keeps the scale constant. Both classes get a tensor that says whether the step overflowed, and update
+their state in place. The update does not synchronize the host, never replaces a tensor, and can be captured in a CUDA
 graph.
 
 Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.03740.
@@ -27,13 +27,13 @@ from ..parallel.mesh.value_checks import anything, dict_of, is_number
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
-"""A smaller scale could reach 0, or its inverse would overflow in float32."""
+"""Lower bound of a loss scale. A smaller scale could become 0, or its inverse would overflow in float32."""
 
 _COUNTS = ("good_steps", "overflows_left", "growth_interval", "hysteresis")
 
 
 class LossScale(ABC):
-    """Base class of the factors by which the loss is multiplied before backward.
+    """Base class of loss scales. The loss is multiplied by a loss scale before backward.
 
         (loss * loss_scale.scale).backward()
         optimizer.step()                 # with gradients divided by loss_scale.scale, unless they overflowed
@@ -48,7 +48,7 @@ class LossScale(ABC):
 
     @abstractmethod
     def update(self, found_inf: Tensor) -> None:
-        """Update the scale after a step.
+        """Update the scale in place, after a step.
 
         Args:
             found_inf: 0-dim float32 tensor on the device of ``scale``; 0 if the gradients were finite, any other value
@@ -65,18 +65,18 @@ class LossScale(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned, including its settings.
+        """Replace the scale, the counters and the settings by a state that `state_dict` returned.
 
         Args:
             state: The saved dict.
         Raises:
-            ValueError: The state is of another class of loss scale, or a value is out of range. Nothing is
-                changed.
+            ValueError: Another class of loss scale saved the state, or a value is out of range. The loss scale is
+                unchanged.
         """
 
 
 class ConstantLossScale(LossScale):
-    """Loss scale that does not change at an overflow.
+    """Loss scale that never changes; `update` does nothing.
 
         loss_scale = ConstantLossScale(1024.0, device="cuda")
 
@@ -117,16 +117,15 @@ class DynamicLossScale(LossScale):
     after growth_interval good steps in a row:   scale = min(scale * growth_factor, max_scale)
     ```
 
-    The run of good steps restarts after an overflow and after a growth. A growth beyond the range of float32 is
-    omitted.
+    A good step is a step without overflow. The count of good steps restarts at 0 after an overflow and after a growth. A
+    scale that would grow beyond the range of float32 does not grow.
 
-    With ``hysteresis`` h > 1, the scale backs off only at the h-th overflow. Earlier overflows restart the run without
-    a back-off. The overflow count resets only after a full run of growth_interval good steps, when the scale grows. A
-    shorter run or a back-off does not reset the count. Once the count reaches h, every further overflow backs off at
-    once, so a much too high scale falls fast.
+    With ``hysteresis`` h > 1, the first h - 1 overflows do not reduce the scale. The h-th overflow and every later one
+    reduce it, so a much too high scale falls fast. The count of overflows restarts at 0 only after growth_interval good
+    steps in a row, when the scale grows.
 
-    With its defaults the class follows `torch.amp.GradScaler` step by step. ``max_scale=2.0**24`` follows apex's
-    dynamic scale.
+    With its defaults the scale is equal to the scale of `torch.amp.GradScaler` after every step. With
+    ``max_scale=2.0**24`` it is equal to apex's dynamic scale.
 
         loss_scale = DynamicLossScale(init_scale=2.0**12, device="cuda")
 
@@ -135,7 +134,7 @@ class DynamicLossScale(LossScale):
         growth_factor: Factor of a growth, > 1. Default: 2.0.
         backoff_factor: Factor of a back-off, between 0 and 1 exclusive. Default: 0.5.
         growth_interval: Number of good steps in a row before a growth, >= 1. Default: 2000.
-        hysteresis: Number of overflows before the first back-off, >= 1. Default: 1.
+        hysteresis: The number of the first overflow that reduces the scale, >= 1. Default 1: every overflow does.
         min_scale, max_scale: Bounds of the scale. Defaults 0.0 and inf: the range of float32's normal numbers.
         device: The device of the state. Default None: torch's default device.
     Raises:
@@ -282,11 +281,11 @@ class GradScaler(torch.amp.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: As in `torch.amp.GradScaler`. Defaults:
             2^16, 2.0, 0.5, 2000, True.
         device: Device type of the scale, "cuda" or "cpu". Default None: the device type of the registry's collectives.
-    Collectives: one all-reduce (MAX, one number, over the world) per optimizer and step, in `unscale_`, or in `step` if
-    `unscale_` was not called. None with one rank or ``enabled=False``.
+    Collectives: one all-reduce (MAX, one number, over all ranks) per optimizer and step, in `unscale_`, or in `step` if
+    `unscale_` was not called. No collective with one rank or with ``enabled=False``.
     Host synchronization: none for optimizers that skip on the device (torch's ``fused=True``). For other optimizers
-    torch reads found_inf once in `step`. `get_scale` and `state_dict` read the scale. The all-reduce synchronizes if
-    ``device`` is not the device of the collectives.
+    torch's `step` reads found_inf on the host once. `get_scale` and `state_dict` read the scale. The all-reduce
+    synchronizes if ``device`` is not the device of the collectives.
     """
 
     def __init__(
@@ -312,8 +311,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer as torch's scaler does.
 
-        A `meshstep.optim.ParallelOptimizer` unscales and skips on the device. During the call the optimizer has the
-        attribute ``overflow_is_agreed``, which distinguishes this scaler from torch's.
+        A `meshstep.optim.ParallelOptimizer` unscales and skips on the device. During the call, ``optimizer`` has the
+        attribute ``overflow_is_agreed``, which shows that this scaler has all-reduced found_inf, unlike torch's.
 
         Args:
             optimizer: The optimizer, or a `meshstep.optim.ParallelOptimizer`.
@@ -348,7 +347,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: self._agreed(found_inf)}
 
     def _agreed(self, found_inf: Tensor) -> Tensor:
-        """Return the maximum of a 0-dim tensor over the world. The tensor is never NaN, which MAX may lose."""
+        """Return the maximum of ``found_inf``, 0-dim and never NaN, over all ranks. Collectives: one all-reduce (MAX)."""
         if self._registry.topology.world_size == 1:
             return found_inf
         agreed = found_inf.to(self._registry.device)

@@ -55,7 +55,7 @@ class MasterWeights:
         pairs: List of (model parameter, master), in the order in which the masters were created.
         param_of: Dict from each master to its model parameter.
     Collectives: none, in any method.
-    Host synchronization: none, except to confirm an error; `find_overwritten` synchronizes.
+    Host synchronization: none, except in `find_overwritten`, and in `collect` if a weight was written since the last step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True, cast: bool = True) -> None:
@@ -72,7 +72,8 @@ class MasterWeights:
         """Create masters for half-precision parameters in the param groups that require gradients and have no master.
 
         Returns:
-            The number of new masters. If it is not 0, rebuild every list of the optimizer's parameters that you keep.
+            The number of new masters. If it is not 0, lists of the optimizer's parameters that your code stores are
+            outdated, because masters have replaced parameters in the param groups.
         """
         made: dict[Tensor, nn.Parameter] = {}
         for group in self.optimizer.param_groups:
@@ -126,16 +127,16 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Set ``master.grad`` to the parameter's main gradient.
+        """Set ``master.grad`` of each master from the gradient of its parameter.
 
-        It is the same tensor with ``main_grads``, else a float32 copy.
-
-        If the parameter has no gradient, a gradient that was assigned to the master directly stays.
+        With ``main_grads`` it is the parameter's main gradient itself. Otherwise it is a float32 copy of the parameter's
+        gradient, or, with ``cast=False``, the parameter's half-precision gradient itself. If the parameter has no
+        gradient, the master loses the gradient of an earlier `collect`, and keeps a gradient that other code has set.
 
         Raises:
-            RuntimeError: There are three causes. The model's weights changed since the last step, and the next step
-                would undo the change. Gradients were cleared by the optimizer's ``zero_grad``, so the sum still
-                contains old gradients. A frozen parameter without master has a gradient. Nothing is changed.
+            RuntimeError: The model's weights changed since the last step, and the next step would undo the change. Or
+                only the optimizer's ``zero_grad`` was called, so the parameters' gradients still contain the gradients of
+                an earlier step. Or a frozen parameter without master has a gradient. No gradient is changed.
         """
         self._check_weights()
         for param in self._frozen:
@@ -175,7 +176,10 @@ class MasterWeights:
         self.write_back()
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs whose masters are currently in the param groups, which may be restricted to a bucket."""
+        """Return (model parameter, master) for each master that is in the param groups now.
+
+        During a step by bucket, the param groups contain only the masters of one bucket.
+        """
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return [(self.param_of[param], param) for param in params if param in self.param_of]
 
@@ -197,7 +201,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def reload_from_model(self) -> None:
-        """Set the masters to the model's weights. Call it after you load or change the weights."""
+        """Set the masters to the values of the model's parameters. Call it after you load or change these parameters."""
         if self.pairs:
             params, masters = zip(*self.pairs, strict=True)
             copy_each_(masters, params)
@@ -224,8 +228,8 @@ class MasterWeights:
     def find_overwritten(self) -> Tensor | None:
         """Return the first parameter that differs from its rounded master, or None.
 
-        A write through ``.data`` causes such a difference. The method ignores masters that were written after the last
-        step, because the next step copies them into the model.
+        Only a write to the parameter causes such a difference, for example through ``.data``. The method ignores masters
+        that other code has written after the last step, because the next step copies them into the model.
 
         Host synchronization: one per master.
         """
@@ -235,7 +239,7 @@ class MasterWeights:
         return None
 
     def _check_weights(self) -> None:
-        """Raise RuntimeError if a weight was written since the last step, for example by loading a checkpoint.
+        """Raise RuntimeError if a parameter has other values than after the last step, for example from a checkpoint.
 
         A write through ``.data`` is detected only if it changes the parameter's memory address; see `find_overwritten`.
         """
@@ -254,20 +258,23 @@ class MasterWeights:
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"masters": {position: float32 tensor}}``, with positions as in the optimizer's own state dict."""
+        """Return ``{"masters": {position: float32 tensor}}``. The tensors are the masters themselves, not copies.
+
+        A position is the index of the master in the optimizer's state dict.
+        """
         return {"masters": {position: master.detach() for position, master in self._masters_by_position().items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the masters bitwise, and round them into the model's parameters.
+        """Copy saved masters into the masters, and round them into the model's parameters.
 
-        A state without masters, saved by a mode that has none, is an error. To continue from such a state, load the
-        model's weights and call `reload_from_model`. The masters are then the float32 values of the weights.
+        To continue from a state that a mode without masters saved, load the model's weights and call `reload_from_model`
+        instead. The masters are then the float32 values of the weights.
 
         Args:
-            state: A dict with the entry of `state_dict`.
+            state: A dict with the entry that `state_dict` returns; other entries are ignored.
         Raises:
-            ValueError: The state has no masters, or their number or shapes differ; nothing is changed.
+            ValueError: The state has no masters, or their number or shapes differ. The masters are unchanged.
         """
         masters = self._masters_by_position()
         saved = check_saved(state, masters)
@@ -286,13 +293,14 @@ class MasterWeights:
 
 
 def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Return the masters in a saved state.
+    """Return the saved masters in ``state`` by position, after checking them.
 
     Args:
         state: The saved dict.
-        masters: The masters of this optimizer by position, that the state will be loaded into.
+        masters: The masters of this optimizer by position, into which the state will be loaded.
     Raises:
-        ValueError: The state has no masters, or their number or shapes differ from ``masters``.
+        ValueError: The state has no masters, or their positions or shapes differ from ``masters``, or a value is not a
+            floating-point tensor.
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
     if saved is not None and not isinstance(saved, Mapping):
@@ -319,7 +327,7 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
 
 
 def use_main_grad_(param: Tensor) -> None:
-    """Make backward accumulate gradients of ``param`` in float32; an existing gradient is cast."""
+    """Make backward accumulate ``param.grad`` in float32. An existing gradient is cast to float32."""
     grad, param.grad = param.grad, None
     param.grad_dtype = torch.float32
     param.grad = None if grad is None else grad.float()
@@ -336,14 +344,14 @@ SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # states of torch's optimize
 
 
 def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
-    """Return True if an optimizer state may be stored in half precision between steps.
+    """Return True if an optimizer state has one value per element, so that it may be stored in half precision.
 
     A number that all elements share must not be rounded, because the rounding error would affect all of them equally.
 
     Args:
-        key: The state's key.
-        value: The state.
-        param: The parameter that the state belongs to.
+        key: The key of the state.
+        value: The value of the state.
+        param: The parameter to which the state belongs.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key in SCALAR_STATE:
         return False
@@ -353,13 +361,15 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
     """Make ``optimizer.load_state_dict`` keep the dtype of `SCALAR_STATE` entries.
 
-    torch casts all of them except ``"step"``.
+    torch casts all of them except ``"step"`` to the dtype of the parameter. A saved half-precision value becomes float32.
     """
     _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
 
 
 def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Make ``optimizer.load_state_dict`` keep the saved dtypes of states, which torch casts except for ``"step"``.
+    """Make ``optimizer.load_state_dict`` keep the saved dtypes of states.
+
+    torch casts all states except ``"step"`` to the dtype of the parameter. A saved half-precision state becomes float32.
 
     Args:
         optimizer: The optimizer that gets the hooks.
@@ -370,9 +380,10 @@ def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tens
 
 
 def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor, Tensor], bool]) -> None:
-    """Replace states that torch has cast by the saved values, where ``wanted(key, saved value, parameter)`` is true.
+    """Register hooks on ``optimizer`` that undo the casts of its ``load_state_dict`` for some states.
 
-    Half-precision values become float32.
+    If ``wanted(key, saved value, parameter)`` is True, the loaded state is replaced by the saved value. A half-precision
+    value becomes float32.
     """
     saved_states: dict[int, dict[str, Tensor]] = {}
 
@@ -403,9 +414,10 @@ def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor
 #
 #     master bits = weight bits x 2^16 + remainder,   remainder in [-2^15, 2^15)
 #
-# The interval contains only its lower end. With rounding to even, an even weight would represent both of its ties.
-# These are 2^16 + 1 masters, more than 16 bits distinguish, so ties round away from zero here. All other values round
-# as usual: values above the largest bfloat16 become infinity, and denormals are ordinary numbers.
+# The interval contains only its lower end. If ties were rounded to even, both ties next to an even weight would round to
+# it. 2^16 + 1 masters would then have this weight, more than a 16-bit remainder distinguishes. Ties are therefore rounded
+# away from zero. All other values round as usual: values above the largest bfloat16 become infinity, and denormals are
+# ordinary numbers.
 #
 # NaN. Interpreted as integers, the bits of some NaNs would round to infinity or overflow into -0. `split_master` lowers
 # the bits of a NaN by half a unit (`_code`), so the weight of every NaN is a NaN. The 131,070 signalling NaNs whose
@@ -439,7 +451,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 master of a weight and its remainder, bitwise as given to `split_master`.
 
-    For a pair that `split_master` did not produce, the result is a master that rounds to ``weight``.
+    If ``weight`` was written after `split_master`, the result is some master that rounds to ``weight``.
 
     Args:
         weight: bfloat16 tensor of any shape, strides and bits; it may have been written after `split_master`.
@@ -455,7 +467,7 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _code(bits: Tensor) -> Tensor:
-    """Return the bits as a new tensor, with the bits of NaNs changed such that a NaN rounds to a NaN."""
+    """Return a copy of float32 ``bits`` in which the bits of NaNs are changed, such that every NaN rounds to a NaN."""
     size = bits & _SIZE
     nan = (size > _INFINITY).to(torch.int32)  # int32, because bool masks are slow on a CPU
     without_room = (size < _INFINITY + 2 * _HALF).to(torch.int32).mul_(nan)

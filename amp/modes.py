@@ -4,8 +4,8 @@ A mode determines which tensors are cast, which stay float32, and whether there 
 
 A mode is a small frozen object without state. It prepares a model in place. Parameters stay the same objects and keep
 their annotations; the module keeps its class, attributes and state-dict keys. A model that was built in half precision
-is cast like any other model, but digits lost by earlier rounding do not come back. The float32 masters start from
-exactly the half-precision weights. In modes without masters, the float32 parameters do.
+is cast like any other model, but digits lost by earlier rounding do not come back. Float32 master weights, or float32
+parameters in modes without master weights, start with exactly the values of the half-precision weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Precision(ABC):
 
     @property
     def split_masters(self) -> bool:
-        """Return True if masters are stored as bfloat16 weights and remainders; see `meshstep.amp.master_weights`."""
+        """Return True if masters are stored as a bfloat16 weight and a remainder; see `meshstep.amp.master_weights`."""
         return False
 
     @property
@@ -69,7 +69,7 @@ class Precision(ABC):
         return None
 
     def prepare(self, model: nn.Module, registry: ProcessGroupRegistry | None = None) -> nn.Module:
-        """Make ``model`` run in this mode, in place.
+        """Cast ``model`` and register hooks on it, in place, so that it runs in this mode.
 
         Prepare the model before you create `MasterWeights` and before you wrap the model (`DistributedDataParallel`,
         FSDP). The optimizer may already exist. Existing gradients are cast too.
@@ -81,8 +81,8 @@ class Precision(ABC):
         Returns:
             ``model``.
         Raises:
-            ValueError: The model or a submodule has already been prepared. Or parameters would have to be cast that are
-                DTensors or that belong to `DistributedDataParallel`. Nothing is changed.
+            ValueError: The model or a submodule has already been prepared. Or the mode needs another dtype for a
+                parameter that is a DTensor or belongs to `DistributedDataParallel`. The model is unchanged.
         Collectives: none.
         """
         for name, module in model.named_modules():
@@ -97,20 +97,21 @@ class Precision(ABC):
 
     @abstractmethod
     def _prepare(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        """Cast and hook ``model`` in place."""
+        """Cast the tensors of ``model`` and register hooks on it, in place. `prepare` calls this method."""
 
     def prepare_criterion(self, criterion: Criterion) -> Criterion:
-        """Return the criterion as this mode runs it: a module is changed in place, a function is wrapped.
+        """Return a criterion that computes the loss in the dtype that this mode requires.
 
         Args:
-            criterion: A module or function that returns the loss.
+            criterion: A module or function that returns the loss. A module is changed in place and returned; a function
+                is wrapped.
         """
         return criterion
 
     def export_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's state dict in the dtypes that this mode exports.
 
-        The base class exports the dtypes of the parameters.
+        Default: the dtypes of the model's parameters and buffers.
 
         Args:
             model: The prepared module.
@@ -180,7 +181,9 @@ def precision_of(precision: str | Precision) -> Precision:
 @register_mode
 @dataclass(frozen=True)
 class Fp32(Precision):
-    """Full precision: half-precision parameters, buffers and inputs become float32.
+    """Full precision: half-precision parameters and buffers become float32.
+
+    If the model had any, its floating-point inputs are cast to float32 too.
 
     ```python
     model = Fp32().prepare(model)
@@ -199,8 +202,8 @@ class Fp32(Precision):
 class TorchFp16(Precision):
     """torch's automatic mixed precision: float32 parameters, autocast to float16, and the loss scale of `GradScaler`.
 
-    The model and the criterion run under autocast. Half-precision parameters become float32. The first one or two steps
-    are usually skipped, until the loss scale is low enough.
+    The model and the criterion run under autocast. Half-precision parameters and buffers become float32. The first one
+    or two steps are usually skipped, because the initial loss scale is too high.
 
         mode = TorchFp16(init_scale=2.0**12)
         model, criterion = mode.prepare(model), mode.prepare_criterion(criterion)
@@ -310,7 +313,7 @@ class NaiveFp16(Precision):
             False.
         init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: Arguments of
             `DynamicLossScale`. Defaults: 2^16, 2.0, 0.5, 1000, 2, 0.0, inf.
-        main_grads: As in `Bf16`.
+        main_grads: As in `Bf16`, with float16 in place of bfloat16. Default: True.
     Raises:
         ValueError: An argument is out of range.
     """

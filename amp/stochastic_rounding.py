@@ -1,7 +1,8 @@
-"""Optimizer steps for bfloat16 parameters without masters: computed in float32, then rounded stochastically.
+"""Optimizer steps for bfloat16 parameters without master weights: computed in float32, then rounded stochastically.
 
 Rounding to nearest loses every update below half a unit in the last place, and training stalls. Stochastic rounding
-rounds up with a probability equal to the remainder. Its mean is exact: small updates take effect in some of the steps.
+rounds up with a probability equal to the distance from the lower neighbour, in units in the last place. The mean of the
+result is therefore the exact value, and a small update takes effect in some of the steps.
 
 Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", arXiv:1502.02551.
 """
@@ -34,16 +35,16 @@ CACHED = 2**16  # number of elements that a CPU rounds at a time, such that the 
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Write ``source`` into ``target``, with each value rounded up or down at random such that its mean is the value.
 
-    Values that bfloat16 represents exactly do not change, and neither do infinities and NaN. Above the largest finite
-    bfloat16, the upper neighbour is infinity.
+    Values that bfloat16 represents exactly, infinities and NaNs are copied unchanged. A value above the largest finite
+    bfloat16 may be rounded to infinity.
 
         stochastic_round_(weight, weight_float32, torch.Generator("cuda").manual_seed(0))
 
     Args:
         target: bfloat16 tensor of any shape; written in place.
         source: float32 tensor of the same shape and device.
-        generator: Random generator of the same device; it yields 16 bits per element. Default None: torch's default
-            generator.
+        generator: Random generator of the same device, which is advanced by 16 bits per element. Default None: torch's
+            default generator.
     Returns:
         ``target``.
     Raises:
@@ -61,23 +62,23 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
 
 
 def seed_of(seed: int, steps: int, key: str) -> int:
-    """Return the seed of a parameter's generator in a step. It is the same on every rank and device.
+    """Return the seed of the noise of one parameter in one step. Equal arguments give equal seeds on every rank.
 
     Args:
         seed: The seed of the training run.
-        steps: The number of steps made so far.
-        key: The parameter's name, with the coordinate of its shard.
+        steps: The number of steps made before this one.
+        key: The string of the parameter, with its name and the coordinate of its shard; see `StochasticRounding`.
     """
     digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Drawn(NamedTuple):
-    """Tensors whose rounding draws from the same generator, in order.
+    """Tensors that are rounded with noise from one generator, in the order of the pairs.
 
     Attributes:
-        generator: Returns the seeded generator; called right before the draws.
-        pairs: Pairs of bfloat16 target and source, all on the same device.
+        generator: Returns the seeded generator; called right before the noise is drawn.
+        pairs: Pairs of a bfloat16 target and its source, all on the same device.
     """
 
     generator: Callable[[], torch.Generator]
@@ -86,9 +87,9 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def round_all_(everything: Iterable[Drawn], numel_at_once: int) -> None:
-    """Round all pairs as `stochastic_round_` does, with identical bits and fewer kernels.
+    """Round the source of each pair into its target. The results are bitwise those of `stochastic_round_` per pair.
 
-    A GPU runs one draw per generator, and a few kernels for all pairs.
+    On a GPU this takes one kernel per generator for the noise, and a few kernels for all pairs.
 
     Args:
         everything: The pairs, grouped by generator.
@@ -126,17 +127,18 @@ def _split_runs(group: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Dra
 
 
 def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the offset of each tensor in a flat buffer, then the buffer's length.
+    """Return the offset of each tensor in a flat buffer of all tensors, followed by the length of the buffer.
 
-    All are multiples of 64 elements, because kernels are faster with aligned tensors.
+    All numbers are multiples of 64 elements, because kernels are faster with aligned tensors.
     """
     return list(accumulate((-(-tensor.numel() // 64) * 64 for tensor in tensors), initial=0))
 
 
 def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
-    """Return the noise of ``rounds`` flat buffers: [rounds, elements of the buffer] int16, uniform in [-2^15, 2^15).
+    """Return noise for rounding ``tensors`` ``rounds`` times: [rounds, elements of the flat buffer] int16.
 
-    Each tensor's generator yields the noise of all rounds, in order. The iterator is advanced right before the draw.
+    The noise is uniform in [-2^15, 2^15). The generator of a tensor yields the noise of all rounds, in order. The
+    iterator ``generators`` is advanced right before a generator is used.
     """
     starts = _flat_offsets(tensors)
     noise = torch.empty(rounds, starts[-1] // 4, dtype=torch.int64, device=tensors[0].device)
@@ -195,10 +197,11 @@ class StochasticRounding:
     stochastic rounding    2        -        2      4             8
     ```
 
-    During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. With AdamW a
-    copy takes 16 bytes per element. The price is accuracy. Gradients accumulate in bfloat16, so long accumulation
-    windows lose small gradients. Every step adds noise of up to a unit in the last place to the weights and moments
-    that it changes. Prefer `MasterWeights` if they fit into memory.
+    A step makes float32 copies of ``bucket_numel`` elements at a time, or of a single larger parameter. With AdamW the
+    copies of weight, gradient and moments take 16 bytes per element. Training is less accurate than with master weights:
+    gradients accumulate in bfloat16, so accumulation windows of many micro-batches lose small gradients, and every step
+    adds noise of up to a unit in the last place to the weights and moments that it changes. Prefer `MasterWeights` if
+    they fit into memory.
 
     Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. With a
     registry, the shards of a parameter draw different noise; without a registry, identical noise. The noise of a shard
@@ -221,7 +224,8 @@ class StochasticRounding:
 
     Attributes:
         steps: Number of steps made.
-        copies: While `step` calls its argument, the float32 copy of each bfloat16 parameter of the bucket; else empty.
+        copies: While `step` calls ``update``, a dict from each bfloat16 parameter of the bucket to its float32 copy;
+            otherwise empty.
     Raises:
         ValueError: ``bucket_numel`` is smaller than 1. Or, on more than one rank, a bfloat16 parameter has no spec or
             no name.
@@ -247,7 +251,7 @@ class StochasticRounding:
         load_shared_numbers_exactly(optimizer)
 
     def _make_keys(self) -> dict[Tensor, str]:
-        """Return one string per bfloat16 parameter. Its hash with ``seed`` and the step is the seed of the noise."""
+        """Return one string per bfloat16 parameter. `seed_of` computes the seed of the parameter's noise from it."""
         keys: dict[Tensor, str] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -257,7 +261,7 @@ class StochasticRounding:
         return keys
 
     def refresh(self) -> None:
-        """Register parameters that were added to the optimizer directly. Raises: as the constructor."""
+        """Include parameters that were added to the optimizer without `add_param_group`. Raises: as the constructor."""
         self._keys = self._make_keys()
 
     def _key(self, param: Tensor, given: str | None, place: str) -> str:
@@ -275,12 +279,12 @@ class StochasticRounding:
         return f"{name} {shard}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer.
+        """Add a param group to the optimizer, and include its bfloat16 parameters.
 
         Args:
             param_group: As in ``torch.optim.Optimizer.add_param_group``.
         Raises:
-            ValueError: As in the constructor; the group is removed again.
+            ValueError: As in the constructor; the optimizer is unchanged.
         """
         self.optimizer.add_param_group(param_group)
         try:
@@ -293,21 +297,21 @@ class StochasticRounding:
 
     @torch.no_grad()
     def step(self, update: Callable[[], object]) -> None:
-        """Call ``update`` once per bucket, then round the bucket's parameters and states.
+        """Call ``update`` for each bucket, and round the bucket's stepped parameters and states to bfloat16 after it.
 
-        A skipped update changes nothing, because float32 copies of bfloat16 values round to the same values.
+        If ``update`` skips the step, nothing changes, because float32 copies of bfloat16 values round to the same values.
 
         Args:
-            update: Steps the optimizer or skips the step. It sees param groups with the bucket's float32 copies, with
-                float32 gradients and states. It is called at least once; the first call also updates parameters of
-                other dtypes.
+            update: Steps the optimizer or skips the step. During a call the param groups contain the float32 copies of
+                the bucket's parameters, with float32 gradients and states. It is called at least once. The first call
+                also updates the parameters of other dtypes.
         """
         buckets = self._buckets([group["params"] for group in self.optimizer.param_groups])
         step_by_bucket(self.optimizer, buckets, lambda bucket: self._step_bucket(bucket, update))
         self.steps += 1
 
     def _buckets(self, group_params: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """Return the parameters per bucket and group, without bfloat16 parameters that have no gradient."""
+        """Return for each bucket its parameters per param group. bfloat16 parameters without gradient are left out."""
         buckets = [[[param for param in params if param not in self._keys] for params in group_params]]
         numel = 0
         for index, params in enumerate(group_params):
@@ -337,7 +341,7 @@ class StochasticRounding:
                 self.optimizer.state.pop(copy, None)
 
     def _make_float32_copies(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Return for each parameter a float32 parameter with a float32 gradient and states."""
+        """Return a float32 copy of each parameter, with a float32 gradient, and add its float32 states to the optimizer."""
         copies: dict[Tensor, Tensor] = {
             param: nn.Parameter(copy) for param, copy in zip(params, float32_of(params), strict=True)
         }
@@ -361,9 +365,9 @@ class StochasticRounding:
         round_all_(drawn, self.bucket_numel // 4)
 
     def _move_states(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Move the states from ``copy`` to ``param``, and return the pairs (bfloat16 target, source) to round.
+        """Assign the states of ``copy`` to ``param``, and return the pairs (bfloat16 target, float32 source) to round.
 
-        The pair of the parameter and its copy is the first one.
+        The first pair is (``param``, ``copy``). The others are states that are stored in bfloat16.
         """
         pairs, state = [(param, copy)], self.optimizer.state.get(copy, {})
         for key in sorted(state):  # the order of the keys may differ between replicas
@@ -383,9 +387,9 @@ class StochasticRounding:
         return self._generators[param.device].manual_seed(seed_of(self.seed, self.steps, self._keys[param]))
 
     def collect(self) -> None:
-        """Do nothing; `MasterWeights` has the same method.
+        """Do nothing, because the optimizer already holds the parameters that have the gradients.
 
-        The optimizer already holds the parameters with the gradients.
+        The method exists so that this class can be used like `MasterWeights`.
         """
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -399,16 +403,17 @@ class StochasticRounding:
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"stochastic_rounding": {"seed": ..., "steps": ...}}``, which continues the noise bitwise
-        identically.
+        """Return ``{"stochastic_rounding": {"seed": ..., "steps": ...}}``.
+
+        After `load_state_dict`, the noise continues bitwise identically.
         """
         return {"stochastic_rounding": {"seed": self.seed, "steps": self.steps}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the random noise from a state of `state_dict`.
+        """Set the seed and the number of steps from a saved state, so that the noise continues as in the saved run.
 
         Args:
-            state: A dict with the entry of `state_dict`.
+            state: A dict with the entry that `state_dict` returns; other entries are ignored.
         Raises:
             ValueError: Another precision mode saved the state, or a value has a wrong type; nothing is changed.
         """
@@ -433,7 +438,7 @@ def _check_seed(value: object, field: str) -> None:
 
 
 def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError if a bfloat16 parameter has neither a name nor a tie, which identify it on all ranks.
+    """Raise ValueError if a bfloat16 parameter has no name and is not tied, so that its noise cannot be seeded.
 
     Args:
         params: Pairs (name or None, parameter).

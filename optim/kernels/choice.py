@@ -1,8 +1,10 @@
 """Choice of the kernels: the library's own or torch's.
 
-"auto"    on a CPU the compiled kernels (`native`) if the installation has them, otherwise torch's; on a GPU torch's
-"torch"   torch's everywhere "triton"  on a GPU the Triton kernels (`triton`), on a CPU as "auto"; in tests, Triton's
-interpreter runs them on a CPU
+    "auto"    on a CPU the compiled kernels (`native`) if they are installed, otherwise torch's; on a GPU torch's kernels
+    "torch"   torch's kernels on every device
+    "triton"  on a GPU the Triton kernels (`triton`); on a CPU as "auto"
+
+In tests, Triton's interpreter can run the Triton kernels on a CPU.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ different parameters. Every distinct shard counts exactly once, however many ran
 
 The plan describes two ways to compute this sum.
 
-*Packed*: every rank divides the power of each shard by its replication
-factor, and one all-reduce over all ranks sums them.
+*Packed*: every rank divides the power ||shard||_p^p of each shard by its replication factor, and one all-reduce over all
+ranks sums the results.
 
-*Per group*, the textbook form: the powers of each bucket are
-all-reduced over exactly the axes that index the bucket's shards.
+*Per group*: the powers of each bucket are all-reduced over exactly the axes that index the bucket's shards.
 """
 
 from __future__ import annotations

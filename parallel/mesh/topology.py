@@ -407,18 +407,6 @@ class _Axis(NamedTuple):
     untold_expert_axes="expert_axes_without_role",
     only_splits_the_batch="is_batch_only_axis",
 )
-@renamed_members(
-    atoms="expand_aliases",
-    on_axes="expand_coordinate",
-    untold_expert_axes="expert_axes_without_role",
-    only_splits_the_batch="is_batch_only_axis",
-)
-@renamed_members(
-    atoms="expand_aliases",
-    on_axes="expand_coordinate",
-    untold_expert_axes="expert_axes_without_role",
-    only_splits_the_batch="is_batch_only_axis",
-)
 @dataclass(frozen=True, init=False, repr=False)
 class Topology(ByRole):
     """The arrangement of all ranks on named mesh axes; immutable and hashable.

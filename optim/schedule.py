@@ -804,7 +804,11 @@ def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]
 
 
 class _StepNoted(LRScheduler):
-    """A schedule without effect on the rates; its constructor, torch's, wraps the optimizer's `step` to record calls."""
+    """A schedule that changes no learning rate.
+
+    Its constructor lets torch's `LRScheduler` wrap ``optimizer.step``. torch looks for that before it warns about the order
+    of the calls of `step`.
+    """
 
     def step(self, epoch: int | None = None) -> None:
         """Do nothing."""

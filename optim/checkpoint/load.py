@@ -113,7 +113,7 @@ class Restoration:
 
     @property
     def combined(self) -> list[str]:
-        """Return texts about parameters whose shards combine saved shards with different states; see `PieceStates`."""
+        """Return one message per parameter whose new shards combine saved shards with different step counts or states."""
         return self._shared.pieces.combined
 
     # Comparison with the run ------------------------------------------------------------------------------------------

@@ -437,7 +437,10 @@ def layout_kind(spec: P, topology: Topology) -> NormBucket:
 
 
 def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> float:
-    """Return the factor on the local gradient before the sum: 1 / number of data-parallel ranks."""
+    """Return the factor on the local gradient before the sum.
+
+    It is 1 / (size of the data axes that are not in ``averaged``), or 1 if ``average_data`` is False.
+    """
     data = [axis for axis in topology.data_axes if axis not in averaged] if average_data else []
     return 1 / prod(topology.size(axis) for axis in data)
 

@@ -469,7 +469,12 @@ class Units:
             part.mul_(factors[first : first + part.shape[dim]].to(part).view(shape))
 
     def _parts(self, index: int, tensor: Tensor | None) -> list[tuple[int, int | None, Tensor]]:
-        """Return (slot of the first unit, dim of the units in the part, part) for each part of entry ``index``."""
+        """Split entry ``index`` into the blocks of its region.
+
+        Returns:
+            Per block: the position of its first unit in the packed vector, the dim along which its units are counted (None:
+            the block is one unit), and the block.
+        """
         if tensor is None or not tensor.numel():
             return []
         slot, region = self.slots[index], self.regions[index]

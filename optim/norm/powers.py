@@ -26,7 +26,7 @@ from ..kernels.choice import chosen, triton_on
 from ..kernels.memory import PLAIN, in_memory_order
 from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native
 
-SMALL = 1024  # elements of a gradient that is summed together with other gradients
+SMALL = 1024  # gradients with at most this many elements are summed together
 ROW = 1024  # elements that are summed in float32
 SCRATCH = 2**18  # elements that are cast to float64 at a time: 2 MiB
 EXACT = 1e-29  # mean square above which float32 loses nothing significant to underflow

@@ -140,7 +140,7 @@ class ForwardOrder:
         return sorted(self._known, key=lambda known: (min(known.seen) if by_stage else 0, self._at[known.label]))
 
     def until_right(self, last: KnownParameter, wrong: Sequence[KnownParameter]) -> list[HookPoint]:
-        """Return the hook points up to the output of the first module after ``last`` with a right parameter.
+        """Return the hook points up to the output of the first later module that has a parameter with a correct gradient.
 
         Args:
             last: The last parameter, in forward order, with a wrong gradient.

@@ -180,7 +180,7 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
 
 
 def check_states(saved: object) -> None:
-    """Raise ValueError if a saved optimizer state contains a NaN scalar or a step count that is not a count."""
+    """Raise ValueError if a saved optimizer state contains a NaN scalar or an invalid step count."""
     dict_of(dict_of(anything), key=anything)(saved, "state")
     for position, state in saved.items():  # type: ignore[attr-defined]
         for name, value in state.items():

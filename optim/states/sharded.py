@@ -358,8 +358,8 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
                 differ = sorted({*names} ^ {*others})
                 over = axes[0] if len(axes) == 1 else " x ".join(axes)
                 raise ValueError(
-                    f"ranks {first} and {rank} would shard different parameters over {over!r}, {', '.join(differ[:5])} on "
-                    "only one of them: freeze the same parameters on all ranks before making the optimizer"
+                    f"ranks {first} and {rank} would shard different parameters over {over!r}: only one of them has "
+                    f"{', '.join(differ[:5])}; freeze the same parameters on all ranks before making the optimizer"
                 )
 
 
@@ -432,8 +432,8 @@ class Sharded(StatePlacement):
             )
         if context.overlap:
             raise ValueError(
-                "overlap=True is for states that are not sharded, and Sharded(gradients=True) reduces gradients during "
-                "backward too: leave one out"
+                "overlap=True does not work with Sharded: leave overlap out, and give Sharded(..., gradients=True) to "
+                "reduce gradients during backward"
             )
         check_elementwise(context.optimizer, "Sharded gives the optimizer 1-dim shards of parameters")
 

@@ -57,7 +57,7 @@ class GradientReport(NamedTuple):
     wrong: str | None  # message of an error in the gradients, or of a trainer that also clips
     facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if all ranks agree
     looked: bool = False  # gradients of an earlier step were checked already
-    written: tuple[int, int] = (0, 0)  # number of gradients written to since the last backward; of observed gradients
+    written: tuple[int, int] = (0, 0)  # (gradients written to since the last backward, gradients observed)
     has_copies: bool = False  # the rank has masters or other copies of weights
     missing: tuple[str, ...] = ()  # trainable parameters of the model that no optimizer has
 

@@ -115,7 +115,10 @@ class UsedClip:
 
 
 def _is_same(one: Clip | None, other: Clip | None) -> bool:
-    """Return True if two explicit rules are the same object or have equal numbers. Host synchronization: none."""
+    """Return True if two rules of clip_grad_* calls are the same object, or have the same type and equal float arguments.
+
+    Host synchronization: none.
+    """
     if one is other:
         return True
     if not isinstance(one, ByNorm | ByValue) or type(one) is not type(other):

@@ -255,7 +255,10 @@ class Round:
         return finish
 
     def _begins(self) -> dict[tuple[int, int, Box], int]:
-        """Return the offset in the send buffer by (matrix, rank, box), in elements, for the results of this rank."""
+        """Return where each result that this rank computed begins in the send buffer, in elements.
+
+        The keys are (matrix, receiving rank, box).
+        """
         found, at = {}, 0
         for rank in self.ranks:
             for number in self._own if rank != self._me else ():

@@ -211,8 +211,9 @@ class Muon(WholeOptimizer):
             elements below 6e-8 become 0. A matrix at least about twice as long as it is short uses the Gram form, whose
             last bits differ from torch's (see `newton_schulz`).
 
-    A layer that keeps its weight transposed, [in, out], such as the 2-D layers, gets the scale of that shape. The scale
-    ``"match_rms_adamw"`` is equal for both.
+    ``adjust_lr_fn`` scales the update by the weight's shape as stored. For a weight that a layer stores transposed,
+    [in, out], such as those of 2-D layers, ``"original"`` therefore gives another scale; ``"match_rms_adamw"`` gives the
+    same scale for both shapes.
 
     Raises:
         ValueError: An option is out of range.

@@ -121,8 +121,8 @@ class PreconditionedOptimizer(HomeOptimizer):
         frequency = defaults["precondition_frequency"]
         if frequency < 1 or factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"precondition_frequency={frequency}, factor_dtype={factor_dtype}: give >= 1, torch.float32 or "
-                "torch.float64"
+                f"precondition_frequency={frequency}, factor_dtype={factor_dtype}: the frequency must be >= 1, and "
+                "factor_dtype torch.float32 or torch.float64"
             )
         self.blocks, self.factor_dtype = dict(blocks or {}), factor_dtype
         super().__init__(params, defaults)

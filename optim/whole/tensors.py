@@ -183,7 +183,7 @@ def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> t
             raise ValueError(f"blocks={given_blocks!r} for {name}: give sizes that add up to its {rows} rows")
         return -2, sizes
     spec = spec or P()
-    for dim in (-2, -1):  # 2-D layers keep [in, out]
+    for dim in (-2, -1):  # -1: 2-D layers store weights as [in, out]
         for parts in map(spec.block_sizes, spec.dim_axes(len(shape) + dim)):
             if parts != (1,):
                 return dim, tuple(shape[dim] * part // sum(parts) for part in parts)

@@ -114,7 +114,8 @@ class Gradients(NamedTuple):
     Attributes:
         params: Plain parameters, and the local parameters of DTensors.
         gradients: Local gradient per parameter; None for a parameter without a gradient.
-        annotations: Annotation per parameter; None for a parameter without a declaration.
+        annotations: Annotation per parameter. For a DTensor, that of its local parameter, also if only its placements are
+            known. None for a plain parameter that was not declared.
     """
 
     params: list[Tensor]

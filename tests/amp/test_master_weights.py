@@ -188,7 +188,7 @@ def test_unfrozen_parameters_require_refresh() -> None:
     assert list(masters.state_dict()["masters"]) == [0, 1, 2, 3, 4, 5]
 
 
-def test_existing_state_and_gradients_move_to_the_masters() -> None:
+def test_existing_state_moves_to_masters_and_gradients_become_float32() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for index in range(2):

@@ -49,7 +49,7 @@ def test_ci_script_finds_both_commands_in_the_readme() -> None:
     assert "grep '^python3 -m venv '" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_readme_command_of_the_main_job_has_valid_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_train_digits_command_parses_to_2x2_mesh_with_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     command = next(text for text, _ in blocks("bash", README) if "train_digits" in text)
     words = shlex.split(command)
     monkeypatch.setattr(sys, "argv", words[words.index("examples/train_digits.py") :])

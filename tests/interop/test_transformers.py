@@ -147,7 +147,7 @@ def accumulated(path: str, mesh: Mesh) -> Trained:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_accumulation_is_exact_for_norms_with_partial_gradients(
+def test_accumulation_is_exact_for_norm_layers_with_partial_gradients(
     world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
     path = saved("qwen3")

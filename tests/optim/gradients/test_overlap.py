@@ -336,7 +336,7 @@ def refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("sharded", "for states that are not sharded"),
+        ("sharded", "overlap=True does not work with Sharded"),
         ("nothing to reduce", "nothing to reduce"),
         (
             "module",

@@ -182,14 +182,6 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
 # Thresholds -----------------------------------------------------------------------------------------------------------
 
 
-def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
-    """Return min(1, max_norm / (norm + 1e-6)) elementwise; ones if ``max_norm`` is None.
-
-    The coefficient of a non-finite norm is 0 or NaN. It is not applied, because the step is skipped.
-    """
-    return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
 def bound_factor(norm: Tensor, bound: float | Tensor) -> Tensor:
     """Return min(1, bound / norm) elementwise. Unlike `clip_coefficient`, it adds no epsilon to the norm."""
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -128,6 +128,12 @@ def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> No
                 )
 
 
+def _checked_plan(listed: OneShotParams, registry: ProcessGroupRegistry) -> ReductionPlan:
+    """Return the plan of this rank. Raises: As `check_gradients` and `OneShotParams.plan`."""
+    check_gradients(listed, registry)
+    return listed.plan(registry)
+
+
 def _name(listed: OneShotParams, index: int) -> str:
     annotation = listed.annotations[index]
     return listed.given[index][0] or (annotation.name if annotation else None) or f"parameter {index}"
@@ -161,11 +167,7 @@ class StatefulClipper:
         norm_type: float,
         reduction: Reduction,
     ) -> None:
-        def make_checked_plan() -> ReductionPlan:
-            check_gradients(listed, registry)
-            return listed.plan(registry)
-
-        plan = planned_for(clip.rule, agreed(make_checked_plan, registry, names=True), registry)
+        plan = planned_for(clip.rule, agreed(partial(_checked_plan, listed, registry), registry, names=True), registry)
         clip.bind(plan.parameter_names)
         self.registry, self.key = registry, _key(listed)
         self._annotations = listed.annotations  # keeps the objects alive whose ids are in the key
@@ -298,11 +300,7 @@ def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry
     if state.checked or not listed.undeclared_are_replicas or registry.topology.world_size == 1:
         return
 
-    def make_checked_plan() -> ReductionPlan:
-        check_gradients(listed, registry)
-        return listed.plan(registry)
-
-    plan = agreed(make_checked_plan, registry, names=True)
+    plan = agreed(partial(_checked_plan, listed, registry), registry, names=True)
     check = ReplicaCheck(plan, listed.params, registry.device)
     totals = check.slots(listed.gradients)
     dist.all_reduce(totals, group=registry.group(*registry.topology.axes))
@@ -466,10 +464,6 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
     if known is not None:
         listed.pending = known.pending  # depends on the annotations only, which are equal
 
-    def make_checked_plan() -> ReductionPlan:
-        check_gradients(listed, registry)
-        return listed.plan(registry)
-
     def make_norm(plan: ReductionPlan) -> GlobalNorm:
         if known is not None:
             return known.norm
@@ -480,7 +474,7 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
     # With "per_group", the collectives depend on the parameter lists of all ranks, and a rank cannot tell if another rank's
     # list changed.
     if not state.checked or reduction == "per_group":
-        return make_norm(agreed(make_checked_plan, registry))(listed.gradients)
+        return make_norm(agreed(partial(_checked_plan, listed, registry), registry))(listed.gradients)
     # With "packed", later lists are not compared, because lists that depend on local data may differ between ranks.
     try:
         check_gradients(listed, registry)

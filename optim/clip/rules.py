@@ -16,7 +16,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..gradients.in_place import clamp_gradients
 from ..norm.global_norm import Named, UnitDim, Units
-from ..norm.measure import Norms, checked_norm_type
+from ..norm.measure import Norms, checked_norm_type, clip_coefficient
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
 from .base import (
@@ -31,7 +31,6 @@ from .base import (
     check_positive,
     check_threshold,
     check_whole_number,
-    clip_coefficient,
     initial_step_count,
     next_step_count,
     resolve_threshold,

@@ -150,6 +150,14 @@ def check_measurement(
 # The report of a step -------------------------------------------------------------------------------------------------
 
 
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
+    """Return min(1, max_norm / (norm + 1e-6)) elementwise; ones if ``max_norm`` is None.
+
+    The coefficient of a non-finite norm is 0 or NaN. It is not applied, because the step is skipped.
+    """
+    return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 @renamed_members(disagreed="ranks_disagree", parted="replicas_diverged", vetoed="rejected")
 @dataclass(frozen=True)
 class GradStats:
@@ -212,7 +220,7 @@ class GradStats:
 
     def clip_coef_for(self, max_norm: float | Tensor) -> Tensor:
         """Return min(1, max_norm / (total_norm + 1e-6)), 0-dim; 1 if the norm is non-finite. Host synchronization: none."""
-        coef = (max_norm / (self.total_norm + 1e-6)).clamp(max=1.0)
+        coef = clip_coefficient(self.total_norm, max_norm)
         return torch.where(self.total_norm < inf, coef, torch.ones_like(coef))
 
     # The report in place of the tensor that torch.nn.utils.clip_grad_norm_ returns ----------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layout.annotation import annotate, annotation_of
 from ..layout.spec import P
-from ..mesh.refinement import Dim, dims_of, refined
+from ..mesh.refinement import Dim, dims_of, gathered, refined
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import without_wrappers
 from ..mesh.topology import Role, Topology
@@ -55,7 +55,7 @@ def infer_registry(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     """
     if not dist.is_initialized():
         return ProcessGroupRegistry(Topology())
-    return ProcessGroupRegistry(_topology(_gathered(params, _meshes_of(params))))
+    return ProcessGroupRegistry(_topology(gathered(lambda: _view(params))))
 
 
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
@@ -70,7 +70,7 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     meshes = _meshes_of(params)
     world = dist.group.WORLD if dist.is_initialized() else None
     for known in _known:
-        if known.world is world and len(known.meshes) == len(meshes) and all(map(_is_same, known.meshes, meshes)):
+        if known.world is world and len(known.meshes) == len(meshes) and all(map(is_, known.meshes, meshes)):
             return known.registry
     registry = infer_registry(params)
     _known[:] = [known for known in _known if known.world is world]  # registries of earlier default groups are useless
@@ -110,10 +110,6 @@ def averaging_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in found if id(module) not in inner]
 
 
-def _is_same(one: object, other: object) -> bool:
-    return one is other
-
-
 def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
     """Return the distinct device meshes of the DTensors in ``params``, in the order of their first use."""
     kind: Any = loaded_class("torch.distributed.tensor", "DTensor")
@@ -124,39 +120,25 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
     return tuple(found.values())
 
 
-def _gathered(params: Sequence[Tensor], meshes: Sequence[DeviceMesh]) -> list[_View]:
-    """Gather the `_View` of every rank. Raises, collectives: as in `infer_registry`."""
-    mine: _View | str
-    try:
-        # Dims with equal names and ranks count as one dim, even if they are dims of different meshes.
-        dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes))
-        mine = _View(list(dims), tuple((str(getattr(param, "placements", "")), tuple(param.shape)) for param in params))
-    except ValueError as problem:
-        mine = str(problem)
-    views: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(views, mine)
-    for view in views:
-        if isinstance(view, str):
-            raise ValueError(view)
-    return views
+def _view(params: Sequence[Tensor]) -> _View:
+    """Return the view of this rank. Raises ValueError if a mesh has no dim names."""
+    # Dims with equal names and ranks count as one dim, even if they are dims of different meshes.
+    dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(_meshes_of(params)))
+    return _View(list(dims), tuple((str(getattr(param, "placements", "")), tuple(param.shape)) for param in params))
 
 
 def _topology(views: Sequence[_View]) -> Topology:
     """Return the topology with the common refinement of all mesh dims, and axes for ranks that no mesh connects."""
-    stages: list[str] = []
+    roles: dict[str, Role] = {}
 
     def name_of(ranks: Sequence[int]) -> str:
         is_stage = len({views[rank].parameters for rank in ranks}) > 1
         name = f"{'stage' if is_stage else 'replica'}_{'x'.join(map(str, (len(ranks), ranks[1] - ranks[0])))}"
-        if is_stage:
-            stages.append(name)
+        roles[name] = "pipe" if is_stage else "data"
         return name
 
     axes, aliases = refined(_with_unique_names([view.dims for view in views]), name_of)
-    roles: dict[str, Role] = dict.fromkeys(stages, "pipe")
-    return Topology(
-        roles={**roles, **{name: "data" for name in axes if name.startswith("replica_")}}, aliases=aliases, **axes
-    )
+    return Topology(roles=roles, aliases=aliases, **axes)
 
 
 def _with_unique_names(views: Sequence[Sequence[Dim]]) -> list[list[Dim]]:

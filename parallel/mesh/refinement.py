@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Ranks = tuple[int, ...]
+T = TypeVar("T")
 
 
 class Dim(NamedTuple):
@@ -44,19 +45,30 @@ def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
     Collectives: one object all-gather over the world.
     Host synchronization: yes.
     """
+    return gathered(lambda: dims_of(meshes))
+
+
+def gathered(make: Callable[[], T]) -> list[T]:
+    """Call ``make`` on every rank of the world and return the results by global rank.
+
+    Raises:
+        ValueError: On every rank: ``make`` raised it on some rank.
+    Collectives: one object all-gather over the world.
+    Host synchronization: yes.
+    """
     import torch.distributed as dist  # imported here, because a topology alone needs no torch
 
-    mine: list[Dim] | str = []
+    mine: tuple[T] | str
     try:
-        mine = dims_of(meshes)
+        mine = (make(),)
     except ValueError as problem:
         mine = str(problem)
-    views: list[list[Dim] | str] = [mine] * dist.get_world_size()
+    views: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(views, mine)
     for view in views:
         if isinstance(view, str):
             raise ValueError(view)
-    return [view for view in views if not isinstance(view, str)]
+    return [view for (view,) in views]
 
 
 def dims_of(meshes: Sequence[DeviceMesh]) -> list[Dim]:

@@ -89,7 +89,7 @@ def test_fp8_quantize_rounds_to_the_nearest_value_of_the_format(format: torch.dt
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_fp8_quantize_keeps_exact_values_and_rounds_ties_to_even(format: torch.dtype) -> None:
+def test_fp8_quantize_keeps_representable_values_and_rounds_ties_to_even(format: torch.dtype) -> None:
     values = magnitudes(format)
     between = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, between, -between, between * (1 + 1e-6), between * (1 - 1e-6)]).float()
@@ -154,12 +154,12 @@ def test_fp8_linear_computes_weight_gradient_in_float32() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 24), (10, 32), (8, 8)])
-def test_fp8_linear_with_unsupported_dims_falls_back_to_base_mode(outputs: int, inputs: int) -> None:
+def test_fp8_linear_equals_plain_linear_if_a_dim_is_no_multiple_of_16(outputs: int, inputs: int) -> None:
     layer, x = Fp8Linear(inputs, outputs), torch.randn(4, inputs, requires_grad=True)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_fp8_linear_handles_zero_and_empty_inputs() -> None:
+def test_fp8_linear_returns_bias_for_zeros_and_accepts_empty_batches() -> None:
     layer = Fp8Linear(16, 32)
     assert torch.equal(layer(torch.zeros(2, 16)), layer.bias.expand(2, 32))
     empty = torch.zeros(0, 5, 16, requires_grad=True)
@@ -230,7 +230,7 @@ def test_fp8_linear_on_gpu_matches_emulation_on_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("base", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_fp8_mode_prepares_a_model_in_place(base: Base, dtype: torch.dtype) -> None:
+def test_fp8_prepare_replaces_linear_layers_in_place_and_keeps_parameters(base: Base, dtype: torch.dtype) -> None:
     mode, plain = Fp8(base), precision_of(base)
     model, twin = small_model(), small_model()
     plain.prepare(twin)
@@ -251,13 +251,13 @@ def test_fp8_mode_prepares_a_model_in_place(base: Base, dtype: torch.dtype) -> N
     assert torch.equal(copied(x), output)
 
 
-def test_fp8_mode_has_a_name_and_rejects_unknown_base() -> None:
+def test_precision_name_fp8_means_base_bf16_and_base_fp16_is_rejected() -> None:
     assert precision_of("fp8") == Fp8() == Fp8("bf16")
     with pytest.raises(ValueError, match="base='fp16' is not a base mode of Fp8"):
         Fp8("fp16")  # type: ignore[arg-type]
 
 
-def test_fp8_mode_leaves_attention_and_linear_subclasses_unchanged() -> None:
+def test_fp8_mode_leaves_multihead_attention_and_bilinear_layers_unchanged() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(16, 2), nn.Bilinear(16, 16, 16)])
     before = [type(module) for module in model.modules()]
     Fp8("fp32").prepare(model)
@@ -267,7 +267,7 @@ def test_fp8_mode_leaves_attention_and_linear_subclasses_unchanged() -> None:
 # Which layers ---------------------------------------------------------------------------------------------------------
 
 
-def test_fp8_layers_lists_layers_that_are_not_in_8_bits(caplog: pytest.LogCaptureFixture) -> None:
+def test_fp8_layers_gives_a_reason_for_each_layer_not_in_8_bits(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(small_model(), nn.MultiheadAttention(16, 2))
     Fp8(exclude=("0.0",)).prepare(model)
     fell_back = "not in 8 bits: a dim of this rank's weight is not a multiple of 16"
@@ -295,7 +295,7 @@ def test_fp8_layers_lists_layers_that_are_not_in_8_bits(caplog: pytest.LogCaptur
     assert "8 bits" not in repr(fitting[0])
 
 
-def test_fp8_layers_in_exclude_are_computed_in_base_mode() -> None:
+def test_layers_in_exclude_of_fp8_equal_plain_linear_layers() -> None:
     model, plain = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     Fp8("fp32", exclude=("1",)).prepare(model)

@@ -254,7 +254,7 @@ def prepare_undeclared() -> str:
         return ""
 
 
-def test_fp8_prepare_names_an_undeclared_layer_and_changes_nothing(world: World) -> None:
+def test_fp8_prepare_raises_for_a_layer_without_spec_and_changes_nothing(world: World) -> None:
     for message in world.run(2, prepare_undeclared):
         assert message.startswith("0.weight has no spec")
         assert "declare(model, {'0.weight': P(...)})" in message
@@ -294,7 +294,7 @@ def row_replicas_are_whole() -> None:
         assert_near(total, dense.weight.grad)
 
 
-def test_replicas_share_fp8_row_scales_of_the_weight_gradient(world: World) -> None:
+def test_row_scaled_fp8_weight_gradient_over_replicas_matches_full_batch(world: World) -> None:
     world.run(2, row_replicas_are_whole)
 
 

@@ -173,7 +173,7 @@ def test_changed_fp8_weight_is_rounded_again(scales: Scales, change: Callable[[n
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_fp8_evaluation_rounds_the_current_weight(scales: Scales) -> None:
+def test_fp8_forward_under_no_grad_rounds_the_current_weight(scales: Scales) -> None:
     """Averaged weights are often swapped in and out by writes that do not change the version."""
     model = prepared(scales)
     weight: Any = model[0].weight  # type: ignore[index]
@@ -189,7 +189,7 @@ def test_fp8_evaluation_rounds_the_current_weight(scales: Scales) -> None:
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_fp8_weight_used_in_graph_capture_is_rounded_every_time(scales: Scales) -> None:
+def test_fp8_weight_used_in_graph_capture_is_rounded_in_every_later_forward(scales: Scales) -> None:
     """Also in passes without the graph, because replays change weights without a new version."""
     model = prepared(scales)
     loss_of(model, 0).backward()
@@ -286,7 +286,7 @@ def test_fp8_linear_rejects_float64_input_and_weight(which: str, scales: Scales)
     "ignore:.* should not be instantiated:DeprecationWarning"
 )  # from the compiler of torch 2.11
 @pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_compiled_fp8_model_is_one_graph_and_rounds_weights_every_time(scales: Scales) -> None:
+def test_compiled_fp8_model_is_one_graph_and_equals_eager_after_updates(scales: Scales) -> None:
     """A rounded weight that is cached in the graph would never be updated."""
     model = prepared(scales)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)

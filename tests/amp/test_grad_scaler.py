@@ -182,7 +182,7 @@ def test_grad_scaler_in_one_process_equals_grad_scaler_of_torch(kind: str, unsca
     assert pickle.loads(pickle.dumps(ours)).state_dict() == ours.state_dict()
 
 
-def test_clipping_works_between_unscale_and_fused_step() -> None:
+def test_fused_step_after_unscale_and_clip_applies_the_clipped_gradients() -> None:
     scaler = GradScaler(ProcessGroupRegistry(Topology()), SCALE)
     params = parameters()
     optimizer = optimizer_of("sgd fused", params)

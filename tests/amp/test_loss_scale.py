@@ -179,7 +179,7 @@ def test_loss_scale_update_is_in_place_without_host_synchronization(scale: LossS
 
 
 @given(SETTINGS, OVERFLOWS, OVERFLOWS, st.integers(1, 3))
-def test_loaded_dynamic_scale_continues_exactly(
+def test_loaded_dynamic_scale_continues_like_the_saved_scale(
     settings: dict[str, Any], first: list[bool], second: list[bool], hysteresis: int
 ) -> None:
     scale = DynamicLossScale(**settings, hysteresis=hysteresis)

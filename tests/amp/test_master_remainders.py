@@ -90,7 +90,7 @@ def test_join_master_of_zeros_and_infinities_ignores_outdated_remainders() -> No
         assert torch.equal(split_master(master[~stale])[1], remainder[~stale])
 
 
-def test_rounding_ties_to_even_would_lose_masters() -> None:
+def test_split_with_ties_to_even_would_not_restore_all_masters() -> None:
     """Negative control: with ties to even, two masters would have the same weight and remainder."""
     bits = hard()
     bits = bits[of(bits).isfinite()]
@@ -126,7 +126,7 @@ def test_split_master_of_nan_gives_a_nan_weight() -> None:
     assert not bool(has_room(without_room).any())
 
 
-def test_split_master_gives_close_weights_and_no_remainder_for_infinity() -> None:
+def test_split_master_gives_close_weights_and_remainder_zero_for_infinity() -> None:
     bits = hard()
     weight, remainder = split_master(of(bits))
     normal = weight.isfinite() & (weight.abs() >= torch.finfo(torch.bfloat16).tiny)
@@ -165,7 +165,7 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> No
 
 @pytest.mark.usefixtures("_best_instructions")
 @pytest.mark.parametrize("instructions", instructions_here())
-def test_c_loops_split_and_join_masters_like_the_reference(instructions: str) -> None:
+def test_c_update_loops_split_masters_like_split_master(instructions: str) -> None:
     """All values are restored, with quiet NaNs instead of signalling ones."""
     bits = hard()
     weight, remainder = split_master(of(bits))
@@ -177,7 +177,7 @@ def test_c_loops_split_and_join_masters_like_the_reference(instructions: str) ->
 
 @pytest.mark.usefixtures("_best_instructions")
 @pytest.mark.parametrize("instructions", instructions_here())
-def test_c_loops_join_overwritten_weights_like_the_reference(instructions: str) -> None:
+def test_c_update_loops_join_overwritten_weights_like_join_master(instructions: str) -> None:
     weight, remainder = written()
     master = join_master(weight, remainder)
     wanted = split_master(of(torch.where(master.isnan(), bits_of(master) | QUIET, bits_of(master))))

@@ -168,7 +168,7 @@ def test_masters_replace_only_trainable_half_precision_parameters() -> None:
     assert torch.equal(last.weight, held[4].to(BF16))
 
 
-def test_unfrozen_parameters_require_refresh() -> None:
+def test_gradient_of_unfrozen_parameter_raises_until_refresh_makes_its_master() -> None:
     model = mlp(BF16)
     model.first.requires_grad_(False)
     annotate(model.first.weight, P(), "first.weight")
@@ -402,7 +402,9 @@ def test_masters_under_ddp_need_main_grads_false(world: World) -> None:
         lambda params: torch.optim.RMSprop(params, lr=1e-3),
     ],
 )
-def test_masters_work_with_other_torch_optimizers(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_weights_equal_rounded_masters_with_sgd_adafactor_and_rmsprop(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
     model = mlp(BF16)
     optimizer = make(model.parameters())
     masters = MasterWeights(optimizer)

@@ -188,7 +188,7 @@ def test_preparing_a_model_twice_raises(mode: str) -> None:
     assert floating(model.state_dict()) == before
 
 
-def test_prepare_handles_frozen_and_float64_tensors() -> None:
+def test_prepare_casts_frozen_parameters_and_fp32_mode_keeps_float64() -> None:
     model = Net().double()
     Fp32().prepare(model)
     assert set(floating(model.state_dict()).values()) == {F64}, "fp32 must cast half types and leave float64 unchanged"

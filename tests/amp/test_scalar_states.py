@@ -80,7 +80,7 @@ def test_scalar_states_with_stochastic_rounding_equal_float32_run_and_reload(kin
 
 @pytest.mark.parametrize("how", HALF)
 @pytest.mark.parametrize("kind", KINDS)
-def test_scalar_states_survive_state_dict_with_half_precision_states(how: str, kind: str) -> None:
+def test_reloaded_scalar_states_equal_float32_run_with_half_precision_moments(how: str, kind: str) -> None:
     precision, states = HALF[how]
     with ProcessGroupRegistry(Topology()) as registry:
 

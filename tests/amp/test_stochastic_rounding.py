@@ -47,7 +47,7 @@ def test_stochastic_rounding_is_unbiased(device: str) -> None:
 
 
 @DEVICES
-def test_stochastic_rounding_keeps_exact_values(device: str) -> None:
+def test_stochastic_rounding_keeps_bfloat16_values_infinities_and_nans(device: str) -> None:
     values = torch.randn(1000, generator=seeded(1)).to(BF16).float()
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 3.3895313892515355e38, 9.2e-41])
     special[-1] = special[-1].to(BF16)
@@ -117,7 +117,9 @@ def test_updates_below_bfloat16_resolution_accumulate_on_average() -> None:
 
 
 @pytest.mark.parametrize("make", [adamw, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)])
-def test_stochastic_rounding_follows_float32_training(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_weights_with_stochastic_rounding_stay_near_float32_training(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
     model, dense = mlp(BF16), mlp(F32)
     train(model, StochasticRounding(make(model.parameters())), range(60))
     reference = make(dense.parameters())
@@ -321,7 +323,7 @@ def nbytes(tensors: Any) -> int:
 
 
 @pytest.mark.parametrize(("helper", "bytes_per_element"), [(MasterWeights, 18), (StochasticRounding, 8)])
-def test_memory_between_steps_is_the_expected_bytes_per_element(helper: Any, bytes_per_element: int) -> None:
+def test_masters_use_18_and_stochastic_rounding_8_bytes_per_element(helper: Any, bytes_per_element: int) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=BF16) for _ in range(4)))
     optimizer = adamw(model.parameters())
     steps = helper(optimizer)

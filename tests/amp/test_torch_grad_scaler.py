@@ -146,7 +146,7 @@ def test_two_optimizers_with_one_grad_scaler_train_as_in_torch(
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam, fused"])
-def test_overflow_skips_only_the_optimizer_that_has_it(registry: ProcessGroupRegistry, kind: str) -> None:
+def test_overflow_of_one_optimizer_skips_only_its_step(registry: ProcessGroupRegistry, kind: str) -> None:
     def run(registry: ProcessGroupRegistry | None) -> list[Any]:
         run = Run(kind, registry, count=2)
         for step in range(3):

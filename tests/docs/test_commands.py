@@ -27,14 +27,14 @@ def test_help_lists_every_package_with_a_command() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("report",)])
-def test_wrong_command_fails_and_prints_the_usage(arguments: tuple[str, ...]) -> None:
+def test_missing_or_unknown_command_fails_and_prints_the_usage(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: python -m meshstep")
     assert "COMMAND" in done.stderr
 
 
-def test_command_runs_with_its_own_arguments() -> None:
+def test_python_m_meshstep_passes_arguments_to_the_package_command() -> None:
     done = run("parallel", "data=2", "row=2", "--rank", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "data" in done.stdout

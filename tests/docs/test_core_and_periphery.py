@@ -101,7 +101,7 @@ def periphery_imports(found: Set[ImportEdge]) -> list[ImportEdge]:
     )
 
 
-def test_core_imports_no_periphery() -> None:
+def test_core_imports_periphery_only_where_allowed() -> None:
     assert {*periphery_imports(own_import_edges())} == ALLOWED
 
 
@@ -169,7 +169,7 @@ def copy_without(gone: set[str], root: Path) -> None:
     shutil.copy(ROOT / "src" / "meshstep" / "__init__.py", root / "meshstep" / "__init__.py")
 
 
-def test_optimizer_of_core_steps_without_periphery_packages(tmp_path: Path) -> None:
+def test_optimizer_steps_after_periphery_packages_are_deleted(tmp_path: Path) -> None:
     roots = []
     packages = repetitions([p for p in DELETED if p not in KEPT], "deleted", default=2)
     for package in (*packages, "everything"):

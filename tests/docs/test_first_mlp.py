@@ -37,7 +37,7 @@ def test_tutorial_prints_the_shown_text_and_reaches_the_dense_weights(world: Wor
     assert max(error for _, error in by_rank) < 1e-6
 
 
-def test_tutorial_shows_exact_norm_and_detected_wrong_spec() -> None:
+def test_tutorial_page_shows_error_bound_and_finding_of_wrong_spec() -> None:
     text = PAGE.read_text()
     assert "off by at most 1e-5" in text
     assert "proved: up.weight, up.bias, down.weight, down.bias" in text

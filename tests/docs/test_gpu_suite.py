@@ -52,7 +52,7 @@ def test_gpu_tests_run_from_a_checkout_and_skip_without_a_gpu(checkout: Path) ->
     assert sorted(checkout.rglob("*")) == before
 
 
-def test_gpu_tests_run_under_torchrun(checkout: Path) -> None:
+def test_cpu_cases_of_gpu_tests_pass_under_torchrun(checkout: Path) -> None:
     chosen = "mean_gradient or (fp32 and (replicas_are or (replays and replicated)))"
     done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr

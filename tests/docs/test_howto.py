@@ -98,7 +98,7 @@ def test_logging_page_writes_to_every_output(monkeypatch: pytest.MonkeyPatch, tm
 # TESTING.md -----------------------------------------------------------------------------------------------------------
 
 
-def test_testing_page_example_passes_and_fails_with_a_wrong_spec(tmp_path: Path) -> None:
+def test_example_of_testing_page_passes_but_fails_with_a_wrong_spec(tmp_path: Path) -> None:
     page = (HOWTO / "TESTING.md").read_text()
     ((code, _),), ((message, _),) = blocks("python", page), blocks("text", page)
     right, wrong = "declare(self, self.specs)", 'declare(self, {**self.specs, "up": P()})'

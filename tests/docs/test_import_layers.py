@@ -215,7 +215,7 @@ def test_architecture_page_lists_the_layers(package: str) -> None:
     assert [int(layer) for layer, _ in rows] == sorted(int(layer) for layer, _ in rows)
 
 
-def test_library_uses_relative_imports() -> None:
+def test_library_imports_its_own_modules_relatively() -> None:
     for name in library(ROOT):
         for level, module, _ in imported(ast.parse(text_of(ROOT, name))):
             assert level or module.partition(".")[0] != "meshstep", f"{name} imports {module}"
@@ -244,7 +244,7 @@ def test_pyproject_installs_every_package_folder() -> None:
     assert dict(re.findall(r'^"?([\w.]+)"? = "(.*)"$', where, re.MULTILINE)) == expected
 
 
-def test_meshstep_exports_all_names_of_its_subpackages() -> None:
+def test_meshstep_exports_all_names_of_parallel_amp_and_optim() -> None:
     offered = [
         (package, name) for package in EXPORTING for name in importlib.import_module(f"meshstep.{package}").__all__
     ]
@@ -259,7 +259,7 @@ def test_meshstep_exports_all_names_of_its_subpackages() -> None:
     assert seen == [(1, package, ["*"]) for package in sorted(EXPORTING)], "imports that type checkers read"
 
 
-def test_unknown_name_raises_attribute_error() -> None:
+def test_unknown_attribute_of_meshstep_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'meshstep' has no attribute 'Nothing'"):
         _ = meshstep.Nothing
 

@@ -48,7 +48,7 @@ def test_error_messages_are_found_in_the_source() -> None:
     assert {found.error for found in messages()} >= {"ValueError", "TypeError", "RuntimeError", "ReplicaMismatchError"}
 
 
-def test_each_error_message_gives_advice() -> None:
+def test_each_error_message_gives_advice_or_choices() -> None:
     assert [found for found in messages() if without_advice(found) and found.file not in PARTS] == []
 
 
@@ -68,7 +68,7 @@ def test_error_message_without_advice_is_detected(code: str, wrong: bool) -> Non
     assert without_advice(Message("file.py", line, error, text)) == wrong
 
 
-def test_message_text_shows_values_as_names_in_braces() -> None:
+def test_found_message_shows_f_string_expressions_in_braces() -> None:
     code = "raise TypeError(f'{name}={value!r}: ' + ('give one' if one else 'give two'))"
     ((_, error, text),) = found_in(ast.parse(code))
     assert (error, text) == ("TypeError", "{name}={value}: <give one | give two>")

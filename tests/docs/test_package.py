@@ -51,7 +51,7 @@ def test_source_distribution_contains_all_files_of_the_repository(sdist: dict[st
     assert not {str(path) for path in made} & {*sdist}
 
 
-def test_source_distribution_contains_no_file_twice(sdist: dict[str, str]) -> None:
+def test_source_distribution_does_not_repeat_linked_package_folders(sdist: dict[str, str]) -> None:
     assert [name for name in sdist if re.match(r"src/meshstep/(parallel|amp|optim)/", name)] == []
 
 

@@ -66,7 +66,7 @@ def with_python(pages: dict[str, str]) -> list[str]:
 # Snippets -------------------------------------------------------------------------------------------------------------
 
 
-def test_listed_pages_exist() -> None:
+def test_pages_listed_in_this_file_exist() -> None:
     assert len(PAGES) >= 20
     assert {*ELSEWHERE, *PROGRAMS} <= {*PAGES}
 
@@ -203,17 +203,17 @@ def test_every_picture_has_alternative_text() -> None:
 # The README -----------------------------------------------------------------------------------------------------------
 
 
-def test_readme_has_a_limited_number_of_words() -> None:
+def test_readme_has_at_most_900_words() -> None:
     assert len(PAGES["README.md"].split()) <= WORDS
 
 
-def test_readme_starts_with_motivation_picture_and_diff() -> None:
+def test_readme_starts_with_picture_norm_error_and_diff() -> None:
     first, _, _ = PAGES["README.md"].partition("## Run it")
     assert first.index("docs/pictures/wrong_norms.svg") < first.index("-45.7%") < first.index("```diff")
     assert len(first.split()) < 420
 
 
-def test_readme_table_names_existing_symbols_and_links() -> None:
+def test_readme_feature_table_names_exported_symbols_and_has_links() -> None:
     """Code in the second column uses names that meshstep exports."""
     import meshstep
 

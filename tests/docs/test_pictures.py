@@ -90,7 +90,7 @@ def test_picture_fits_its_frame_and_has_light_and_dark_colours(path: Path) -> No
 # The figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_norms_picture_matches_a_run(world: World) -> None:
+def test_stored_figures_of_wrong_norms_picture_match_a_run(world: World) -> None:
     found = world.run(4, on_a_rank, "wrong_norms", "rows")[0]
     assert [method for method, _ in found] == [method for method, _ in kept("wrong_norms")]
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in kept("wrong_norms")], rel=1e-4)
@@ -109,7 +109,7 @@ def test_pages_quote_the_figures_of_pictures_correctly() -> None:
 
 
 @pytest.mark.parametrize("topology", ["data=1", "tensor=4", "row=2,col=2", "data=2,tensor=2"])
-def test_training_curves_start_like_a_run(world: World, topology: str) -> None:
+def test_stored_training_curves_start_like_a_new_run(world: World, topology: str) -> None:
     ranks = Topology.parse(topology).world_size
     found = world.run(ranks, on_a_rank, "curves", "train", topology, 200, 3)[0]
     for name in ("loss", "norm"):
@@ -126,8 +126,8 @@ def test_training_curves_of_all_layouts_agree() -> None:
         assert values["norm"] == pytest.approx(dense["norm"], rel=1e-2)
 
 
-def test_table_of_main_job_matches_the_end_of_the_training_curves() -> None:
-    """The main job itself is run by `.ci/run`."""
+def test_digits_table_of_examples_page_matches_end_of_training_curves() -> None:
+    """`.ci/run` runs `examples/train_digits.py` for all steps; this test only compares stored figures."""
     page = (ROOT / "examples" / "README.md").read_text()
     rows = re.findall(r"^\| (?:none.*?|`([\w=,]+)`.*?) \| .*? \| ([\d.]+) \| ([\d.]+)% \|", page, re.MULTILINE)
     said = {topology or "data=1": (float(loss), float(accuracy)) for topology, loss, accuracy in reversed(rows)}
@@ -157,7 +157,7 @@ def test_memory_picture_matches_a_step(world: World) -> None:
     assert all(total < whole for total in sharded)
 
 
-def test_timeline_picture_has_the_order_of_a_run(world: World) -> None:
+def test_timeline_picture_has_the_stage_order_of_a_run(world: World) -> None:
     def order(spans: list[Any]) -> list[str]:
         return [stage for stage, *_ in spans]
 

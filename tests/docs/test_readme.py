@@ -164,7 +164,7 @@ def test_loop_after_the_readme_diff_trains_like_the_dense_loop(world: World) -> 
             torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_readme_diff_is_short() -> None:
+def test_readme_diff_changes_at_most_12_lines() -> None:
     ((diff, _),) = blocks("diff", README)
     assert sum(line.startswith(("+", "-")) and line.strip("+-") != "" for line in diff.splitlines()) <= 12
 
@@ -252,7 +252,7 @@ def plain_torch() -> tuple[dict[str, Tensor], float]:
     ("page", "axes", "micro_batches"),
     [("MEGATRON_CORE.md", {"data": 2, "tensor": 2}, 1), ("DEEPSPEED.md", {"data": 2}, 2)],
 )
-def test_migrated_loop_trains_like_plain_torch(
+def test_loop_migrated_from_megatron_or_deepspeed_trains_like_plain_torch(
     world: World, page: str, axes: dict[str, int], micro_batches: int
 ) -> None:
     before, _ = change_from(page)
@@ -326,7 +326,7 @@ def run_with_a_stand_in_for_deepspeed() -> tuple[list[str], dict[str, Any]]:
     return [name for name, param in given["model"].named_parameters() if param.model_parallel], answers
 
 
-def test_deepspeed_page_passes_parameter_flags_and_mpu(world: World) -> None:
+def test_deepspeed_page_passes_model_parallel_flags_and_mpu_to_deepspeed(world: World) -> None:
     split = ["up.weight", "up.bias", "down.weight"]
     for rank, (flagged, answers) in enumerate(world.run(4, run_with_a_stand_in_for_deepspeed)):
         assert sorted(flagged) == sorted(split if rank % 2 else [*split, "down.bias"])

@@ -44,7 +44,7 @@ def test_version_is_the_same_in_all_files() -> None:
     assert cited == [meshstep.__version__]
 
 
-def test_security_names_all_modules_that_unpickle() -> None:
+def test_security_page_names_all_functions_that_unpickle() -> None:
     page = (ROOT / "SECURITY.md").read_text()
     found = {
         str(path.relative_to(ROOT))
@@ -56,7 +56,7 @@ def test_security_names_all_modules_that_unpickle() -> None:
     assert all(words in page for words in UNPICKLING.values())
 
 
-def test_library_loads_files_with_weights_only() -> None:
+def test_every_torch_load_call_of_the_library_uses_weights_only() -> None:
     loads = [call for path in library() for name, call in calls(path) if name == "torch.load"]
     assert loads
     for call in loads:
@@ -64,7 +64,7 @@ def test_library_loads_files_with_weights_only() -> None:
         assert [ast.literal_eval(value) for value in weights_only] == [True]
 
 
-def test_wheels_are_installed_and_run_before_publishing() -> None:
+def test_wheels_workflow_runs_quickstart_before_publishing() -> None:
     workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
     jobs = dict(re.findall(r"^  (\w+):\n((?:    .*\n|\n)+)", workflow.partition("\njobs:\n")[2], re.MULTILINE))
     assert [*jobs] == ["sdist", "wheel", "quickstart", "publish"]

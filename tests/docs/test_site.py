@@ -62,7 +62,7 @@ def test_navigation_has_each_page_once_under_its_purpose() -> None:
         assert {page for page in pages if page.startswith(f"{folder}/")} <= {*sections.get(section, [])}
 
 
-def test_navigation_follows_the_order_of_the_index() -> None:
+def test_navigation_lists_howto_pages_in_the_order_of_the_docs_index() -> None:
     pages = HOOKS["pages_of_repository"]()
     index = (ROOT / "docs" / "README.md").read_text()
     howto = [page for page in pages_in(HOOKS["navigation"](pages, [])) if page.startswith("docs/howto/")]
@@ -70,7 +70,7 @@ def test_navigation_follows_the_order_of_the_index() -> None:
     assert [page for page in howto if page in linked] == linked
 
 
-def test_site_does_not_link_bare_names_that_torch_also_has() -> None:
+def test_list_of_exported_names_that_torch_also_has_is_complete() -> None:
     modules = ("amp", "nn.utils", "optim", "optim.lr_scheduler", "distributed.tensor", "distributed.fsdp", "nn")
     names = {name.rpartition(".")[2] for name in exported_names()}
     assert {n for n in names if any(hasattr(import_module(f"torch.{m}"), n) for m in modules)} == HOOKS["ALSO_IN_TORCH"]
@@ -93,13 +93,13 @@ def test_site_url_of_a_page_follows_its_file_name(page: str, expected: str) -> N
     assert HOOKS["url_path"](page) == expected
 
 
-def test_site_urls_differ_even_without_case() -> None:
+def test_site_urls_are_unique_ignoring_case() -> None:
     """On file systems that ignore case, two such pages would overwrite each other."""
     urls = [HOOKS["url_path"](page).lower() for page in (*HOOKS["pages_of_repository"](), *HOOKS["api_pages"]()[0])]
     assert len({*urls}) == len(urls)
 
 
-def test_ci_builds_the_site() -> None:
+def test_ci_script_runs_the_site_tests_and_mkdocs_is_strict() -> None:
     run = (ROOT / ".ci" / "run").read_text()
     assert re.search(r"^ +\.venv-more/bin/python -m pytest -n 0 tests/docs/test_site\.py$", run, re.MULTILINE)
     assert re.search(r"^strict: true$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
@@ -122,7 +122,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_built_api_pages_show_the_docstrings(site: Path) -> None:
+def test_built_api_pages_show_the_docstring_summaries(site: Path) -> None:
     sources = HOOKS["Sources"]()
     for name in exported_names():
         package, _, symbol = name.rpartition(".")
@@ -155,7 +155,7 @@ def test_search_index_contains_usual_terms(site: Path, words: str) -> None:
     assert any(words.lower() in (entry["title"] + " " + entry["text"]).lower() for entry in index["docs"])
 
 
-def test_built_site_has_all_pictures_and_needs_no_other_host(site: Path) -> None:
+def test_built_site_shows_readme_picture_and_loads_nothing_from_other_hosts(site: Path) -> None:
     front = (site / "index.html").read_text()
     assert (site / "pictures" / "wrong_norms.svg").is_file()
     assert 'src="pictures/wrong_norms.svg"' in front

@@ -150,7 +150,7 @@ def test_wrong_argument_prints_one_error_line(
     assert re.search(told, line), line
 
 
-def test_under_torchrun_one_rank_prints_the_error_last() -> None:
+def test_topology_error_under_torchrun_is_printed_once_and_last() -> None:
     done = torchrun_example("compare_norms", "--topology", "tensor=3", processes=2)
     assert done.returncode != 0
     assert done.stdout == ""
@@ -164,14 +164,14 @@ def test_under_torchrun_one_rank_prints_the_error_last() -> None:
     )
 
 
-def test_error_on_a_rank_other_than_0_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_error_on_only_a_rank_other_than_0_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = example("command_line")
     monkeypatch.setattr(shared, "PATIENCE", 0.0)
     with pytest.raises(ValueError, match="here only"), shared._told_by_one_rank(3):
         raise ValueError("here only")
 
 
-def test_error_during_the_run_keeps_its_traceback() -> None:
+def test_error_raised_during_training_is_not_caught() -> None:
     def fail(_: object) -> None:
         raise ValueError("a bug")
 

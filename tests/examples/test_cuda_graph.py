@@ -1,4 +1,4 @@
-"""``--cuda-graph`` of the main job: a clear error without a GPU, and the same curve with a CPU substitute of the graph."""
+"""``train_digits.py --cuda-graph``: an error without a GPU, and the same curve with a CPU substitute of the graph."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DIGITS = ["--steps", str(STEPS), "--depth", "1", "--seed", "3"]
 
 # The first bases of SOAP depend on rounding if the first gradient has fewer independent columns than rows.
 @pytest.mark.parametrize(("name", "tolerance"), [("muon", 2e-5), ("lamb", 2e-5), ("adafactor", 2e-5), ("soap", 3e-3)])
-def test_each_optimizer_has_the_curve_of_one_process_on_every_topology(
+def test_each_optimizer_has_the_losses_of_one_process_on_every_topology(
     world: World, name: str, tolerance: float, tmp_path: Path
 ) -> None:
     flags = [*DIGITS, "--optimizer", name]

@@ -62,7 +62,7 @@ def test_sample_data_can_be_made_twice_and_read_by_torchvision(tmp_path: Path) -
     assert zero[14:18, 14:18].max() < 128 < zero[8:24, 8:24].max()
 
 
-def test_failed_sample_data_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_while_making_sample_data_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = example("sample_data")
 
     def fail(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The main job from the command line: the same curve on every topology, and the norms of the dense model."""
+"""`train_digits.py` from the command line: the same curve on every topology, and the norms of the dense model."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def compare_norms(topology: str) -> tuple[float, list[tuple[str, float]]]:
 
 
 @pytest.mark.parametrize("topology", ["data=4", "tensor=4", "data=2,tensor=2"])
-def test_compare_norms_example_is_exact_on_other_topologies(world: World, topology: str) -> None:
+def test_meshstep_norm_in_compare_norms_is_exact_on_other_topologies(world: World, topology: str) -> None:
     for truth, rows in world.run(4, compare_norms, topology):
         *others, (method, norm) = rows
         assert method.startswith("meshstep, bias declared P(")

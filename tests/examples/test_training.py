@@ -91,7 +91,9 @@ def rates_of(name: str, flags: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", example("command_line").PRECISIONS)
-def test_every_precision_trains_every_model(world: World, precision: str, data: Path, tmp_path: Path) -> None:
+def test_lm_vit_and_resnet_scripts_run_in_every_precision(
+    world: World, precision: str, data: Path, tmp_path: Path
+) -> None:
     curve, mode = tmp_path / "curve.csv", ["--precision", precision]
     world.run(1, train_example, LM[0], [*LM[1:], *mode, "--curve", str(curve)])
     assert read_curve(curve)[:, 1].isfinite().all()
@@ -116,7 +118,7 @@ def test_plot_has_loss_and_norm_curves_with_gaps_at_non_finite_values(tmp_path: 
     assert (right - left, bottom - top) == (script.WIDTH, script.HEIGHT)
 
 
-def test_verify_verdict_rejects_wrong_and_non_finite_norm_differences() -> None:
+def test_verify_reports_wrong_for_large_or_non_finite_norm_differences() -> None:
     verdict = example("training").verdict
     for wrong in ([nan], [1e-7, nan], [nan, 1e-7], [inf], [1e-7, 2e-5]):
         said, right = verdict(wrong)
@@ -129,7 +131,7 @@ def test_verify_verdict_rejects_wrong_and_non_finite_norm_differences() -> None:
     assert verdict([])[0].startswith("the norm is at most 0.0e+00 ")
 
 
-def test_plot_without_reports_has_no_curves() -> None:
+def test_plot_without_data_points_has_no_curves() -> None:
     drawn = example("plot").draw("nothing yet", [], {"loss": []})
     assert "polyline" not in drawn
     assert ET.fromstring(drawn).tag == f"{SVG}svg"

@@ -103,7 +103,7 @@ def item(test: str, **arguments: object) -> Any:
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_sample_selects_one_late_case_per_test_deterministically() -> None:
+def test_sample_selects_one_case_of_the_second_half_per_test() -> None:
     tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
     pair, alone = [item("pair", mode=mode) for mode in range(2)], item("alone")
     every = [*(case for cases in tests for case in cases), *pair, alone]
@@ -144,7 +144,7 @@ def test_spread_takes_one_case_per_section_of_parameter_list() -> None:
     assert [index // 5 for index in taken] == [0, 1, 2, 3]
 
 
-def test_spread_covers_every_value_and_then_new_pairs() -> None:
+def test_spread_covers_every_argument_value_and_then_new_pairs() -> None:
     taken = [tuple(case.callspec.indices.values()) for case in spread(drawn_from(4, 4, 2), 4)]
     assert [{index[which] for index in taken} for which in range(3)] == [{*range(4)}, {*range(4)}, {0, 1}]
     taken = [tuple(case.callspec.indices.values()) for case in spread(drawn_from(4, 4, 2), 20)]

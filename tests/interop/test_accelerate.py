@@ -40,7 +40,7 @@ def test_accelerate_recipe_equals_stock_run_and_resumes(by_rank: list[dict[str, 
         assert all(torch.equal(one, other) for one, other in zip(resumed, weights, strict=True))
 
 
-def test_clip_by_value_and_by_infinite_norm_work_with_accelerate(by_rank: list[dict[str, Any]]) -> None:
+def test_accelerate_clip_by_value_and_infinite_norm_equal_stock_results(by_rank: list[dict[str, Any]]) -> None:
     for found in by_rank:
         (value, stock_value), (norm, clipped), stock_norm = found["other clips"]
         assert all(torch.equal(one, other) for one, other in zip(value, stock_value, strict=True))

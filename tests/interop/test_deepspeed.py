@@ -241,7 +241,7 @@ def test_deepspeed_norm_with_flags_is_exact_and_parallel_optimizer_trains_equall
 
 
 @pytest.mark.parametrize("axes", [ONE, GRID], ids=["1-D", "2-D"])
-def test_equal_flags_on_all_ranks_give_wrong_norm_only_on_a_grid(world: World, axes: Axes) -> None:
+def test_equal_flags_on_all_ranks_give_wrong_deepspeed_norm_only_in_2d(world: World, axes: Axes) -> None:
     engine = world.run(4, by_engine, Setting(axes, 0), False)[0]
     off = engine.norms[0] / engine.expected[0] - 1
     assert abs(off) < 1e-6 if axes == ONE else off > 1e-3
@@ -292,7 +292,7 @@ def refused(what: str) -> str:
         ("stage 3", "is not known here"),
     ],
 )
-def test_check_engine_rejects_engines_with_inexact_norm(world: World, what: str, said: str) -> None:
+def test_check_engine_rejects_engines_with_inexact_norm_or_second_clipping(world: World, what: str, said: str) -> None:
     assert all(said in text for text in world.run(2, refused, what))
 
 

@@ -437,7 +437,7 @@ def by_flags_alone() -> tuple[float, float, list[str]]:
         return norms[0], norms[1], found
 
 
-def test_megatron_flags_alone_miss_partial_gradients_of_qk_norms(world: World) -> None:
+def test_megatron_flags_alone_miss_partial_gradients_of_qk_layer_norms(world: World) -> None:
     wrong, right, found = world.run(4, by_flags_alone)[0]
     assert 1e-5 < abs(wrong / right - 1) < 1e-2
     assert len(found) == 8
@@ -445,7 +445,7 @@ def test_megatron_flags_alone_miss_partial_gradients_of_qk_norms(world: World) -
 
 
 @pytest.mark.parametrize(("end", "less"), [("linear_fc1.weight", True), (ROW_BIAS, False)])
-def test_wrong_flag_makes_the_norm_of_megatron_wrong(world: World, end: str, less: bool) -> None:
+def test_wrong_flag_makes_gradient_norm_of_megatron_optimizer_wrong(world: World, end: str, less: bool) -> None:
     first, ours, _ = world.run(4, stepped_by_us, LARGE)[0]
     expected = world.run(1, dense, first, LARGE)[0][0][0]
     found = world.run(4, stepped_by_megatron, LARGE, end)[0][0][0]

@@ -265,7 +265,9 @@ def refused(path: str) -> list[str]:
     return found
 
 
-def test_unsharded_and_already_patched_models_are_rejected(world: World, saved: Callable[[str], str]) -> None:
+def test_unsharded_models_and_models_with_replaced_forward_are_rejected(
+    world: World, saved: Callable[[str], str]
+) -> None:
     for whole, wrapped in world.run(2, refused, saved("qwen3")):
         assert "Qwen3ForCausalLM has no device mesh; load it with from_pretrained(path, distributed_config=" in whole
         assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped

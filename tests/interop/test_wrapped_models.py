@@ -135,7 +135,7 @@ def refusals(path: str) -> list[str]:
     return found
 
 
-def test_for_model_rejects_tensor_parallel_plan_that_does_not_match(world: World, path: str) -> None:
+def test_for_model_rejects_two_sharded_models_and_mismatched_plans(world: World, path: str) -> None:
     for two, compiled_model, checkpointed, renamed in world.run(2, refusals, path):
         assert "ModuleList contains 2 sharded models (Qwen3ForCausalLM, Qwen3ForCausalLM)" in two
         for text in (compiled_model, checkpointed):

@@ -32,7 +32,7 @@ def test_soap_equals_the_published_implementation() -> None:
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
-def test_wrapped_optimizer_on_sharded_weights_equals_one_process(world: World, kind: str) -> None:
+def test_optimizer_wrapped_in_whole_on_shards_equals_one_process(world: World, kind: str) -> None:
     assert apart(world, kind, "wrapped") <= 1e-6
 
 
@@ -50,6 +50,6 @@ def test_unwrapped_optimizer_on_shards_differs_from_one_process(world: World, ki
         ("pytorch_optimizer", "SPlus", r"it switches the weights with train\(\) and eval\(\)"),
     ],
 )
-def test_whole_rejects_optimizers_that_combine_several_tensors(package: str, name: str, says: str) -> None:
+def test_whole_rejects_optimizers_that_combine_tensors_or_switch_weights(package: str, name: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         whole(of(package, name)([nn.Parameter(torch.randn(4, 4))]))

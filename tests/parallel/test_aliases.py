@@ -116,7 +116,7 @@ def test_topology_command_lists_aliases(capsys: pytest.CaptureFixture[str]) -> N
     assert "alias 'data' contains 'md'" in capsys.readouterr().err
 
 
-def test_spec_on_topology_replaces_aliases_by_their_axes() -> None:
+def test_spec_resolve_replaces_aliases_by_their_axes() -> None:
     assert P("expert").resolve(FOLDED) == P((("mid", "tensor"),))
     assert P(("tensor", "data")).resolve(FOLDED) == P(("tensor", ("edp", "mid")))
     assert P(None, blocks("expert", 2)).resolve(FOLDED) == P(None, blocks(("mid", "tensor"), 2))
@@ -174,7 +174,7 @@ def on_meshes() -> list[Any]:
         return [mesh.mesh_dim_names, mesh.mesh.tolist(), plain.mesh_dim_names, plain.mesh.tolist()]
 
 
-def test_alias_works_in_groups_and_collectives(world: World) -> None:
+def test_registry_collectives_and_shards_accept_an_alias(world: World) -> None:
     world.run(8, on_groups)
 
 

@@ -158,7 +158,7 @@ def in_other_orders(path: Path) -> tuple[str, str, float]:
         return error_of(calls[run.rank > 0])
 
 
-def test_timeout_error_on_every_rank_names_calls_in_different_order(waited: Ended) -> None:
+def test_timeout_error_names_calls_of_all_ranks_if_they_differ(waited: Ended) -> None:
     calls = ["step (its 3rd)", *["save_checkpoint (its 1st)"] * 2]
     for rank, (error, *_) in enumerate(waited["in other orders"].result()):
         assert error.startswith(f"rank {rank} got no reply in {calls[rank]}; rank")

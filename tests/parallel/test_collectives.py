@@ -305,7 +305,7 @@ def counted() -> dict[str, dict[str, int]]:
     return result
 
 
-def test_collectives_issue_one_operation_in_forward_and_backward(world: World) -> None:
+def test_collectives_issue_at_most_one_operation_per_forward_and_backward(world: World) -> None:
     counts = world.run(2, counted)[0]
     both = {"all_gather_single": 1, "reduce_scatter_single": 1}
     assert counts == {

@@ -48,7 +48,7 @@ IN_ONE_GRAPH = ("column and row", "sequence parallel", "vocabulary", "Embedding2
 
 
 def differences(name: str, backend: str, fullgraph: bool) -> list[float]:
-    """Compare output and gradients of a compiled and an ordinary layer, whose groups nobody has used before."""
+    """Compare output and gradients of a compiled and an ordinary layer, with process groups that were not used before."""
     import torch._dynamo
 
     torch._dynamo.reset()
@@ -71,7 +71,7 @@ def differences(name: str, backend: str, fullgraph: bool) -> list[float]:
 
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("name", LAYERS)
-def test_compiled_layer_equals_the_layer(world: World, name: str) -> None:
+def test_compiled_layer_equals_uncompiled_layer(world: World, name: str) -> None:
     for found in world.run(4, differences, name, "eager", False):
         assert max(found) == 0.0
 
@@ -85,6 +85,6 @@ def test_layer_is_compiled_to_one_graph(world: World, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer_compiled_by_inductor_equals_the_layer(world: World, name: str) -> None:
+def test_layer_compiled_by_inductor_equals_uncompiled_layer(world: World, name: str) -> None:
     for found in world.run(4, differences, name, "inductor", False):
         assert max(found) < 1e-4

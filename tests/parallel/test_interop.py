@@ -108,7 +108,7 @@ def test_equal_flags_on_all_ranks_make_norm_of_deepspeed_wrong(world: World) -> 
 
 @settings(max_examples=number_of_cases(200))
 @given(case=cases())
-def test_each_shard_is_counted_on_one_rank(case: Case) -> None:
+def test_model_parallel_flags_count_each_shard_on_one_rank(case: Case) -> None:
     """Over a model-parallel group the flagged shards give the sum of the full tensor; all shards of rank 0 are flagged."""
     topology = case.topology
     axes = model_parallel_axes(topology)

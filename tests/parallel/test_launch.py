@@ -162,7 +162,7 @@ def test_init_distributed_connects_two_processes_of_each_launcher(
         assert ("rank 1 INFO] spoken" in result.stderr) == (rank == 1)
 
 
-def test_init_distributed_works_under_torchrun() -> None:
+def test_init_distributed_connects_two_processes_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     result = subprocess.run(
         [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
@@ -272,7 +272,7 @@ def test_error_names_missing_torchrun_variable(missing: str) -> None:
         ({**torchrun(0), "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
     ],
 )
-def test_error_names_bad_launcher_variable(
+def test_error_names_missing_or_invalid_launcher_variable(
     variables: dict[str, str], message: str, environment: Callable[[Mapping[str, str]], None]
 ) -> None:
     environment(variables)
@@ -418,7 +418,7 @@ def test_dist_logger_logs_only_on_its_ranks(world: World, tmp_path: Path) -> Non
         assert (tmp_path / f"all-{rank}.txt").read_text().endswith(f"rank {rank} INFO] everybody\n")
 
 
-def test_dist_logger_works_before_init_distributed(
+def test_dist_logger_before_init_distributed_reads_rank_from_environment(
     environment: Callable[[Mapping[str, str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment(slurm(1))

@@ -79,7 +79,7 @@ def test_shape_errors_say_what_to_do() -> None:
         full_shape((8,), P("row", "col"), topology)
 
 
-def test_shard_and_unshard_work_in_one_process() -> None:
+def test_shard_in_one_process_copies_the_full_tensor() -> None:
     registry = ProcessGroupRegistry(Topology(row=1, col=1))
     full = torch.randn(4, 6, requires_grad=True)
     for spec in (P("row", "col"), P(("col", "row")), P(), P("col", owned={"row": 0})):
@@ -127,7 +127,7 @@ def pieces(spec: P) -> list[float]:
         return piece
 
 
-def test_first_named_axis_varies_slowest(world: World) -> None:
+def test_first_named_axis_of_a_sharded_dim_varies_slowest(world: World) -> None:
     # Ranks 0..3 are (row, col) = (0, 0), (0, 1), (1, 0), (1, 1).
     assert world.run(4, pieces, P(("row", "col"))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert world.run(4, pieces, P(("col", "row"))) == [[0, 1], [4, 5], [2, 3], [6, 7]]
@@ -230,7 +230,7 @@ def test_local_index_marks_indices_of_other_ranks(world: World) -> None:
 # Blocks: fused weights ------------------------------------------------------------------------------------------------
 
 
-def test_each_block_is_sharded_separately(world: World) -> None:
+def test_each_block_of_a_fused_tensor_is_sharded_separately(world: World) -> None:
     # Ranks 0..3 are (row, col) = (0, 0), (0, 1), (1, 0), (1, 1).
     assert world.run(4, pieces, P(blocks("row", 2))) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
     assert world.run(4, pieces, P(blocks("row", (2, 1, 1)))) == [[0, 1, 4, 6]] * 2 + [[2, 3, 5, 7]] * 2

@@ -28,7 +28,7 @@ TWO_MESHES = {"tensor": (0, 1), "data": (0, 2, 4, 6), "expert_tensor": (0,)}
         ({}, 1, ""),
     ],
 )  # fmt: skip
-def test_topology_of_groups_refines_dense_and_expert_mesh(
+def test_topology_of_megatron_groups_combines_dense_and_expert_mesh(
     groups: dict[str, tuple[int, ...]], world_size: int, axes: str
 ) -> None:
     topology = topology_of(groups, world_size)
@@ -48,7 +48,7 @@ def test_topology_of_groups_refines_dense_and_expert_mesh(
         ({"tensor": (0, 1)}, 4, "none of the groups pipe, data, context, tensor connects ranks at a distance of 2"),
     ],
 )
-def test_topology_of_rejects_groups_that_form_no_axes(
+def test_topology_of_raises_for_groups_that_form_no_axes(
     groups: dict[str, tuple[int, ...]], world_size: int, said: str
 ) -> None:
     with pytest.raises(ValueError, match="ranks") as error:

@@ -85,7 +85,7 @@ def test_run_ranks_reuses_one_pool_per_process() -> None:
     assert run_ranks(own_process, 2) == run_ranks(own_process, 2)
 
 
-def test_pool_works_with_spawned_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_on_macos_spawns_processes_and_returns_results(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setattr(sys, "platform", "darwin")
         pool = RankPool()

@@ -440,7 +440,7 @@ def fake_world() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fake_world")
-def test_registry_works_in_a_world_of_4096_ranks() -> None:
+def test_registry_makes_expected_groups_in_fake_world_of_4096_ranks() -> None:
     topology = Topology(pipe=4, data=16, row=8, col=8)
     start = time.perf_counter()
     with ProcessGroupRegistry(topology) as registry:

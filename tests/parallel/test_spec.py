@@ -120,7 +120,7 @@ def test_most_specific_rule_of_declare_wins() -> None:
     }
 
 
-def test_only_a_full_name_overrides_the_annotation_of_a_layer() -> None:
+def test_declare_overrides_annotation_of_a_layer_only_by_full_name() -> None:
     net = model()
     annotate(net[0].weight, P("own"))
     annotate(net[0].bias, P("own"))
@@ -174,7 +174,7 @@ def test_second_declare_with_conflicting_spec_raises() -> None:
         ({"*": P(), "*.bia?": P("a"), "*bias": P()}, "equally specific and disagree"),
     ],
 )
-def test_invalid_rules_raise_and_change_nothing(rules: dict[str, P], message: str) -> None:
+def test_invalid_rules_of_declare_raise_and_change_nothing(rules: dict[str, P], message: str) -> None:
     net = model()
     with pytest.raises(ValueError, match=message):
         declare(net, rules)

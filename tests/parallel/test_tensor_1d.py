@@ -307,7 +307,7 @@ def cross_entropy_equals_torch_half(registry: ProcessGroupRegistry, dtype: torch
     assert_near(_grad(leaf), _grad(reference))
 
 
-def test_vocab_parallel_cross_entropy_handles_half_precision_nan_and_bad_input(world: World) -> None:
+def test_vocab_parallel_cross_entropy_matches_torch_in_half_precision_and_rejects_bad_input(world: World) -> None:
     world.run(2, unusual_losses)
 
 
@@ -331,7 +331,7 @@ def test_1d_layers_declare_their_specs() -> None:
     assert repr(column) == "ColumnParallelLinear(4, 8, bias=True, tensor=1)"
 
 
-def test_1d_layers_with_own_generator_preserve_the_global_one() -> None:
+def test_1d_layers_with_own_generator_preserve_global_random_state() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     state = torch.get_rng_state()
 
@@ -373,7 +373,7 @@ def autocast_and_half() -> None:
                 assert_near(output, dense_block(True, dtype).float()(x.to(dtype).float()))
 
 
-def test_mlp_block_works_in_autocast_and_half_precision(world: World) -> None:
+def test_mlp_block_matches_dense_in_autocast_and_half_precision(world: World) -> None:
     world.run(2, autocast_and_half)
 
 

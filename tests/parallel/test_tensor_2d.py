@@ -454,7 +454,7 @@ def unsharded_block(full: Tensor) -> Tensor:
     return result.detach()
 
 
-def test_2d_block_with_other_axis_names_works_in_autocast_and_half_precision(world: World) -> None:
+def test_2d_block_with_other_axis_names_matches_dense_in_low_precision(world: World) -> None:
     world.run(4, low_precision)
 
 

@@ -134,5 +134,5 @@ def old_names() -> None:
             }
 
 
-def test_deprecated_layer_names_warn_and_work(world: World) -> None:
+def test_deprecated_2p5d_layer_names_warn_and_keep_the_specs(world: World) -> None:
     world.run(2, old_names)

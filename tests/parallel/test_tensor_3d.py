@@ -172,7 +172,7 @@ def low_precision() -> None:
             assert_near(output, expected, torch.bfloat16)
 
 
-def test_3d_layers_work_in_autocast_and_half_precision(world: World) -> None:
+def test_3d_layers_match_dense_in_autocast_and_half_precision(world: World) -> None:
     world.run(4, low_precision)
 
 

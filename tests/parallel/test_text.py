@@ -63,5 +63,5 @@ def test_printable_text_shows_control_characters_as_escapes() -> None:
         ("head.weight", "head.weight"),
     ],
 )
-def test_without_wrappers_removes_whole_parts_of_names(name: str, expected: str) -> None:
+def test_without_wrappers_removes_only_whole_wrapper_parts_of_names(name: str, expected: str) -> None:
     assert without_wrappers(name) == expected

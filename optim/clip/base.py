@@ -121,7 +121,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
     weights: bool = False
     """True: the rule needs ``norms.weights``, the norms of the weights at the same level."""
     in_place: bool = False
-    """True: the rule overrides `finish_`. Gradients are unscaled and multiplied by their factors in place before it."""
+    """True: the rule overrides `finish_`. Gradients are unscaled and multiplied by their factors before it is called."""
     norm_type: float | None = None
     """The p of the norms. None: the optimizer's p."""
     unit_dim: UnitDim = 0
@@ -370,7 +370,7 @@ class ClipState:
         return found
 
     def check_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Raise ValueError unless ``saved`` is None or the `state_dict` of this rule or of another rule."""
+        """Raise ValueError unless ``saved`` is None or the result of `state_dict`, of this or another rule."""
         if saved is None:
             return
         fields({"rule": check_text, "state": dict_of(_check_numbers)})(saved, "clip")
@@ -378,8 +378,9 @@ class ClipState:
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Replace the state by ``saved``, the result of `state_dict` on this or another layout.
 
-        If ``saved`` is None or belongs to another rule, this method warns, and the state starts from its initial values.
-        It also warns if logical parameters have no saved value; the state of these parameters starts from initial values.
+        A rule without state loads nothing. If ``saved`` is None or belongs to another rule, this method warns, and the
+        state starts from its initial values. It also warns if logical parameters have no saved value. Their state starts
+        from its initial values.
 
         Raises:
             ValueError: ``saved`` is not the result of a `state_dict`.
@@ -422,7 +423,7 @@ def _is_per_parameter(begins: Initial) -> bool:
 
 
 def _fits(initial: Mapping[str, Initial], state: Mapping[str, Any]) -> bool:
-    """Return True if the saved numbers have the names and shapes of the rule's state, or if nothing was saved yet."""
+    """Return True if ``state`` is empty, or if its numbers have the names and shapes of the rule's state."""
     if not state:
         return True
     return state.keys() == initial.keys() and all(

@@ -39,7 +39,7 @@ class SkipVote:
     """Combines the votes of all ranks to skip a step. The result is equal on all ranks.
 
     Args:
-        commit: Returns False to reject the step on this rank; called once per update. None: ranks have no vote.
+        commit: Returns False if this rank rejects the step; called once per update. None: ranks have no vote.
         watch: The periodic comparison of replicas. None: replicas are not compared periodically.
         device: The device on which votes are summed.
 
@@ -79,7 +79,7 @@ class SkipVote:
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
     def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Record the sums of `fields`, and return (rejected, replicas_diverged), each 0-dim float32.
+        """Record the sums of `fields`, and return (rejected, replicas_diverged) for `GradStats`, each 0-dim float32.
 
         ``rejected`` is None without ``commit``; ``replicas_diverged`` is None without ``watch``.
 
@@ -185,7 +185,7 @@ class StepDecision(NamedTuple):
 
 
 class GradScaleInfo(NamedTuple):
-    """The factors that gradients still contain, and fields to sum over all ranks. One factor follows from these sums.
+    """The factors that gradients still contain, and fields that the measurement sums over all ranks.
 
     Args:
         pack: Fields that the measurement sums over all ranks. It may have these fields:
@@ -245,7 +245,9 @@ class AgreedThresholds:
         return own + list(self.values[len(own) :])
 
     def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
-        """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`. Without thresholds: ``clip``.
+        """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`.
+
+        Without thresholds, return ``clip``; if it is a `ByGroup`, with ``norm_type`` set.
 
         Args:
             clip: The rule of the optimizer. None: no rule.

@@ -288,7 +288,11 @@ class ByName(Clip):
         return *(pattern for pattern, rule in self.groups if rule is None), *others
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise ValueError if a pattern is the first match of no name, or if a name without a pattern has no rule."""
+        """Check the patterns against ``names``, the names of all logical parameters.
+
+        Raises:
+            ValueError: A pattern is the first match of no name; or no pattern matches a name, and `others` was not given.
+        """
         named = Named.of(names, self.patterns)
         if not isinstance(self.others, EllipsisType):
             return
@@ -332,7 +336,7 @@ ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
 
 
 def clip_of(max_norm: ClipSpec) -> Clip | None:
-    """Return the checked rule that the argument ``max_norm=`` describes.
+    """Return the checked rule that the argument ``max_norm=`` describes; None if it is None.
 
     Raises:
         TypeError: A threshold is neither a number nor callable.
@@ -353,7 +357,7 @@ def clip_of(max_norm: ClipSpec) -> Clip | None:
 
 
 def in_use(max_norm: ClipSpec) -> ClipState | None:
-    """Return the rule with its initial state; None without a rule. Raises as `clip_of`."""
+    """Return the rule that ``max_norm`` describes, with its initial state; None if it is None. Raises as `clip_of`."""
     clip = clip_of(max_norm)
     return None if clip is None else ClipState(clip)
 
@@ -362,7 +366,8 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
     """Check that the rule supports the plan's parameters. Return ``plan``, with parameter names if the rule needs them.
 
     Raises:
-        ValueError: On every rank: the rule does not support a parameter, or one of its patterns matches no parameter.
+        ValueError: On every rank: the rule does not support a parameter, or one of its patterns is the first match of no
+            parameter.
     Collectives: an object all-gather, if the rule needs parameter names and ``plan`` has none.
     """
     if clip is None or not ClipState(clip).needs_names:
@@ -635,7 +640,7 @@ class ZClip(Clip):
         z: The threshold of the z-score; > 0. Default: 2.5.
         decay: The decay of the exponential mean and variance; >= 0, < 1. Default: 0.97.
         warm_up: Steps of the warm-up; >= 2. Default: 25.
-        max_norm: An additional threshold for every step, as for `ByNorm`. The statistics do not include it: they are
+        max_norm: An additional threshold for every step, as for `ByNorm`. It has no effect on the statistics, which are
             computed from c_t. None (default): no additional threshold.
     """
 

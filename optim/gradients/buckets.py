@@ -3,9 +3,9 @@
     replicated states   every rank needs the sum of the full bucket         --all-reduce-->       the parameters' gradients
     sharded states      every rank needs its slice of the sum               --reduce-scatter-->   a slice
 
-Only parameters with equal layout (distinct axes, owners, ties), dtype and device share a bucket. So a rank with a
-replica of one of its parameters has a replica of each of them. The buffers of these ranks have equal length and order.
-Replicas get bitwise identical sums, in whatever order a backend adds.
+Only parameters with equal layout (distinct axes, owners, ties), dtype and device share a bucket. So a rank that holds a
+replica of one parameter in a bucket holds replicas of all of them, and the flat buffers of these ranks have equal length
+and order. Replicas therefore get bitwise identical sums, in whatever order a backend adds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ from .in_place import change_each, gradient_dtype, is_complete, mark_complete, w
 # slices have one length. Parameters, slices and segments begin at multiples of ``ALIGNMENT`` elements; padding fills gaps.
 
 ALIGNMENT = 8
-"""Elements per 16 bytes in half precision: GPU kernels and collectives load 16 bytes at a time from aligned addresses."""
+"""Alignment of parameters, slices and segments in a buffer, in elements.
+
+It is 16 bytes in half precision, because GPU kernels and collectives load 16 bytes at a time from aligned addresses.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class Segment:
 
     Args:
         position: Position of the parameter in the bucket.
-        start: First element in the flattened parameter.
+        start: Index of the segment's first element in the flattened parameter.
         numel: Number of elements.
-        offset: First element in the slice.
+        offset: Index of the segment's first element in the slice.
     """
 
     position: int
@@ -64,12 +67,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """The layout of a bucket: parameters, by index, in one flat buffer with equal slices.
+    """The layout of a bucket: the place of each parameter in one flat buffer, which is divided into equal slices.
 
     Args:
-        indices: Index of each parameter.
+        indices: Index of each parameter of the bucket in the caller's list of parameters, ascending.
         numels: Number of elements of each parameter.
-        slices: Number of slices.
+        slices: Number of slices, one per rank in a reduce-scatter.
     """
 
     indices: tuple[int, ...]
@@ -78,17 +81,17 @@ class FlatBucket:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return the first element of each parameter in the buffer."""
+        """Return the index in the buffer of each parameter's first element."""
         return tuple(accumulate((_aligned(numel) for numel in self.numels[:-1]), initial=0))
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Return the first element of each parameter in the buffer, and the element after its last one."""
+        """Return (index of its first element, index after its last element) in the buffer for each parameter."""
         return tuple((start, start + numel) for start, numel in zip(self.offsets, self.numels, strict=True))
 
     @property
     def end(self) -> int:
-        """Return the element after the last parameter."""
+        """Return the index in the buffer after the last parameter's last element."""
         return self.spans[-1][1]
 
     @property
@@ -122,15 +125,15 @@ def _aligned(numel: int) -> int:
 
 
 def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, bucket_numel: int) -> list[FlatBucket]:
-    """Return buckets of about ``bucket_numel`` elements with at least one parameter each; the last parameters come first.
+    """Return buckets of at most ``bucket_numel`` elements each. The bucket of the last parameters comes first.
 
-    Backward computes the gradients of the last parameters first, so the first bucket of the list is filled first.
+    Backward computes the gradients of the last parameters first, so it fills the buckets in the order of the list.
 
     Args:
         indices: Indices of the parameters, ascending.
         numels: Number of elements of each parameter.
         slices: Number of slices per bucket.
-        bucket_numel: Elements per bucket. A larger parameter gets a separate bucket.
+        bucket_numel: Maximum number of elements per bucket. A larger parameter gets a separate bucket.
     """
     runs: list[list[int]] = []
     size = 0
@@ -158,9 +161,9 @@ class CommHook(ABC):
     """A communication hook: how a flat gradient buffer is summed over a process group. See `Bf16Compression` for an
     example.
 
-    A method starts a sum and returns a function that finishes it, so that buckets overlap with each other and with
-    backward. The caller keeps the tensors alive until then. The hook keeps its state in ``memory``, a dict per bucket. All
-    ranks of the group must use the same hook.
+    Each method starts a sum and returns a function that finishes it, so that buckets overlap with each other and with
+    backward. The caller keeps the tensors alive until this function has returned. The hook stores its state in
+    ``memory``, a dict per bucket. All ranks of the group must use the same hook.
 
     Collectives: one per call.
     Host synchronization: none.
@@ -168,11 +171,14 @@ class CommHook(ABC):
 
     @abstractmethod
     def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        """Start to replace ``flat`` (1-dim, contiguous) by its sum over all ranks. Call the result to finish."""
+        """Start to replace ``flat`` (1-dim, contiguous) by its sum over the group. Return a function that finishes it."""
 
     @abstractmethod
     def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        """Start to write this rank's slice of the sum of all ranks' ``flat`` into ``own``. Call the result to finish."""
+        """Start to write this rank's slice of the sum of ``flat`` over the group into ``own``.
+
+        Return a function that finishes it.
+        """
 
 
 class NoCompression(CommHook):
@@ -193,7 +199,7 @@ class NoCompression(CommHook):
 
 
 class Reducible(Protocol):
-    """A set of gradients that is reduced together, when all of them are computed.
+    """A set of gradients that are reduced together, once all of them are computed.
 
     Attributes:
         params: The tensors whose ``.grad`` is reduced.
@@ -211,7 +217,10 @@ class Reducible(Protocol):
         """Return the process group of the reduction. None: gradients are not summed over ranks."""
 
     def start(self) -> Finish:
-        """Start to reduce the gradients that are not None. Call the result to finish."""
+        """Start to reduce the gradients, and return a function that finishes it.
+
+        In a sum over ranks, a gradient that is None counts as zeros, and is set to the sum.
+        """
 
 
 class UnreducedGradients:
@@ -219,7 +228,7 @@ class UnreducedGradients:
 
     Args:
         params: The tensors whose ``.grad`` is scaled.
-        scale: The factor.
+        scale: The factor, such as 1 / number of data-parallel ranks.
     """
 
     group = None
@@ -230,7 +239,13 @@ class UnreducedGradients:
 
     @torch.no_grad()
     def start(self) -> Finish:
-        """Scale the gradients. Collectives: none. Host synchronization: none."""
+        """Scale the gradients in place, and return a function that does nothing.
+
+        Half-precision gradients of float32 parameters become float32 first. A gradient that is None stays None.
+
+        Collectives: none.
+        Host synchronization: none.
+        """
         widen_gradients(self.params)
         gradients = [param.grad for param in self.params if param.grad is not None]
         if gradients:
@@ -247,7 +262,7 @@ class GradientBucket:
 
     Args:
         params: The tensors whose ``.grad`` is summed; all of one dtype and device.
-        layout: The layout of the buffer. Its slices are the slices of a `reduce_scatter`.
+        layout: The layout of the buffer. Its slices are those that `reduce_scatter` distributes.
         group: The process group of the sum.
         hook: The communication hook.
         dtype: Dtype of the buffer.
@@ -255,8 +270,8 @@ class GradientBucket:
             would. Default: 1.
         adopt: True: gradients become views of the flat buffer after an all-reduce, which saves a copy (see also
             `Reducible`). Do not use it if other code holds a reference to a gradient tensor. Default: False.
-        pending: Parameters with partial gradients, which must be summed only once. They are marked after the sum, and
-            their gradients never become views. Default: none.
+        pending: Parameters with partial or tied gradients, which must be summed only once. Their gradients are marked as
+            reduced after the sum. A bucket that has such parameters ignores ``adopt``. Default: none.
     """
 
     def __init__(
@@ -272,7 +287,7 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._hook, self._pending = group, hook, list(pending)
-        # A mark identifies a gradient by its version counter, which all views of a buffer share.
+        # Views of one buffer share a version counter. A write to one view would invalidate the marks of all the others.
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
@@ -281,12 +296,14 @@ class GradientBucket:
         self._first_gap = next(gaps, layout.end)
 
     def start(self) -> Finish:
-        """Start `all_reduce`; the same method of all `Reducible` objects."""
+        """Start `all_reduce`, and return the function that finishes it."""
         return self.all_reduce()
 
     @torch.no_grad()
     def all_reduce(self) -> Finish:
-        """Start to sum the gradients over the group. A missing gradient counts as zeros, and is set to the sum.
+        """Start to sum the gradients over the group, and return a function that finishes it.
+
+        A missing gradient counts as zeros, and is set to the sum unless the parameter was frozen meanwhile.
 
         Collectives: one.
         Host synchronization: none.
@@ -309,7 +326,7 @@ class GradientBucket:
 
         Returns:
             The function that finishes the sum, and the buffer, which you must keep alive until then. The gradients may be
-            dropped, except a gradient that is itself the full buffer.
+            set to None before. Do not write to them: a single large gradient can itself be the buffer.
         Collectives: one.
         Host synchronization: none.
         """
@@ -361,20 +378,23 @@ class GradientBucket:
             copy_each_(targets, sources)
 
     def fits_exactly(self, tensor: Tensor) -> bool:
-        """Return True if the flattened tensor can be the buffer: one large parameter then needs no copy."""
+        """Return True if ``tensor``, flattened, can be the buffer without a copy.
+
+        The bucket must have a single parameter, and its size must equal the buffer's.
+        """
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
 
     def _views(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter, and the view of its elements in the flat buffer with its shape."""
+        """Return (parameter, view of ``flat`` that holds its elements, in its shape) for each parameter."""
         return [(param, flat[start:stop].view(param.shape)) for param, (start, stop) in self._spans]
 
 
 def reduce_all(buckets: Iterable[Reducible]) -> None:
-    """Reduce all buckets: start all buckets of one process group, finish them in the same order, then the next group.
+    """Reduce all buckets. Consecutive buckets of one process group run together; they finish before the next group starts.
 
-    Over NCCL, kernels of two groups may together need more resources than a GPU has. If ranks started them in different
-    orders, they would deadlock.
+    Over NCCL, the kernels of two groups may together need more resources than a GPU has. If two ranks then started the
+    groups in different orders, the ranks would deadlock.
 
     Collectives: those of the buckets.
     """
@@ -390,7 +410,7 @@ def keep_in_place(buckets: Iterable[Reducible]) -> None:
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:
-    """Return a sparse gradient (of an embedding) as a dense one, and other gradients unchanged."""
+    """Return a sparse gradient (of an embedding) as a dense tensor, and any other gradient, or None, unchanged."""
     return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
 
 
@@ -402,11 +422,18 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 #
 #     grad = 1/|data| * sum over (data axes not sharding it) x (partial axes) x (tied replicas) of the local gradient
 #
-# Axes over which a DTensor's gradient is already averaged (by `fully_shard`) are left out of both.
+# If a DTensor's gradient is already averaged over some axes (by `fully_shard`), the divisor and the sum omit these axes.
 
 
 def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the axes over which a local gradient must be summed. For a tied axis, the tied coordinates are summed."""
+    """Return the axes over which a local gradient must be summed. Along a tied axis only the tied coordinates are summed.
+
+    Args:
+        spec: Layout of the parameter.
+        topology: The mesh.
+        average_data: False: other code averages over data-parallel axes, so only partial and tied axes are returned.
+        averaged: Axes over which the gradient is already averaged. Default: none.
+    """
     spec = spec.resolve(topology)
     done = {*spec.named_axes, *averaged}
     data = [axis for axis in topology.data_axes if axis not in done] if average_data else []
@@ -427,7 +454,7 @@ def sync_ranks(
 
 
 def layout_kind(spec: P, topology: Topology) -> NormBucket:
-    """Return the layout that all parameters of a flat bucket share. Axes of size 1 are ignored."""
+    """Return the layout of ``spec`` without axes of size 1. All parameters of a flat bucket have the same one."""
     kind, large = NormBucket.of(spec, topology), {axis for axis in topology.axes if topology.size(axis) > 1}
     return NormBucket(
         tuple(axis for axis in kind.distinct if axis in large),
@@ -476,9 +503,9 @@ def gradient_buckets(
 ) -> list[Reducible]:
     """Return the buckets that reduce the gradients of one plan's parameters, in place.
 
-    After the reduction, a parameter whose gradient is summed has a gradient on every rank of the sum. Buckets with the same
-    peers have the same order on all of these ranks; it is about the order in which backward fills them. Gradients that are
-    only scaled come last.
+    After the reduction, a parameter whose gradient is summed has a gradient on every rank of the sum. Buckets that are
+    summed over the same ranks have the same order on all of these ranks: roughly the order in which backward fills them.
+    Gradients that are only scaled come last.
 
     Args:
         params: The parameters, in the order of the plan's entries.
@@ -489,13 +516,13 @@ def gradient_buckets(
         hook: The communication hook of flat buckets. None (default): `NoCompression`.
         adopt: As for `GradientBucket`. Default: False.
         only: Predicate of the entries whose gradients are reduced. None (default): all entries.
-        bucket_bytes: Bytes per bucket; a larger parameter gets a separate bucket. None (default): 32 MiB.
-    Collectives: none here; `Reducible.start` runs one all-reduce per bucket, and none if no group is larger than 1.
+        bucket_bytes: Maximum size of a bucket; a larger parameter gets a separate bucket. None (default): 32 MiB.
+    Collectives: none. `Reducible.start` of a returned bucket runs one all-reduce, or none if gradients are only scaled.
     Host synchronization: none.
     """
     topology = plan.topology
     by_key, by_scale = _group_params(params, plan, average_data, only)
-    # Partial gradients must be summed only once per backward.
+    # Partial and tied gradients must be summed only once per backward.
     is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
     keyed_buckets: list[tuple[tuple[int, ...], NormBucket, int, GradientBucket]] = []
     for kind, found in sorted(by_key.items()):
@@ -519,7 +546,7 @@ def gradient_buckets(
 def _group_params(
     params: Sequence[Tensor], plan: ReductionPlan, average_data: bool, only: Callable[[ParameterEntry], bool] | None
 ) -> tuple[dict[_BucketKey, list[int]], dict[float, list[Tensor]]]:
-    """Return the indices of parameters whose gradients are summed, by kind, and the only scaled parameters, by scale."""
+    """Return {key: indices of parameters whose gradients are summed} and {scale: parameters that are only scaled}."""
     topology = plan.topology
     by_layout: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters share a few layouts
     for index, entry in enumerate(plan.entries):
@@ -551,16 +578,18 @@ def sync_gradients(
         sync_gradients(model.parameters(), registry)
         stats = clip_grad_norm_(model.parameters(), 1.0, registry)
 
-    Averages gradients over data-parallel axes, and sums partial and tied gradients. Call it once, after the last backward
-    of a step, on every rank with the same parameters.
+    It averages gradients over data-parallel axes, and sums partial and tied gradients. Call it once, after the last
+    backward of a step, on every rank, with the same parameters on all ranks that hold them.
 
     Args:
         params: Declared parameters, or (name, parameter) pairs.
         registry: The process groups.
         average_data: As for `gradient_buckets`. Default: True.
     Raises:
-        ValueError: A parameter has no spec, or its partial gradient was already summed.
-    Collectives: one all-reduce per set of peers and layout, and per 32 MiB of gradients.
+        ValueError: A parameter has no spec, its partial gradient was already summed, or ``params`` is an exhausted
+            generator.
+    Collectives: one all-reduce per bucket of at most 32 MiB. The gradients in a bucket have equal layout and dtype, and are
+        summed over the same ranks.
     Host synchronization: none.
     """
     check_registry(registry)
@@ -595,8 +624,8 @@ class Bf16Compression(CommHook):
     delayed instead of lost. Rounding errors of the sum itself are lost. Gradients of other dtypes are reduced in their own
     dtype: half-precision gradients are already as small, and float64 gradients need their full precision.
 
-    The rounding errors are stored per bucket and rank, in the units of the loss scale of their step. They are not part of a
-    state dict, and are dropped when param groups are added. Non-finite gradients leave no rounding error.
+    The rounding errors are stored per bucket and rank, multiplied by the loss scale of their step. They are not part of a
+    state dict, and are dropped when param groups are added. The error of a non-finite gradient element is set to 0.
 
     Args:
         error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank, for the lifetime
@@ -637,7 +666,10 @@ class Bf16Compression(CommHook):
 
     @torch.no_grad()
     def _rounded(self, flat: Tensor, memory: Memory) -> Tensor:
-        """Return ``flat`` plus the last rounding error, in bfloat16. ``flat`` may be a gradient, and stays unchanged."""
+        """Return ``flat`` plus the last rounding error (if ``error_feedback``), in bfloat16, and store the new error.
+
+        ``flat`` stays unchanged, because it may be the memory of a gradient.
+        """
         if not self.error_feedback:
             return flat.bfloat16()
         lost = memory.get("lost")
@@ -650,7 +682,12 @@ class Bf16Compression(CommHook):
 
 
 def reference_bf16_wire(rounds: list[list[Tensor]], error_feedback: bool) -> list[Tensor]:
-    """Return the sums of a plain reference. ``rounds[t][r]``: the input of rank r in round t. Sums in float64."""
+    """Return the sum over ranks per round, in float64: a plain reference for `Bf16Compression`.
+
+    Args:
+        rounds: ``rounds[t][r]`` is the float32 input of rank r in round t.
+        error_feedback: As for `Bf16Compression`.
+    """
     lost = [torch.zeros_like(flat) for flat in rounds[0]]
     sums = []
     for flats in rounds:

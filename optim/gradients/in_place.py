@@ -51,7 +51,10 @@ def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiply gradients by ``factor``, a 0-dim tensor, in place, with one multi-tensor kernel per device and dtype."""
+    """Multiply gradients by ``factor``, a 0-dim tensor, in place, with one multi-tensor kernel per device and dtype.
+
+    A gradient that is None is left out. ``factor`` is copied to each device.
+    """
     here = [grad for grad in gradients if grad is not None]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     if here and are_alike(here):
@@ -64,7 +67,7 @@ def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
 
 
 def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
-    """Clamp gradients to [-clip_value, clip_value] in place. None is left out."""
+    """Clamp gradients to [-clip_value, clip_value] in place. A gradient that is None is left out."""
     if grads := [grad for grad in gradients if grad is not None]:
         change_each(torch._foreach_clamp_min_, grads, -clip_value)
         change_each(torch._foreach_clamp_max_, grads, clip_value)
@@ -75,8 +78,8 @@ def change_each(
 ) -> None:
     """Call ``change(gradients, argument)``, a multi-tensor kernel of torch that writes to ``gradients``.
 
-    The kernel rejects lazily conjugated or negated tensors. Their values are then written to new memory, and the kernel is
-    called again.
+    The kernel raises RuntimeError for lazily conjugated or negated tensors. In this case their values are written to new
+    memory, and the kernel is called again.
     """
     try:
         change(gradients, argument)
@@ -108,14 +111,19 @@ def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
 
 
 def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
-    """Mark the gradient of ``param`` as reduced, until it is written to. ``grad``: the gradient; None: ``param.grad``."""
+    """Mark the gradient of ``param`` as reduced, until it is written to. Do nothing if there is no gradient.
+
+    Args:
+        param: The parameter that stores the mark.
+        grad: The gradient. None (default): ``param.grad``.
+    """
     grad = param.grad if grad is None else grad
     if grad is not None:
         setattr(param, _COMPLETE, (grad.data_ptr(), grad._version))
 
 
 def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
-    """Return True if the gradient is None or unchanged since `mark_complete`. ``grad`` as in `mark_complete`."""
+    """Return True if the gradient is unchanged since `mark_complete`, or None. ``grad`` as for `mark_complete`."""
     grad = param.grad if grad is None else grad
     return grad is None or getattr(param, _COMPLETE, None) == (grad.data_ptr(), grad._version)
 
@@ -146,7 +154,7 @@ def check_kinds(table: ParamTable) -> None:
 
 
 def poison_bad_kinds(table: ParamTable) -> TypeError | None:
-    """Replace complex and sparse gradients, which have no norm, by NaN. Return a TypeError if there are any, else None.
+    """Replace complex and sparse gradients, which have no norm, by tensors of NaN. Return a TypeError for them, or None.
 
     The caller raises the error after the collectives of the step. In these collectives, the NaN makes all ranks skip the
     step.
@@ -162,7 +170,7 @@ def poison_bad_kinds(table: ParamTable) -> TypeError | None:
 
 
 def nonfinite_names(table: ParamTable, registry: ProcessGroupRegistry) -> list[str]:
-    """Return the names of parameters whose gradients are non-finite on any rank, for an error.
+    """Return the names of parameters whose gradients have a NaN or inf on any rank, for an error message.
 
     Collectives: an object all-gather.
     Host synchronization: one per gradient.

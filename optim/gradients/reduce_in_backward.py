@@ -29,7 +29,12 @@ class InFlight:
         self._started: deque[Finish] = deque()
 
     def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
-        """Start reductions, and finish earlier ones at the limit. ``to_the_end``: finish all at the end."""
+        """Start reductions. Whenever `most` of them run, finish the oldest one.
+
+        Args:
+            starts: Each starts a reduction, and returns the function that finishes it.
+            to_the_end: True: finish all reductions before returning. Default: False.
+        """
         for start in starts:
             self._started.append(start())
             if self.most is not None and len(self._started) >= self.most:
@@ -39,16 +44,16 @@ class InFlight:
 
 
 def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
-    """Start and finish all reductions. ``most`` as for `InFlight`."""
+    """Start and finish all reductions, at most ``most`` at a time (None: no limit)."""
     InFlight(most).run(starts, to_the_end=True)
 
 
 class BackwardReducer:
-    """Reduces each bucket once per micro-batch, as soon as all of its parameters have their gradients.
+    """Reduces each gradient bucket once per micro-batch, as soon as backward has computed all of its gradients.
 
     Ranks may compute different gradients, in different orders, but must issue collectives in the same order. So buckets are
-    reduced in the given order: a full bucket waits for earlier buckets. At the end of backward, the remaining buckets are
-    reduced with zeros for missing gradients.
+    reduced in the given order: a bucket whose gradients are complete waits for earlier buckets. At the end of backward, the
+    remaining buckets are reduced, with zeros for missing gradients.
 
     Args:
         name_of: Returns the name of a parameter, for errors.
@@ -58,7 +63,7 @@ class BackwardReducer:
 
     Attributes:
         late_grad: A parameter that got a gradient after the last reduction, outside of `micro_batch`. None: there is none.
-        came: True once any parameter has got a gradient.
+        came: True once a parameter of an eager bucket has got a gradient inside of `micro_batch`.
     """
 
     def __init__(
@@ -80,12 +85,14 @@ class BackwardReducer:
 
     @contextmanager
     def micro_batch(self, several: bool = False) -> Iterator[None]:
-        """Reduce all buckets during the body, which runs one backward, or ``several`` that accumulate.
-
-        With ``several``, the last gradient of a parameter cannot be detected, so all buckets are reduced at the end.
+        """Reduce all buckets, each once, while and after the body of the ``with`` statement runs backward.
 
         If the body raises, the remaining reductions are started but not finished. So this rank has issued all collectives
         of the micro-batch, and the next micro-batch begins with the first bucket on every rank.
+
+        Args:
+            several: False (default): the body calls backward once. True: the body calls backward several times. Which
+                gradient of a parameter is its last one is then not known, so all buckets are reduced after the body.
         """
         self._waiting: list[set[Tensor | None]] = [
             {None} if several else {param for param in bucket.params if param.requires_grad} for bucket in self._eager
@@ -126,11 +133,14 @@ class BackwardReducer:
             self._next += 1
 
     def reduce_now(self) -> None:
-        """Reduce all buckets, if they were not reduced during backward. Collectives: those of the buckets."""
+        """Reduce all buckets now, for a backward that ran outside of `micro_batch`. Collectives: those of the buckets."""
         run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
     def check_no_stray(self) -> None:
-        """Raise RuntimeError if a parameter got a gradient after the last reduction: this rank alone would apply it."""
+        """Raise RuntimeError if a parameter got a gradient after the last reduction.
+
+        Without the error, only this rank would apply that gradient, and replicas would diverge.
+        """
         if self.late_grad is not None:
             raise RuntimeError(
                 f"{self._name_of(self.late_grad)} got a gradient outside of optimizer.backward after the window's "
@@ -160,18 +170,19 @@ def _weak_hook(reducer: BackwardReducer) -> Callable[[Tensor], None]:
 
 # Deadlocks between reductions during backward and the model's collectives ---------------------------------------------
 
-# Reductions start when gradients are computed, and wait for each other. A rank that lacks a gradient reduces its bucket
-# only at the end of backward. Suppose that this rank first waits in a collective of the model for a second rank, and the
-# second rank waits in the reduction for the first. That is a deadlock. So if ranks that meet in the model's collectives may
-# lack different gradients, all reductions wait for the end of backward. If only shards are uneven, the reductions of their
-# kinds of layout wait.
+# Ranks may lack different gradients. A rank that lacks a gradient starts the reduction of its bucket at the end of backward
+# only. Suppose that this rank waits during backward for a second rank, in a collective of the model, while the second rank
+# waits for the first one in the reduction. That is a deadlock. So if ranks that take part in the same collectives of the
+# model may lack different gradients, all reductions start at the end of backward. If the ranks only have shards of unequal
+# sizes, only the buckets with the layouts of these shards are reduced at the end of backward.
 
 
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
     """Return True if the model may issue collectives over axes where ranks may lack different gradients.
 
-    These axes are the data-parallel axes, whose ranks see different samples, and ``axes``, over which gradients are
-    reduced.
+    Ranks may lack different gradients along the data-parallel axes larger than 1, because they see different samples, and
+    along ``axes``, over which gradients are reduced. The model may issue collectives over any such axis, except a
+    batch-only axis (`Topology.is_batch_only_axis`) that no spec names.
     """
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))
@@ -179,11 +190,11 @@ def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology,
 
 
 Sizes = tuple[tuple[str, int], ...]
-"""The kind of layout and the number of elements of each parameter of a rank, in order."""
+"""(layout as text, number of elements) for each parameter of one rank, in order."""
 
 
 def kind_of(entry: ParameterEntry, topology: Topology) -> str:
-    """Return a text that identifies the entry's kind of layout."""
+    """Return `layout_kind` of the entry as text."""
     return str(layout_kind(entry.spec, topology))
 
 
@@ -193,12 +204,13 @@ def sizes_of(entries: Iterable[ParameterEntry], topology: Topology) -> Sizes:
 
 
 def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
-    """Return the kinds of layout whose parameters the ranks of a pipeline stage split into different buckets.
+    """Return the layouts, as `kind_of` writes them, whose parameters differ in size between ranks of a pipeline stage.
 
-    If the remaining kinds do not have the same order on all of these ranks, return all kinds.
+    These ranks fill different buckets with the parameters. If the parameters of the other layouts do not have the same
+    order on all ranks of a stage, return all layouts of the ranks that differ.
 
     Args:
-        sizes: The `sizes_of` of each rank, by global rank.
+        sizes: The result of `sizes_of` for each rank, by global rank.
         topology: The mesh.
     """
     within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
@@ -218,14 +230,16 @@ def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Early:
-    """Selects the gradients that are averaged during backward: of unowned parameters, over data-parallel axes only.
+    """A predicate of plan entries: True for parameters whose gradients are reduced during backward.
 
-    Gradients of DTensors are reduced in the step only. Owned parameters do not exist on all ranks.
+    These are the trained parameters whose gradients are averaged over data-parallel axes and over no other axes. DTensors
+    are excluded, because their gradients are reduced in the step. Parameters with owner ranks are excluded, because they do
+    not exist on all ranks.
 
     Args:
         plan: The plan of the parameters.
-        none: True: all reductions wait for the end of backward. Default: False.
-        uneven: Kinds of layout whose reductions wait for the end of backward. Default: none.
+        none: True: no gradient is reduced during backward. Default: False.
+        uneven: Layouts, as `kind_of` writes them, whose gradients are not reduced during backward. Default: none.
     """
 
     plan: ReductionPlan
@@ -234,7 +248,7 @@ class Early:
 
     @classmethod
     def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Early:
-        """Return the selection that all ranks agree on. Collectives: an object all-gather."""
+        """Return the predicate that all ranks agree on. Collectives: an object all-gather."""
         early, topology = cls(plan), plan.topology
         sizes = sizes_of((entry for entry in plan.entries if early(entry)), topology)
         reports = gather_objects((sizes, model_meets_over_data(plan.entries, topology)), registry)

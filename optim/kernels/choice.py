@@ -1,10 +1,10 @@
-"""Choice of the kernels: the library's own or torch's.
+"""Choice of the kernels that compute gradient norms and optimizer updates: the library's own or torch's.
 
     "auto"    on a CPU the compiled kernels (`native`) if they are installed, otherwise torch's; on a GPU torch's kernels
     "torch"   torch's kernels on every device
     "triton"  on a GPU the Triton kernels (`triton`); on a CPU as "auto"
 
-In tests, Triton's interpreter can run the Triton kernels on a CPU.
+Tests can run the Triton kernels on a CPU, in Triton's interpreter. Then the compiled kernels are not used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Chosen:
 
     @cached_property
     def native(self) -> Native | None:
-        """Return the compiled kernels; None if they are not chosen or not installed."""
+        """Return the compiled CPU kernels; None if not installed, with "torch", and in Triton's interpreter."""
         return None if kernels_chosen() == "torch" or _is_interpreted() else _found()
 
     @cached_property
     def triton(self) -> Triton | None:
-        """Return the Triton kernels; None if they are not chosen. `triton_on` decides by device."""
+        """Return the Triton kernels if "triton" is chosen, on any device; None otherwise. See also `triton_on`."""
         return _loaded() if kernels_chosen() == "triton" else None
 
 
@@ -47,8 +47,8 @@ chosen = Chosen()
 def use_kernels(kernels: Kernels) -> None:
     """Choose the kernels of this process. Call it before optimizers are created, with the same choice on all ranks.
 
-    All kernels compute the same formulas, and their results differ by rounding. `ParallelOptimizer` checks that all
-    ranks chose the same. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
+    All kernels compute the same formulas; their results differ by rounding. `ParallelOptimizer` checks that all ranks use
+    the same kernels. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
 
         use_kernels("torch")
 
@@ -60,7 +60,7 @@ def use_kernels(kernels: Kernels) -> None:
             for GPUs. A step captured in a CUDA graph uses torch's kernels in any case.
 
     Raises:
-        ValueError: ``kernels`` is none of the three.
+        ValueError: ``kernels`` is neither "auto", "torch" nor "triton".
         ImportError: "triton" is chosen and the package triton can't be imported.
 
     Collectives: none.
@@ -84,7 +84,7 @@ def triton_on(device: torch.device) -> Triton | None:
 
 
 def kernels_here() -> str:
-    """Return the names of the kernels in use, for comparison between ranks."""
+    """Return the names of the kernels that this process uses, as text that ranks compare."""
     if _is_interpreted():
         return "triton, interpreted"
     on_cpu = "torch" if chosen.native is None else "native"

@@ -74,11 +74,11 @@ DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 @dataclass(frozen=True)
 class Chunks:
-    """Division of tensors into chunks, which depends on their sizes only.
+    """Division of n tensors into chunks. It depends on the tensors' sizes only.
 
     Args:
         numels: Number of elements per tensor, [n] int64.
-        chunks: Per chunk, the index of its tensor and its number within the tensor, [chunks, 2] int64.
+        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [chunks, 2] int64.
         first: Index of each tensor's first chunk, followed by the number of chunks, [n + 1] int64.
         count: Number of chunks, on the host.
     """
@@ -90,12 +90,12 @@ class Chunks:
 
 
 class Tables:
-    """Cache of the last `TABLES_KEPT` tables by content.
+    """Cache of the `TABLES_KEPT` tables that were used last, looked up by their content.
 
-    Nothing is copied while the addresses of gradients remain the same.
+    So if gradients have the same addresses as in the last step, no table is copied to the device.
 
     A table is never overwritten, because a kernel that has not run yet may still read it. It is copied to a GPU from
-    pinned memory, without host synchronization. A table belongs to the stream that was current at the request.
+    pinned memory, without host synchronization. Each CUDA stream has separate tables.
     """
 
     def __init__(self) -> None:

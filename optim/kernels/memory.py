@@ -35,7 +35,7 @@ class Signature:
             self._described = list(map(_describe, tensors))
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Return True if ``tensors`` have this signature. A None never fits."""
+        """Return True if ``tensors`` have this signature; False if one of them is None."""
         if len(tensors) != self._count:
             return False
         if self._guards is not None:
@@ -60,12 +60,15 @@ def _describe(tensor: Tensor | None) -> tuple[object, ...]:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Return True if the memory differs from the values: negated, conjugated, or missing for a tensor of zeros."""
+    """Return True if the memory does not contain the values: they are negated or conjugated lazily, or zeros not stored."""
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def resolve_(tensor: Tensor) -> None:
-    """Write the values of a lazy plain tensor to new memory. The tensor object remains the same."""
+    """Write the values of a lazy tensor to new memory. The tensor object remains the same.
+
+    Tensors that are not lazy, and instances of tensor subclasses, stay unchanged.
+    """
     if type(tensor) in PLAIN and is_lazy(tensor):
         tensor.data = torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
 
@@ -93,9 +96,9 @@ def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
-    """Give a plain tensor the strides of the dense tensor ``param``, which has the same shape.
+    """Give ``tensor`` the strides of the dense tensor ``param``. The tensor object remains the same.
 
-    The object remains the same.
+    Tensors of another shape than ``param``, and instances of tensor subclasses, stay unchanged.
     """
     if type(tensor) in PLAIN and tensor.shape == param.shape and not same_memory_format(tensor, param):
         tensor.data = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(

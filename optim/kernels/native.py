@@ -1,8 +1,8 @@
 """Compiled CPU kernels (`csrc/native.c`), called with the addresses of tensors.
 
-They need one pass over memory where torch's kernels need two or more. Powers of gradients of any float dtype are summed
-in float64 as the gradients are read. An update reads the gradient in its own precision, multiplies it by a factor,
-steps, and writes the half-precision copy of the stepped parameter. The gradients are unchanged.
+The kernels need one pass over memory where torch's kernels need two or more. Powers of gradients of any float dtype are
+summed in float64 as the gradients are read. An update reads the gradient in its own precision, multiplies it by a factor,
+updates parameter and states, and writes the half-precision copy of the parameter. The gradients are unchanged.
 
 The results are bitwise identical for all instruction sets and all numbers of threads. The kernels don't increase
 torch's version counters. A caller that writes to tensors saved by autograd must call
@@ -41,7 +41,8 @@ class PointerColumns:
     """Addresses of the tensors that one call updates, one row per tensor; 0 for a missing tensor.
 
     Args:
-        fixed: Addresses of the parameters, the first, second and third states, and the step counts, column by column.
+        fixed: Five columns, one after the other: addresses of the parameters, of their first, second and third optimizer
+            states, and of their step counts.
         grads: Addresses of the gradients, which all have the same dtype.
         numels: Numbers of elements of the parameters.
         halves: Addresses of the half-precision copies of the parameters. None: there are none.
@@ -62,20 +63,21 @@ class PointerColumns:
 
 
 class Native:
-    """Functions of one compiled library.
+    """The functions of the compiled library.
 
-    They take addresses and return 0, or another value if memory for their tables ran out.
+    `powers` and `update` take addresses. They return 0, or another value if memory for their tables ran out.
 
     Args:
         path: Path of the library.
 
     Attributes:
         powers: Called with (number of tensors, their addresses, numels, dtype, norm type, address of the result,
-            threads). Writes the sum of |x|^p of each tensor for p = 1 or 2, or the largest |x|, in float64.
+            threads). Writes one float64 per tensor: the sum of |x|^p for p = 1 or 2, or the largest |x| for p = inf.
         update: Called with (kind, number of rows, `PointerColumns`: fixed, grads, halves, rests, numels, dtypes of
-            gradients and halves, numbers, factor, found_inf, threads). Steps the rows, unless ``found_inf`` is not 0.
-            The numbers are float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr, momentum,
-            dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay. A negative factor maximizes.
+            gradients and halves, numbers, factor, found_inf, threads). Steps the rows if ``found_inf`` is 0. The numbers
+            are the hyper-parameters, in float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr,
+            momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay. A negative factor
+            maximizes.
         instructions: The instruction set in use: "plain", "avx2" or "avx512".
     """
 
@@ -92,13 +94,13 @@ class Native:
         self.borrow(torchs_threads())
 
     def take(self, instructions: str | None) -> str:
-        """Select an instruction set and return its name. Used in tests.
+        """Select an instruction set and return its name.
 
         Args:
-            instructions: Its name; None: the best one that this machine supports.
+            instructions: "plain", "avx2" or "avx512"; None: the best one that this machine supports.
 
         Raises:
-            ValueError: This machine does not support it.
+            ValueError: This machine does not support ``instructions``.
         """
         found: bytes | None = self._take(instructions.encode() if instructions else None)
         if found is None:
@@ -107,7 +109,7 @@ class Native:
         return self.instructions
 
     def borrow(self, parallel: int | None) -> None:
-        """Use the threads of the OpenMP runtime whose ``GOMP_parallel`` has this address; None: use own threads."""
+        """Use the threads of the OpenMP runtime whose ``GOMP_parallel`` has this address; None: create threads per call."""
         self._borrow(parallel)
 
 
@@ -119,7 +121,10 @@ def torchs_threads() -> int | None:
 
 
 def built() -> Native | None:
-    """Return the library compiled at installation; None if there is none, or if its sources were other ones."""
+    """Return the library compiled at installation; None if there is none, or if it has another interface version.
+
+    In the second case a warning is logged.
+    """
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
         return None
@@ -173,7 +178,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class SGD:
-    """torch's SGD, with Nesterov momentum as in Sutskever et al. 2013. State: the momentum, initially zeros."""
+    """torch's SGD, with Nesterov momentum as in Sutskever et al. 2013.
+
+    State: the momentum buffer, initially zeros; none without momentum.
+    """
 
     lr: float
     momentum: float = 0.0

@@ -26,7 +26,7 @@ from .device_constants import Tables
 from .memory import PLAIN, in_memory_order
 from .native import DTYPES, Kind, PointerColumns
 
-MOST = 11  # largest p whose powers remain in the range of float64
+MOST = 11  # largest p (of integers) whose powers remain in the range of float64
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class KernelLaunch:
 
     Args:
         columns: Addresses of the tensors. The step counts are float32, on the device.
-        hyper: Numbers as for `native.Native.update`.
-        rate: The learning rate as a float32 or float64 tensor on the device; None: the one in ``hyper``.
+        hyper: Hyper-parameters, in the order of the numbers of `native.Native.update`.
+        rate: The learning rate as a float32 or float64 tensor on the device; None: the learning rate in ``hyper``.
         maximize: True: multiply the gradients by -1.
         grad_dtype: Dtype of the gradients: float32, bfloat16 or float16.
-        half_dtype: Dtype of the half-precision copies.
+        half_dtype: Dtype of the half-precision copies; ignored without copies.
     """
 
     columns: PointerColumns
@@ -51,7 +51,7 @@ class KernelLaunch:
 
 
 class Variant(NamedTuple):
-    """Compile-time options of one launch; see `triton_kernels`."""
+    """Compile-time arguments of `triton_kernels.update_chunks`: DECOUPLED, OPTION, GRAD and HALF."""
 
     decoupled: bool
     option: int
@@ -60,9 +60,10 @@ class Variant(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Rows of several `KernelLaunch` objects for one launch.
+    """Rows of several `KernelLaunch` objects, concatenated for one launch.
 
-    The last two fields have numbers and learning-rate addresses per object.
+    ``group_of`` has the index of each row's object. ``hyper`` and ``rates`` have, per object, the hyper-parameters and the
+    address of the learning rate. The other fields have addresses and sizes per row.
     """
 
     fixed: array[int]
@@ -94,8 +95,8 @@ class Triton:
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
         """Return the sum of |x|^p, or the largest |x|, of each tensor: [n] float64, on the tensors' device.
 
-        Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf,
-        dtypes differ, or a tensor is a subclass.
+        Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf, dtypes
+        differ or are not in `native.DTYPES`, or a tensor is an instance of a subclass.
 
         Args:
             tensors: Dense tensors on one device on which the kernels run.
@@ -137,13 +138,13 @@ class Triton:
         return found
 
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
-        """Step float32 tensors of all param groups, unless ``found_inf`` is not 0.
+        """Step the float32 tensors of all param groups if ``found_inf`` is 0.
 
-        Launches two kernels per combination of dtypes and flags.
+        Launches two kernels per `Variant`.
 
         Args:
             kind: The formula.
-            parts: The tensors.
+            parts: The tensors of each param group.
             found_inf: 0-dim float32, on the device.
             factor: 0-dim tensor on the device by which the gradients are multiplied in float32. None: 1.
 
@@ -229,7 +230,7 @@ def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
 
 
 def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
-    """Return a row of ``hyper`` for `triton_kernels.count_steps`."""
+    """Return the row of ``hyper`` of one `KernelLaunch`, [HYPER] float64; see `triton_kernels.count_steps`."""
     hyper = part.hyper
     logs = [log(beta) if beta else -inf for beta in hyper[1:3]] if kind == Kind.ADAM else [0.0, 0.0]
     own = [*hyper[:5], *[0.0] * (5 - len(hyper[:5]))]
@@ -239,7 +240,7 @@ def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
 def _are_aligned(*tables: array[int]) -> bool:
     """Return True if all addresses are multiples of 16.
 
-    Only their last bytes are compared, because the addresses are many and are checked in each step.
+    Only the lowest byte of each address is read, because many addresses are checked in each step.
     """
     last = slice(None, None, 8) if sys.byteorder == "little" else slice(7, None, 8)
     return all(byte % 16 == 0 for byte in set[int]().union(*(table.tobytes()[last] for table in tables)))

@@ -1,6 +1,6 @@
-"""Triton kernels for powers of gradients, and for the updates of optimizers with the formulas of `native`.
+"""Triton kernels for powers of gradients, and for optimizer updates with the formulas of `native`.
 
-Addresses come from tables, so one launch covers tensors at arbitrary addresses.
+The kernels read the addresses of tensors from tables, so one launch covers tensors at arbitrary addresses.
 """
 
 # Triton reads the annotations, which `from __future__ import annotations` would turn into strings.
@@ -27,7 +27,7 @@ WITHOUT_SIGN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 @triton.jit
 def together(total: tl.tensor, POWER: tl.constexpr) -> tl.tensor:
-    """Reduce all lanes to one float64."""
+    """Reduce all lanes to one float64: their sum, or for POWER 0 (p = inf) the largest."""
     return tl.max(total, 0).to(tl.float64, bitcast=True) if POWER == 0 else tl.sum(total, 0)
 
 
@@ -42,7 +42,7 @@ def powers_of_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write ``cells[chunk]`` for a chunk, given in ``chunks`` as (tensor, number within it). POWER is p, or 0 for inf."""
+    """Write ``cells[chunk]`` for one chunk. ``chunks`` has (tensor, index of the chunk in it). POWER is p, or 0 for inf."""
     cell = tl.program_id(0)
     tensor = tl.load(chunks + 2 * cell)
     start = tl.load(chunks + 2 * cell + 1) * CHUNK
@@ -82,7 +82,10 @@ def powers_of_chunks(
 def sums_of_cells(
     cells: tl.tensor, first_chunk: tl.tensor, out: tl.tensor, POWER: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Write ``out[tensor]``, the sum of the cells from ``first_chunk[tensor]`` up to the next tensor's first chunk."""
+    """Write ``out[tensor]``: the sum of the tensor's cells, or for POWER 0 (p = inf) the largest.
+
+    The tensor's cells begin at ``first_chunk[tensor]`` and end before the next tensor's first chunk.
+    """
     tensor = tl.program_id(0)
     begin = tl.load(first_chunk + tensor)
     count = (tl.load(first_chunk + tensor + 1) - begin).to(tl.int32)
@@ -108,7 +111,7 @@ def sums_of_cells(
 # change nothing if it is not 0.
 #
 # Divisions and roots follow IEEE 754, and the launch disables contraction to fused multiply-add. Triton's own divisions
-# and roots are approximate, and an element's bits would depend on the compilation. Rounding to bfloat16 uses bit
+# and roots are approximate, so an element's bits would depend on the compilation. Rounding to bfloat16 uses bit
 # operations, because the cast of Triton's interpreter truncates.
 
 ROWS = 128  # step counts per program
@@ -131,13 +134,13 @@ def count_steps(
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the factors ``by_row`` of all rows, and increment their steps unless ``found_inf`` is not 0.
+    """Write the factors ``by_row`` of all rows, and increment the rows' step counts if ``found_inf`` is 0.
 
     Args:
-        fixed: Addresses [5, rows] of parameter, first, second and third state, and step; 0: none.
+        fixed: Addresses [5, rows] of parameter, first, second and third state, and step count; 0: none.
         group_of: Row of ``hyper`` for each tensor, [rows].
         hyper: Numbers per param group, [groups, HYPER] float64.
-        rates: Per group, the address of a learning rate tensor or 0, and whether it is float64, [groups, 2].
+        rates: Per group, the address of a learning rate tensor (0: none), and 1 if it is float64, [groups, 2].
         found_inf: A single float32.
         by_row: Output, [rows, BY_ROW] float32.
         rows: Number of tensors.
@@ -204,6 +207,7 @@ def step_block(
     """Step the elements at ``params`` whose lane is set in ``here``.
 
     Args:
+        rate, root, decay: The factors of the row, from `count_steps`.
         one, two, three: Adam: beta1, beta2, eps. SGD: momentum, dampening. Adagrad: eps as ``two``.
         rest_of_one, rest_of_two: 1 - ``one`` and 1 - ``two``.
         OPTION: Adam: amsgrad. SGD: 0 without momentum, 1 with momentum, 2 with Nesterov momentum.
@@ -274,13 +278,13 @@ def update_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Step one chunk, given in ``chunks`` as (row, number within it).
+    """Step one chunk. ``chunks`` has (row of its tensor, index of the chunk in the tensor).
 
     Other arguments as in `count_steps` and `step_block`.
 
     Args:
         grads, halves: Addresses [rows]; 0 for a missing half-precision copy.
-        GRAD, HALF: Values of `native.DTYPES`. HALF 0: there are no copies.
+        GRAD, HALF: Dtypes of gradients and half-precision copies, as in `native.DTYPES`. HALF 0: there are no copies.
         SCALED: True: the gradients are multiplied by ``factor``.
         ALIGNED: True: all addresses are multiples of 16.
     """

@@ -46,8 +46,9 @@ class GlobalNorm:
             `norm.plan_agreement.agree` must have returned it.
         registry: The process groups.
         norm_type: p >= 1, or inf. Default: 2.
-        reduction: ``"packed"`` (default): one all-reduce over all ranks (one all-gather for p >= `HIGH`). ``"per_group"``:
-            one all-reduce per bucket over exactly its axes, and one all-reduce of the overflow flag over all ranks.
+        reduction: ``"packed"`` (default): one all-reduce over all ranks. ``"per_group"``: one all-reduce per bucket over
+            exactly its axes, and one all-reduce of the overflow flag over all ranks. For p >= `HIGH`, inf included, norms
+            are all-gathered instead of all-reduced.
         per_parameter: True: compute the norm of each logical parameter too. Default: False.
         units: Units whose norms are computed too; requires "packed". None (default): no units.
         weights_at: Level at which norms of the weights are computed too: "total", "groups", "parameters" or "units";
@@ -156,7 +157,10 @@ class GlobalNorm:
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 
     def _divide_by_replicas(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Return the powers of shards divided by their replication factors. For p = inf: unchanged, as a maximum is."""
+        """Return the powers of shards divided by their replication factors; for p = inf the unchanged largest values.
+
+        If the collective carries norms, divide them by the p-th root of the replication factors.
+        """
         if self.norm_type == inf or not self._has_replicas:
             return powers
         weights = self._all_replica_weights if len(present) == len(self.plan.replica_weights) else None
@@ -217,12 +221,15 @@ class GlobalNorm:
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
-        """Return this rank's summands of the packed vector: [param groups], and with ``per_parameter`` [parameters]."""
+        """Return this rank's powers per param group, and with ``per_parameter`` its powers per logical parameter too."""
         groups = self._group_powers(powers, present)
         return [groups, self._parameter_powers(powers, present)] if self.per_parameter else [groups]
 
     def _group_powers(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Return the combined powers of each param group, [param groups]; 0 for a group without gradients."""
+        """Return one power per param group, combined from its gradients, [param groups]; 0 for a group without gradients.
+
+        If the collective carries norms, it is a norm.
+        """
         if not present:
             return powers.new_zeros(self.plan.num_groups)
         if self.plan.num_groups == 1:
@@ -296,7 +303,7 @@ class PackedSum:
 
     @classmethod
     def of(cls, fields: Mapping[str, Tensor]) -> PackedSum:
-        """Return the sum object for ``fields``: at least one, each a 1-dim float64 tensor, all on one device."""
+        """Return a `PackedSum` of ``fields``: one or more 1-dim float64 tensors by name, all on one device."""
         values = [*fields.values()]
         return cls(values[0] if len(values) == 1 else torch.cat(values), {name: len(of) for name, of in fields.items()})
 
@@ -315,7 +322,7 @@ class PackedSum:
         return PackedSum(torch.cat([self.values, *fields.values()]), sizes)
 
     def split(self, sums: Tensor) -> dict[str, Tensor]:
-        """Return the fields of ``sums``, the vector `values` summed over all ranks, by name and as views of it."""
+        """Return the fields of ``sums`` by name, as views. ``sums`` is the vector `values` summed over all ranks."""
         if len(self.sizes) == 1:
             return dict.fromkeys(self.sizes, sums)
         return dict(zip(self.sizes, sums.split([*self.sizes.values()]), strict=True))
@@ -381,8 +388,8 @@ class Named:
 # Slices along a dim ---------------------------------------------------------------------------------------------------
 
 # A unit is a slice of the full tensor, such as a row of a linear layer's weight. A rank may hold parts of many units, and
-# several ranks may hold parts of one unit. The packed vector has one element, a *slot*, per unit. Each rank adds the powers
-# of its parts to the slots of their units, and the packed collective sums the slots over all ranks.
+# several ranks may hold parts of one unit. The packed vector has one element per unit. Each rank adds the powers of its
+# parts to the elements of their units, and the packed collective sums the vector over all ranks.
 
 UnitDim = int | Mapping[str, int]
 """The dim along which units are counted: one dim for all parameters, or a dim per glob over parameter names.
@@ -393,12 +400,13 @@ In the second case, a parameter that no glob matches has dim 0.
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a plan's logical parameters, and this rank's parts of them.
+    """The units (slices along a dim, such as rows) of a plan's logical parameters, and this rank's parts of them.
 
     Args:
         dims: For each logical parameter the dim along which its units are counted. None: the parameter is one unit,
             because it has fewer than two dims.
-        starts: For each logical parameter the slot of its first unit; at the end the number of slots.
+        starts: For each logical parameter the index of its first unit in the packed vector of all units; at the end the
+            number of units.
         slots: For each entry of the plan the index of its logical parameter.
         regions: For each entry the part of the full tensor that this rank holds.
     """

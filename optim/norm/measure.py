@@ -34,7 +34,8 @@ class Norms(NamedTuple):
         parameters: [logical parameters]: one norm per logical parameter; empty if they are not measured.
         extra: The ``extra`` of `GlobalNorm`, summed over all ranks.
         units: [units of all parameters]: one norm per unit; empty if units are not measured.
-        weights: Norms of the weights, in the shape of the gradients' norms at the requested level; empty if not requested.
+        weights: Norms of the weights. They have the shape of the gradients' norms at the level ``weights_at`` of
+            `GlobalNorm`; empty if not requested.
         named: [patterns + 1]: one norm per pattern, and one of all parameters that match no pattern; see `Named`. Empty
             without patterns.
     """
@@ -126,7 +127,7 @@ class Fingerprints:
     every: int = 100
 
     def check(self) -> None:
-        """Raise ValueError if ``every`` is out of range."""
+        """Raise ValueError if ``every`` is not an integer >= 1."""
         check_every(self.every, f"Fingerprints(every={self.every!r})")
 
 
@@ -136,7 +137,7 @@ CheckReplicas = bool | Literal["first"] | Fingerprints
 def check_measurement(
     norm_type: float, reduction: Reduction, check_replicas: CheckReplicas, commit: Commit | None
 ) -> None:
-    """Raise ValueError for arguments that are out of range, TypeError for a ``commit`` that is not callable."""
+    """Check arguments of `ParallelOptimizer`: raise ValueError for an invalid value, TypeError for an invalid type."""
     checked_norm_type(norm_type)
     checked_reduction(reduction)
     if isinstance(check_replicas, Fingerprints):
@@ -178,7 +179,7 @@ class GradStats:
         total_norm: 0-dim float64 (float32 on a device without float64): the global p-norm of the unscaled gradients before
             clipping. May be inf or NaN.
         clip_coef: 0-dim, same dtype: the clip coefficient; the smallest one if the rule has several. 1 without clipping, or
-            if the norm is non-finite. If some param groups have a ``max_norm``, the coefficient of the other groups.
+            if the norm is non-finite. If some param groups have a ``max_norm``, it is the coefficient of the other groups.
         found_inf: 0-dim float32: 1 if the norm is non-finite, or if some gradients were computed without the loss scale of
             `backward`. The step is then skipped. See `skipped` for all reasons to skip.
         group_norms: [number of param groups]: the global p-norm per param group.

@@ -16,18 +16,19 @@ from .plan import ParameterEntry, ReductionPlan
 
 @dataclass(frozen=True, eq=False)
 class ParamPosition:
-    """A position in the param groups, while parameter transforms replace its tensor.
+    """A position in the param groups and its tensor, which parameter transforms, such as master weights, replace.
 
         for position in optimizer.stepped_tensors():  # `SteppedTensor` is a subclass
             print(position.name, tuple(position.tensor.shape))
 
     Args:
-        index: Number of the model parameter, in the order in which the optimizer was given parameters.
+        index: Index of the model parameter, in the order in which the optimizer was given parameters.
         name: Name of the model parameter.
         param: The model parameter: this rank's shard of it; of a DTensor its local tensor.
         tensor: The tensor that the optimizer holds at this position.
         offset: The first element of ``tensor`` in the flattened (row-major) ``param``.
-        path: The tensors that ``tensor`` replaced one after the other, from the tensor that the optimizer was given on.
+        path: The earlier tensors at this position, in order; the first one is the tensor that the optimizer was given.
+            Empty if ``tensor`` was never replaced.
     """
 
     index: int
@@ -46,6 +47,7 @@ class ParamPosition:
         """Return this position with another tensor.
 
         Args:
+            tensor: The new tensor.
             offset: The first element of the new tensor in the flattened old one.
             is_param: True: the new tensor also replaces ``param``.
         """
@@ -56,7 +58,7 @@ class ParamPosition:
 @renamed_members(piece="tensor")
 @dataclass(frozen=True, eq=False)
 class SteppedTensor(ParamPosition):
-    """A tensor that the optimizer steps, and its place in the model; see `ParamPosition` for the first arguments.
+    """A tensor that the optimizer steps, and its place in the model. `ParamPosition` describes the other arguments.
 
         for row in optimizer.stepped_tensors():
             print(row.name, row.region)
@@ -68,11 +70,12 @@ class SteppedTensor(ParamPosition):
         entry: The layout of the tensor whose gradient is measured: its spec, shape, dtype, param group, and whether it is
             trained.
         model_entry: The layout of the model parameter.
-        region: Its part of the full tensor; None where ranks have shards of unequal sizes.
+        region: The part of the full tensor that the stepped tensor holds. None if it is not known, as with shards of
+            unequal sizes.
         grad_tensor: The tensor whose gradient is reduced, measured, clipped and stepped with.
         replica_tensor: The tensor whose values are equal on all ranks that hold a replica.
         num_replicas: Number of ranks that hold the same shard.
-        logical_index: Index of the full tensor's name in ``plan.parameter_names``; None where the plan has no names.
+        logical_index: Index of the logical parameter's name in ``plan.parameter_names``; None if the plan has no names.
     """
 
     entry: ParameterEntry = field(kw_only=True)
@@ -95,7 +98,7 @@ class SteppedTensor(ParamPosition):
 
     @property
     def trained(self) -> bool:
-        """Return True unless the parameter was frozen when the optimizer was made."""
+        """Return True unless the parameter was frozen when the optimizer was given it."""
         return self.entry.trained
 
 
@@ -135,7 +138,7 @@ class ParamTable:
         return replace(self, rows=rows, plan=replace(self.plan, entries=tuple(row.entry for row in rows)))
 
     def name_of(self, row: SteppedTensor) -> str:
-        """Return the unique name of the row's full tensor, for a plan with names."""
+        """Return the unique name of the row's logical parameter, or the row's own name if the plan has no names."""
         return row.name if row.logical_index is None else self.plan.parameter_names[row.logical_index]
 
 
@@ -182,7 +185,7 @@ def make_table(
 
 
 def _region(position: ParamPosition, entry: ParameterEntry, plan: ReductionPlan) -> Region | None:
-    """Return the stepped tensor's part of the full tensor; None where shards have unequal sizes."""
+    """Return the stepped tensor's part of the full tensor; None if it is not known, as with shards of unequal sizes."""
     try:
         shard = entry.region(plan.topology, plan.coordinate)
     except ValueError:  # the full shape is not known from a shard that differs in size from other shards

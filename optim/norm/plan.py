@@ -7,10 +7,11 @@ different parameters. Every distinct shard counts exactly once, however many ran
 
 The plan describes two ways to compute this sum.
 
-*Packed*: every rank divides the power ||shard||_p^p of each shard by its replication factor, and one all-reduce over all
-ranks sums the results.
+*Packed*: every rank divides the power ||shard||_p^p of each shard by the number of ranks that hold the same shard (its
+replication factor), and one all-reduce over all ranks sums the results.
 
-*Per group*: the powers of each bucket are all-reduced over exactly the axes that index the bucket's shards.
+*Per group*: a bucket has the parameters whose shards are indexed by the same axes. One all-reduce per bucket sums their
+powers over exactly these axes, and for owned or tied parameters over the axes of the owner ranks or tied stages as well.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class ParameterEntry:
         dtype: Its dtype.
         averaged: The axes over which its gradient is already averaged when gradient reduction begins.
         trained: False: the parameter is frozen.
-        full_shape: Shape of the full tensor if every shard is as large as this rank's shard. None: not known.
+        full_shape: Shape of the full tensor. If it was not declared, it is computed as if all shards were as large as this
+            rank's. None: not known.
     """
 
     name: str
@@ -74,7 +76,7 @@ class ParameterEntry:
         """Return the part of the full tensor that the rank at ``coordinate`` holds; None if the full shape is not known.
 
         Raises:
-            ValueError: A shard of this shape does not fit the full shape.
+            ValueError: `full_shape` sharded by `spec` has no shard of the shape `shape` at ``coordinate``.
         """
         if self.full_shape is None:
             return None
@@ -97,9 +99,9 @@ def entries_of(
     Args:
         param_groups: For each param group its parameters, or its (name, parameter) pairs.
         topology: The mesh.
-        compared: True: replicas of parameters and gradients are compared before the first step.
-        undeclared_are_replicas: True: parameters count as replicated over all axes that neither a declaration nor a
-            placement names; the caller compares replicas. Default: False.
+        compared: True: the caller compares replicas of parameters and gradients before the first step. Default: False.
+        undeclared_are_replicas: True: undeclared parameters are accepted. They count as replicated over all axes for which
+            they have no placement, and the caller compares replicas. Default: False.
     Raises:
         ValueError: Some parameters are undeclared (the message names them), or a DTensor's layout has no equivalent spec.
         TypeError: A parameter is complex or sparse.
@@ -149,14 +151,14 @@ def count_as_copies(params: Iterable[Tensor]) -> None:
 
 
 def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology) -> set[str]:
-    """Return the axes of the meshes of all DTensors."""
+    """Return the axes of ``topology`` over which the parameters that are DTensors have placements."""
     params = [item[1] if isinstance(item, tuple) else item for params in param_groups for item in params]
     annotations = (annotation_of(local_parameter(param, topology)) for param in params if has_dtensors((param,)))
     return {axis for found in annotations if found is not None for axis in found.mesh_axes_on(topology)}
 
 
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
-    """Return the shape of the full tensor, if every shard has the size of ``param``."""
+    """Return the declared full shape, or else the shape of the full tensor if all shards are as large as ``param``."""
     if annotation.full_shape is not None:
         return annotation.full_shape
     spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
@@ -169,7 +171,7 @@ def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> 
 
 
 def _shape(param: Tensor, spec: P) -> str:
-    """Return the parts of the shape that are equal on all ranks, as text. Sharded dims may be uneven."""
+    """Return the shape as text, with "sharded" for a sharded dim, because its size may differ between ranks."""
     sizes = ("sharded" if spec.dim_axes(dim) else str(size) for dim, size in enumerate(param.shape))
     return f"shape ({', '.join(sizes)})"
 
@@ -201,13 +203,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NormBucket:
-    """The parameters whose powers are reduced over the same ranks.
+    """The layout that the parameters of one norm bucket share. Their powers are reduced over the same ranks.
 
         NormBucket.of(P("tensor"), Topology(data=2, tensor=2))  # reduced over the ranks of the axis "tensor"
 
     Args:
         distinct: The axes that index the shards, in the topology's order.
-        owned: As in `P`: the (axis, coordinate) pairs of the owner ranks. Other ranks do not hold the parameters.
+        owned: (axis, coordinate) pairs of the owner ranks, as in `P`. Other ranks do not hold the parameters.
         tied: ``(axis, coordinates)`` pairs: the stages that hold a replica of one logical parameter.
     """
 
@@ -223,12 +225,15 @@ class NormBucket:
         return cls(spec.distinct_axes(topology), spec.owned, tied)
 
     def axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the axes of the bucket's all-reduce: they index shards, or some ranks along them hold no shard."""
+        """Return the axes of the bucket's all-reduce: those that index shards, and those of owner ranks and tied stages."""
         named = {*self.distinct, *dict(self.owned), *dict(self.tied)}
         return tuple(axis for axis in topology.axes if axis in named)
 
     def counts(self, coordinate: dict[str, int]) -> bool:
-        """Return True if the rank at ``coordinate`` adds its shard in a per-group reduction (tied: the first stage)."""
+        """Return True if the rank at ``coordinate`` adds the power of its shard in a per-group reduction.
+
+        The power of an owned parameter is added by the owner ranks, and of a tied parameter by its first stage only.
+        """
         return owns(self.owned, coordinate) and all(coordinate[axis] == where[0] for axis, where in self.tied)
 
     def __lt__(self, other: NormBucket) -> bool:
@@ -261,9 +266,10 @@ class ReductionPlan:
             buckets of all ranks, equal on every rank.
         num_groups: Number of param groups; equal on every rank after `agree`.
         counted: Number of elements that all ranks count together. None: `agree` has not run.
-        parameter_names: Names of all logical parameters of the model. Empty before `agree` with names.
-        parameter_slots: For each entry the index of its name in `parameter_names`.
-        parameter_shapes: Shape of the full tensor per logical parameter. None: ranks have shards of unequal sizes.
+        parameter_names: Unique names of all logical parameters of the model. Empty before `agree` with names.
+        parameter_slots: For each entry the index of its name in `parameter_names`. Empty before `agree` with names.
+        parameter_shapes: Shape of the full tensor per logical parameter; None for a parameter whose full shape is not
+            known, as with shards of unequal sizes. Empty before `agree` with names.
         sharded_over: The axes over which optimizer-state sharding splits parameters into the shards that the entries
             describe; these shards may be uneven. None: the entries describe parameters.
     """
@@ -309,10 +315,10 @@ class ReductionPlan:
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
     def groups(self, reduction: str) -> list[tuple[str, ...]]:
-        """Return the axes of each process group that a step uses, in the same order on every rank.
+        """Return the axes of each process group that training uses, in the same order on every rank.
 
-        The model uses one group per model axis that a spec names. With ``reduction="per_group"`` the norm uses one group
-        per bucket as well.
+        The model uses one group per model axis that indexes shards (`NormBucket.distinct`). With
+        ``reduction="per_group"``, the norm uses the group of each bucket's `NormBucket.axes` as well.
         """
         named = {axis for bucket in self.buckets for axis in bucket.distinct}
         summed = {bucket.axes(self.topology) for bucket in self.buckets if reduction == "per_group"}
@@ -352,7 +358,7 @@ class ReductionPlan:
     def counted_numels(self) -> tuple[int, ...]:
         """Return for each entry the number of elements that the weighted sum counts on this pipeline stage.
 
-        The number is local elements times the ranks that add them, divided by the replication factor.
+        The number is local elements times the number of ranks that add them, divided by the replication factor.
         """
         ranks = self.by_spec(self._ranks_that_add)
         replicas = self.by_spec(lambda spec: spec.num_replicas(self.topology))

@@ -1,7 +1,7 @@
-"""Check once, when a plan is bound, that all ranks have the same plan. If plans differ, every rank raises the same error.
+"""Check once per reduction plan that all ranks have the same plan. If plans differ, every rank raises the same error.
 
-Each rank sends a digest of its declarations, of a few hundred bytes. On request it also sends the names and full shapes of
-its parameters. Only if digests differ do ranks exchange all declarations, to name the first one that differs.
+Each rank sends a digest of its declarations, a few hundred bytes long. On request it also sends the names and full shapes
+of its parameters. Ranks exchange all declarations only if digests differ, to name the first declaration that differs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,14 @@ class Holders(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """A rank's declaration of a parameter. Names of tied parameters may differ between stages."""
+    """A rank's declaration of a parameter. A tied parameter may have different names on different stages.
+
+    Args:
+        name: Name of the parameter.
+        layout: Its spec, its shape without the sizes of sharded dims, and its dtype, as text.
+        group: Index of its param group.
+        trained: False: the parameter is frozen.
+    """
 
     name: str
     layout: str
@@ -83,7 +90,7 @@ class Called(NamedTuple):
 
     @classmethod
     def of(cls, plan: ReductionPlan) -> Called:
-        """Return the names of a plan's parameters.
+        """Return the keys, names and full shapes of a plan's parameters.
 
         If several parameters were declared with one name, such as ``weight`` in each layer, the second one is called
         ``weight (2)``.
@@ -109,12 +116,12 @@ class Summary:
     """The data about a rank's plan that `agree` compares over ranks.
 
     Args:
-        digests: A digest of the declarations, by holders.
-        shapes: A digest of the full shapes, by holders.
+        digests: One digest of the declarations per set of ranks that hold the same parameters.
+        shapes: One digest of the full shapes per such set.
         buckets: The plan's buckets.
         num_groups: Number of param groups.
-        weighted: Number of elements, each divided by its replication factor.
-        named: Names of the parameters. None: ranks do not agree on names.
+        weighted: Sum over the parameters of their local elements divided by their replication factor.
+        named: Names of the parameters. None: names were not requested.
     """
 
     digests: dict[Holders, str]
@@ -133,7 +140,9 @@ class Summary:
 
 
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
-    """Call ``make`` on every rank, and return its plan after `agree`. The exchange of errors also carries the summaries.
+    """Call ``make`` on every rank, and return its plan after `agree`.
+
+    The collective that exchanges errors of ``make`` also carries the summaries of the plans.
 
     Args:
         make: A function that returns this rank's plan, without a collective.
@@ -160,12 +169,13 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
 
     Args:
         plan: This rank's plan.
-        summaries: The summary of each rank's plan, by global rank. Without names in them the plan gets no names.
+        summaries: The summary of each rank's plan, by global rank. If they have no names, the plan gets no names.
         registry: The process groups.
     Raises:
-        ValueError: On every rank, if two ranks differ. The message shows both declarations of the first such parameter.
-    Collectives: object all-gathers, only if ranks differ.
-    Host synchronization: yes.
+        ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows both
+            declarations of the first such parameter.
+    Collectives: object all-gathers, only if declarations or full shapes differ.
+    Host synchronization: that of these all-gathers.
     """
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
     if disagreement is not None:
@@ -264,7 +274,7 @@ def _hexdigest(declared: Sequence[object]) -> str:
 def _first_disagreement(
     digests: Sequence[Mapping[Holders, str]], topology: Topology
 ) -> tuple[Holders, int, int] | None:
-    """Return (holders, rank, other rank) of the first declarations that differ; the same ranks on every rank."""
+    """Return (holders, rank, other rank) of the first digests that differ, equal on every rank; None if none differ."""
     coordinates = [topology.coordinate(rank) for rank in range(topology.world_size)]
     for holders in sorted({key for declared in digests for key in declared}):
         ranks = [rank for rank, coordinate in enumerate(coordinates) if holders.include(coordinate)]
@@ -275,7 +285,7 @@ def _first_disagreement(
 
 
 def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration]) -> tuple[str, int, int] | None:
-    """Return a parameter's name and its param groups on two ranks, if their declarations differ in nothing else."""
+    """Return a parameter's name and its param groups on two ranks; None if declarations also differ in other respects."""
     if sorted(of._replace(group=0) for of in mine) != sorted(of._replace(group=0) for of in theirs):
         return None
     group_of = {of.name: of.group for of in theirs}

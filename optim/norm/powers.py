@@ -1,7 +1,7 @@
 """Compute the powers, sums of |g|^p, of one rank's gradients in one pass over the gradients, without a collective.
 
 `reference_powers` is a slow reference in float64. `powers_by_torch` computes the same values with torch's kernels, and
-`local_powers` chooses the fastest kernels. A finite gradient never overflows or underflows.
+`local_powers` chooses the fastest kernels. The power of a finite gradient never overflows or underflows.
 
 Sums are accumulated in float64. ``torch.linalg.vector_norm`` on a CPU accumulates float32 gradients in float32; its
 relative error is 1e-5 at a million elements and 3e-4 at ten million.
@@ -27,10 +27,10 @@ from ..kernels.memory import PLAIN, in_memory_order
 from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native
 
 SMALL = 1024  # gradients with at most this many elements are summed together
-ROW = 1024  # elements that are summed in float32
-SCRATCH = 2**18  # elements that are cast to float64 at a time: 2 MiB
-EXACT = 1e-29  # mean square above which float32 loses nothing significant to underflow
-HIGH = 12.0  # for this p and larger ones, norms replace powers
+ROW = 1024  # number of consecutive squares that are summed in float32
+SCRATCH = 2**18  # number of elements that are cast to float64 at a time: 2 MiB
+EXACT = 1e-29  # if the mean square is at least this, squares that underflow in float32 are negligible
+HIGH = 12.0  # from this p on, norms replace powers
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -64,7 +64,7 @@ def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
-    """Return the p-norm of non-negative values along ``dim``, even if their p-th powers are out of range."""
+    """Return the p-norm of non-negative values along ``dim``. Their p-th powers may be out of the range of the dtype."""
     largest = values.amax(dim, keepdim=True)
     if norm_type == inf:
         return largest.squeeze(dim)
@@ -115,7 +115,7 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _squares_by_rows(flat: Tensor) -> Tensor | None:
-    """Return the sum of squares of a float32 tensor, 0-dim float64; None if squares leave the range of float32.
+    """Return the sum of squares of a 1-dim float32 tensor, 0-dim float64; None if squares leave the range of float32.
 
     Sums rows of `ROW` elements in float32, with a relative error of 1e-7, and adds the rows in float64. This takes a third
     of the time of `_power_by_parts`.
@@ -144,7 +144,7 @@ def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:
 
 
 def _segment_sums(values: Tensor, norm_type: float, lengths: list[int]) -> Tensor:
-    """Return one sum of values^p per consecutive segment. ``values``, non-negative and float64, is overwritten."""
+    """Return one sum of values^p per consecutive segment. ``values`` (non-negative, float64) may be overwritten."""
     values = values if norm_type == 1 else values.square_() if norm_type == 2 else values.pow_(norm_type)
     sums: Tensor = torch.segment_reduce(values, "sum", lengths=torch.tensor(lengths), unsafe=True)
     return sums

@@ -1,10 +1,10 @@
 """Find replicas that differ, with the same collective that computes the gradient norm.
 
-Replicas of one shard must be bitwise identical: the parameter, its gradient and its optimizer state. Each rank hashes its
-replica (`TensorHash`). The collective sums one number, a *slot*, per parameter, mesh axis, kind of tensor and word of the
-hash. Along an axis with n replicas, the replica at coordinate 0 adds -(n - 1) times its hash to the slot, and each other
-replica adds its hash. Equal replicas cancel exactly, because integers below 2^53 are exact in float64. A sum other than 0
-means that replicas of this parameter differ along this axis.
+Replicas of one shard must be bitwise identical: the parameter, its gradient and its optimizer state. Each rank hashes the
+tensors of its replica (`TensorHash`). A hash has two words, which are numbers below 2^32. The collective sums one number, a
+*slot*, per parameter, mesh axis, kind of tensor and word. Along an axis with n replicas, the first replica adds -(n - 1)
+times its hash to the slot, and each other replica adds its hash. Equal replicas cancel exactly, because integers below 2^53
+are exact in float64. A sum other than 0 means that replicas of this parameter differ along this axis.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Mismatch:
         axis: The mesh axis.
         kind: "parameter", "gradient", "master", "stepped weight" (the tensor that the optimizer steps instead of the
             parameter: a shard, or an offloaded or cast copy), "state", or one state by name, such as "state exp_avg".
-        ranks: The global ranks whose replicas differ from the most frequent value. If two values are equally frequent, all
-            ranks with a replica. Empty if it was not determined which ranks differ.
+        ranks: The global ranks whose replicas differ from the most frequent value. If two values are equally frequent,
+            this is all ranks with a replica. Empty if it was not determined which ranks differ.
         copies: Number of ranks with a replica; 0 if ``ranks`` is empty.
     """
 
@@ -87,7 +87,10 @@ class Mismatch:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a plan's parameters: computes slots to be summed over all ranks, and reads the sums.
+    """Compares the replicas of a plan's parameters by numbers, called *slots*, that a collective sums over all ranks.
+
+    `slots` computes this rank's summands, and `mismatches` finds the replicas that differ from the sums. The module
+    docstring describes the slots.
 
     Args:
         plan: A plan that was agreed with ``names=True``.
@@ -182,7 +185,7 @@ class ReplicaCheck:
         return 1.0 - len(where) if at == where[0] else 1.0
 
     def copied_over(self, index: int) -> tuple[str, ...]:
-        """Return the axes along which other ranks hold a replica of entry ``index``."""
+        """Return the axes larger than 1 along which ranks hold replicas of entry ``index`` of the plan."""
         spec = self.plan.entries[index].spec
         return tuple(axis for axis in self.axes if self._sign(axis, spec) and self.plan.topology.size(axis) > 1)
 
@@ -396,11 +399,13 @@ def _find_minorities(
 # Owned and tied parameters and DTensors are left out, because a dim and an axis alone do not describe their layout.
 
 ENOUGH, ENOUGH_CONSTANT = 4, 8
-"""A shard with fewer elements than this is not compared: if its weights vary, and if its weights are constant."""
+"""Minimum numbers of elements of a shard that is compared: `ENOUGH` if its weights vary, `ENOUGH_CONSTANT` otherwise."""
 
 
 class EqualShards:
-    """Finds replicated parameters that are declared sharded: computes slots to be summed over all ranks, reads the sums.
+    """Finds replicated parameters that are declared sharded, by numbers (slots) that a collective sums over all ranks.
+
+    `slots` computes this rank's summands, and `check` raises an error for the sums. The comment above describes the slots.
 
     Args:
         plan: A plan of the stepped tensors that was agreed with ``names=True``.
@@ -438,7 +443,7 @@ class EqualShards:
         return values.view(-1)
 
     def find(self, totals: Tensor) -> list[tuple[str, str]]:
-        """Return (parameter name, axis) for each parameter whose shards along the axis are all equal.
+        """Return (parameter name, axis) for each parameter whose compared shards along the axis are all equal.
 
         Args:
             totals: The sum of all ranks' `slots`, on the host.
@@ -495,7 +500,7 @@ def _varies(tensor: Tensor) -> Tensor:
 # million ranks are exact in float64.
 
 CHUNK = 2**20  # words that are read at a time, at 8 bytes per word
-SMALL = 2**14  # words of a tensor that is read together with other tensors
+SMALL = 2**14  # tensors with at most this many words are read together
 WORDS = 2  # float64 numbers per hash
 NONE = 0x2545F4914F6CDD1D  # the hash of a missing tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16}
@@ -516,7 +521,7 @@ class TensorHash:
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the hash of each tensor, [n] int64, on the device of this object. The hash of None is `NONE`.
 
-        For tensors on other devices, the hashes are copied: one copy per device.
+        Hashes of tensors on other devices are copied to the device of this object, with one copy per device.
         """
         sums = torch.full((len(tensors),), NONE, dtype=torch.int64, device=self.device)
         here = [(at, tensor.detach()) for at, tensor in enumerate(tensors) if tensor is not None]
@@ -598,7 +603,7 @@ _TABLES: dict[torch.device, Tensor] = {}  # cached, because making one takes as 
 
 
 def _table(device: torch.device, words: int) -> Tensor:
-    """Return a table of one odd number per position. It has at least ``min(words, CHUNK)`` positions, and is cached."""
+    """Return the cached table of one odd number per position, for at least ``min(words, CHUNK)`` positions."""
     size = min(CHUNK, max(SMALL, 1 << (words - 1).bit_length()))
     table = _TABLES.get(device)
     if table is None or len(table) < size:
@@ -609,7 +614,7 @@ def _table(device: torch.device, words: int) -> Tensor:
 def _odd_numbers(positions: Tensor) -> Tensor:
     """Return one pseudo-random odd 64-bit number per position.
 
-    With numbers that grow by equal steps, differences at neighbouring positions could cancel.
+    Numbers that grow by equal steps would not do: differences at neighbouring positions could cancel.
     """
     return splitmix64_finalizer(positions + 1) << 1 | 1
 

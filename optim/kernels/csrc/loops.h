@@ -157,7 +157,8 @@ INLINE void NAME(add)(doublesN *sums, const int dtype, const char *at, const int
     }
 }
 
-/* Read STREAMS equal parts at once, because one stream mostly waits for memory. The rest is added to the first sums. */
+/* Sum |x|, or x^2 if `squares`. Read STREAMS equal parts at once, because a single stream mostly waits for memory. The
+ * elements that remain are added to the first sums. */
 INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int squares) {
     enum { VECTORS = EACH / WIDTH };
     const int size = dtype == FLOAT32 ? 4 : 2;
@@ -237,7 +238,7 @@ static double NAME(power)(int dtype, int norm_type, const void *base, int64_t st
     return norm_type == 2 ? NAME(sum)(FLOAT16, x, n, 1) : NAME(sum)(FLOAT16, x, n, 0);
 }
 
-/* Updates of one block; `factor` has the sign of `maximize`. --------------------------------------------------------- */
+/* Updates of one block; `factor` is negative to maximize. ------------------------------------------------------------ */
 
 /* Kingma, Ba 2015 (arXiv:1412.6980), Loshchilov, Hutter 2019 (arXiv:1711.05101), Reddi et al. 2018 (amsgrad). */
 INLINE void NAME(adam)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
@@ -288,8 +289,8 @@ INLINE void NAME(adagrad)(float *restrict p, const float *restrict grad, float *
     }
 }
 
-/* The same in strips of one cache line, with prefetches, which a vectorised loop cannot contain. `raw`: the gradients, of
- * `size` bytes each. `half`: the half-precision copies, or NULL. */
+/* Adam in strips of one cache line, with prefetches between strips, because a vectorised loop cannot contain prefetches.
+ * `raw`: the gradients, of `size` bytes per element. `half`: the half-precision copies, or NULL. */
 INLINE void NAME(adam_ahead)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
                              float *restrict most, int64_t n, const struct adam *set, float step_size, float root,
                              const char *raw, int size, const uint16_t *half, const int decoupled, const int amsgrad) {

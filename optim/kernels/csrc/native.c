@@ -1,7 +1,8 @@
 /* Powers of gradients and updates of optimizers in one pass over memory: plain C, without Python's or torch's headers.
  *
- * native.py calls the functions through ctypes, with the addresses of tensors. The first call selects the instruction set.
- * Results are bitwise identical for all instruction sets and numbers of threads, because chunks are added in order. */
+ * native.py calls the functions through ctypes, with the addresses of tensors. meshstep_take selects the instruction set.
+ * Results are bitwise identical for all instruction sets (see loops.h). They are also bitwise identical for all numbers of
+ * threads, because the results of chunks are added in a fixed order. */
 
 #include <math.h>
 #include <pthread.h>
@@ -19,7 +20,7 @@ enum { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
 enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
 enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, BLOCK = 1024, CHUNK = 16384 };
-enum { ENOUGH = 1 << 18 }; /* least number of elements per thread */
+enum { ENOUGH = 1 << 18 }; /* minimum number of elements per thread */
 
 typedef float floats4 __attribute__((vector_size(16)));
 typedef float floats8 __attribute__((vector_size(32)));
@@ -44,7 +45,7 @@ struct tensor {
     float *first, *second, *third; /* the optimizer's states */
     void *half;                    /* the half-precision copy of param, or NULL */
     int16_t *rest;                 /* remainder of a split master weight, whose upper half is `half`; or NULL */
-    float by_step[2];
+    float by_step[2];              /* factors that depend on the step count: learning rate, and Adam's divisor of sqrt(v) */
     int64_t numel;
 };
 
@@ -72,7 +73,7 @@ static inline uint16_t float16_of_float(float value) {
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return sign | 0x7e00 | (uint16_t)((bits >> 13) & 0x3ff);
     if (bits >= 0x477ff000) return sign | 0x7c00; /* rounds to infinity */
-    if (bits < 0x38800000) {                      /* the sum's last bit is the unit of the subnormal numbers */
+    if (bits < 0x38800000) {                      /* subnormal: adding 0.5 rounds to a multiple of 2^-24 */
         float shifted;
         memcpy(&shifted, &bits, 4);
         shifted += 0.5f;
@@ -143,8 +144,8 @@ EXPORT const char *meshstep_take(const char *name) {
     return NULL;
 }
 
-/* Threads: those of torch's OpenMP runtime if it can be called. They spin for some milliseconds while they wait for work,
- * so other threads would compete with them for cores. Otherwise threads are created per call. ------------------------- */
+/* Threads: those of torch's OpenMP runtime if it can be called. Its threads spin for some milliseconds while they wait for
+ * work, so further threads would compete with them for cores. Otherwise threads are created per call. ----------------- */
 
 struct shared {
     void (*work)(void *, int64_t, int64_t);
@@ -152,7 +153,7 @@ struct shared {
     int64_t count, part, next;
 };
 
-/* Each thread takes the next part when it has finished one, so a busy core does less. */
+/* Each thread takes the next part when it has finished one, so a thread on a busy core takes fewer parts. */
 static void take_parts(void *given) {
     struct shared *shared = given;
     for (int64_t begin; (begin = __atomic_fetch_add(&shared->next, shared->part, __ATOMIC_RELAXED)) < shared->count;) {
@@ -172,7 +173,8 @@ static parallel *borrowed = NULL;
 
 static void give_back(void) { borrowed = NULL; }
 
-/* Use the threads of the runtime with this GOMP_parallel; NULL: own threads. A forked process has lost them. */
+/* Use the threads of the OpenMP runtime with this GOMP_parallel; NULL: create threads per call. A forked process has no
+ * threads of the runtime, so it creates threads per call. */
 EXPORT void meshstep_borrow(parallel *of_runtime) {
     static int told = 0;
     if (!told) told = !pthread_atfork(NULL, NULL, give_back);
@@ -247,7 +249,8 @@ static void powers_of_chunks(void *given, int64_t begin, int64_t end) {
     }
 }
 
-/* Add by halves, so that the error grows with the logarithm of the length only. NaN is the largest. */
+/* Add by halves, so that the error grows only with the logarithm of the length. For p = inf, return the largest value, NaN
+ * if there is one. */
 static double together(const double *values, int64_t n, int norm_type) {
     if (n == 0) return 0;
     if (n == 1) return values[0];
@@ -296,7 +299,7 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
     }
 }
 
-/* Increment it with every change of a function's arguments; `native.py` must have the same number. */
+/* Version of the functions' arguments. Increment it with every change of them; INTERFACE in `native.py` must be equal. */
 EXPORT int meshstep_interface(void) { return 3; }
 
 /* One update of `count` tensors; changes nothing if *found_inf is not 0.
@@ -306,7 +309,7 @@ EXPORT int meshstep_interface(void) { return 3; }
  * rests: NULL, or `count` addresses of 16-bit remainders of bfloat16 params; 0: none.
  * hyper: Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr, momentum, dampening, weight decay, nesterov.
  *        Adagrad: lr, lr decay, eps, weight decay.
- * factor: multiplies the gradients; has the sign of maximize. Returns 1 if out of memory, else 0. */
+ * factor: multiplies the gradients; negative to maximize. Returns 1 if out of memory, else 0. */
 EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, const uint64_t *grads, const uint64_t *halves,
                            const uint64_t *rests, const int64_t *numels, int grad_dtype, int half_dtype,
                            const double *hyper, double factor, const float *found_inf, int threads) {

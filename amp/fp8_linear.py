@@ -41,8 +41,8 @@ class Fp8Matmul:
         output = Fp8Matmul()(input, weight, bias)
 
     Scales are computed from the full tensors: the largest absolute value is all-reduced over the axes that shard a tensor,
-    so a sharded layer rounds to the same values as the dense layer. The axes follow from the layer. The output features
-    of its weight are sharded over the axes of its output gradient, and the input features over the axes of its input.
+    so a sharded layer rounds to the same values as the dense layer. `Fp8` derives the axes from the spec of the layer's
+    weight: the axes of the output features also shard the output gradient, and the axes of the input features the input.
 
     If a dim of this rank's weight shard is not a multiple of 16, the call computes `torch.nn.functional.linear` in the
     dtype of its arguments.
@@ -54,9 +54,11 @@ class Fp8Matmul:
 
     Shapes:
         input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, also under autocast.
-        The weight gradient is computed in float32, and autograd casts it to the weight's `Tensor.grad_dtype`. The 8-bit
-            operands are saved for backward. In a model that `Fp8` has prepared, the 8-bit weight is cached until the next
-            step, so it is rounded once per accumulation window.
+
+    The weight gradient is computed in float32, and autograd casts it to the weight's `Tensor.grad_dtype`. The 8-bit
+    operands are saved for backward. In a model that `Fp8` has prepared, the 8-bit weight is cached until the next step, so
+    it is rounded once per accumulation window.
+
     Raises:
         TypeError: The input or the weight is float64.
     Collectives: one all-reduce (MAX) of two numbers over forward_axes in forward, and one of a single number over
@@ -483,8 +485,9 @@ def round_both(
     axes: tuple[str, ...],
     by_row: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """Return ``x`` rounded to ``format`` and ``weight`` rounded to e4m3. The rounded weight is taken from the cache if
-    it has a valid entry, and is stored there otherwise.
+    """Return ``x`` rounded to ``format``, and ``weight`` rounded to e4m3.
+
+    If the cache has a valid entry, the rounded weight is taken from it. Otherwise the rounded weight is stored there.
 
     Args:
         x: The operand.

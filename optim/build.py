@@ -280,7 +280,7 @@ class Setup:
         return reasons
 
     def context(self, precision: Precision) -> PlacementContext:
-        """Return the arguments and objects against which state placements check themselves."""
+        """Return the arguments and objects that state placements read, to check themselves and to create transforms."""
         switch = switch_of(modules_in(self.data_parallel))
         return PlacementContext(
             self.optimizer, precision, self.registry, self.averages_data, switch, self.overlap, self.placements
@@ -407,9 +407,9 @@ def check_stepped_alike(
 ) -> None:
     """Raise ValueError on every rank if `Offloaded` may step replicas of a tensor on different devices.
 
-    The devices round differently, so `Fingerprints` would report a difference. A partial `Offloaded` selects tensors by
-    the sizes of all tensors of a rank. So it may select differently on ranks that hold replicas of one parameter, and
-    parameters of different sizes besides.
+    CPU and GPU round differently, so `Fingerprints` would report a difference. A partial `Offloaded` (a fraction between
+    0 and 1) selects tensors by the sizes of all tensors of a rank. So two ranks with replicas of one parameter may select
+    differently if their other parameters have different sizes.
 
     Collectives: an object all-gather if both `Fingerprints` and a partial `Offloaded` are used, else none.
     """
@@ -545,7 +545,10 @@ class StepOptions(TypedDict, total=False):
 
 
 class AllOptions(StepOptions, total=False):
-    """All keyword arguments except ``accumulation_steps``. Overloads list it apart: it decides the type of `step`."""
+    """All keyword arguments except ``accumulation_steps``.
+
+    The overloads list it separately, because it decides the return type of `step`.
+    """
 
     data_parallel: nn.Module | Sequence[nn.Module] | None
     average_data: bool

@@ -360,9 +360,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 ``loss.backward()`` within it; the gradients of the window are already clipped; an earlier backward of
                 the window raised (call `zero_grad`, which then abandons the window); the loss is a result of
                 `scale_loss`; or the call is within `window`.
-        Collectives: those in the backward of the model and of ``data_parallel``, those of `Sharded` with ``gradients``,
-            and
-        those of ``overlap=True``. Host synchronization: none.
+        Collectives: those in the backward of the model and of ``data_parallel``, those of ``Sharded(gradients=True)``, and
+            those of ``overlap=True``.
+        Host synchronization: none.
         """
         if loss is not None:
             check_loss(loss, "backward")
@@ -393,8 +393,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context manager in which backward reduces no gradients.
 
-        Run forward and backward of all micro-batches of a window except the last in it. It is only needed without
-        ``accumulation_steps``.
+        Within it, run forward and backward of all micro-batches of a window except the last one. It is only needed
+        without ``accumulation_steps``.
         """
         return nullcontext() if self._switch is None else self._switch.off()
 
@@ -493,9 +493,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @contextmanager
     def _tracked(self, name: str) -> Iterator[None]:
-        """Return a context manager for a public call: other ranks can ask for its name, and its errors are explained.
+        """Run the public method ``name`` in the body: register the call for reports of ranks that hang, and explain errors.
 
-        An error is explained if model parameters were converted after the optimizer was made.
+        An error gets an explanation if model parameters were converted after the optimizer was made.
         """
         with track_call(name, self.registry):
             try:
@@ -777,8 +777,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the threshold of `ByNorm`, another clipping rule, or None.
 
         You may set it between steps, on all ranks together. A rule that differs from the former rule starts with empty
-        state. Setting raises the errors of the constructor, and then changes nothing. Collectives: an object all-gather
-        when a rule first needs parameter names.
+        state. An invalid value raises the error that the constructor would raise, and changes nothing.
+
+        Collectives: an object all-gather when a rule first needs parameter names.
         """
         clip = self.clip
         plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
@@ -830,9 +831,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def poll(self) -> None:
-        """Raise the errors of steps that ran in replays of a CUDA graph. Every rank must call it after the same replay.
+        """Raise the errors of earlier steps that were not raised yet. Every rank must call it after the same step.
 
-        A replay runs no Python code, so a replayed `step` cannot raise. Call `poll` every few dozen replays.
+        Some errors of `step` come 16 steps late. Call `poll` before a checkpoint to raise them at once. A replay of a CUDA
+        graph runs no Python code, so a replayed `step` cannot raise. Call `poll` every few dozen replays.
 
         Raises:
             FloatingPointError, RuntimeError: On every rank, as `step`: too many consecutive steps were skipped,
@@ -868,7 +870,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def plan(self) -> ReductionPlan:
-        """Return the plan by which all ranks reduce the norm of the stepped tensors. Print it to read it."""
+        """Return the plan by which all ranks sum the norm of the stepped tensors' gradients. ``print`` shows it."""
         return self._clipping.plan
 
     @property
@@ -917,10 +919,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def not_local(self) -> list[str]:
         """Return the reasons why, after backward, gradients are not the gradients of this data rank's own samples.
 
-        Empty: gradients are local to the data rank until `step`. With a reason, `StepObserver.local_grads` gets
-            gradients
-        that are already averaged, or partial. Each reason names the argument to change. Collectives, host
-        synchronization: none.
+        Empty: gradients are local to the data rank until `step`. With a reason, `StepObserver.local_grads` gets gradients
+        that are already averaged, or partial. Each reason names the argument to change.
+
+        Collectives: none.
+        Host synchronization: none.
         """
         return self._setup.not_local(self._switch, self._model_params)
 
@@ -934,8 +937,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the wrapped optimizer's ``state_dict()``, and one more entry ``"meshstep"``.
 
-        ``"meshstep"`` holds the state that a new process needs besides: precision mode, loss scale, master weights, the
-        state of a clipping rule, step counts and coordinates. Collectives: none. Host synchronization: a few.
+        ``"meshstep"`` holds further state that a new process needs: precision mode, loss scale, master weights, the state
+        of a clipping rule, step counts, and the rank's coordinates on the mesh.
+
+        Collectives: none.
+        Host synchronization: a few.
         """
         saved = self._saved()
         makes_states = bool(self.state) or self._setup.accumulation_steps is None

@@ -6,10 +6,9 @@ for batch in loader:
     optimizer.step()
     schedule.step()
 
-To move a schedule means to advance it by one step; to hold it means to leave it unchanged. `schedule.step()` moves the
-schedule if the optimizer took a step since the last call. It holds the schedule in the middle of an accumulation window,
-and after a skipped step. The step decision (skipped or not) is computed on the device. The host reads it late, so that
-it does not have to wait::
+To move a schedule means to advance it by one step; to hold it means to leave it unchanged. `schedule.step()` holds the
+schedule in the middle of an accumulation window, and after a skipped step. Otherwise it moves the schedule. The step
+decision (skipped or not) is computed on the device. The host reads it late, so that it does not have to wait::
 
     host     step k      schedule.step()             step k + 1             schedule.step()
     device   ...step k computes... decision k                 ...step k + 1 computes... decision k + 1
@@ -149,7 +148,9 @@ class FlagCopy:
 
 
 class Hold:
-    """Moves a schedule in each call of `step`, unless the optimizer took no step since the last call.
+    """Moves a schedule in each call of `step`, except in the middle of an accumulation window and after a skipped step.
+
+    A call of `step` without a step of the optimizer since the last call uses the decision of the optimizer's last step.
 
     On a GPU the step decision (skipped or not) is not on the host yet when `step` is called. With ``take_back``, `step`
     moves the schedule at once, and `settle` undoes the move if the decision is "skipped". Without ``take_back``, `settle`
@@ -256,13 +257,13 @@ def progress(step: int, total_steps: int, warmup_steps: int) -> float:
 class WarmupLR(LRScheduler):
     """Base class of the schedules: a warm-up, a decay to a floor, and moves only when the optimizer took a step.
 
-    With a `ParallelOptimizer`, `step` moves the schedule only if the optimizer took a step since the last move. It holds
-    the schedule in the middle of an accumulation window, and after a skipped step (for example because the gradient norm
-    was not finite). On a GPU `step` does not wait for the step decision. It moves the schedule at once. If the optimizer's
-    step was skipped, the move is undone before the optimizer's next `step`. So the host can be one step ahead of the
-    device. `get_last_lr` and `state_dict` wait for the decision. Until then, ``"lr"`` in the param groups is the rate for
-    a step that was taken. On a CPU the decision is read at once. With any other optimizer, each call of `step` moves the
-    schedule.
+    With a `ParallelOptimizer`, `step` holds the schedule in the middle of an accumulation window, and after a skipped step
+    (for example because the gradient norm was not finite). Otherwise it moves the schedule. Call it once after each call
+    of ``optimizer.step``. On a GPU `step` does not wait for the step decision. It moves the schedule at once. If the
+    optimizer's step was skipped, the move is undone before the optimizer's next `step`. So the host can be one step ahead
+    of the device. `get_last_lr` and `state_dict` wait for the decision. Until then, ``"lr"`` in the param groups is the
+    rate for a step that was taken. On a CPU the decision is read at once. With any other optimizer, each call of `step`
+    moves the schedule.
 
     torch's `SequentialLR` may contain schedules of this class. `SequentialLR` counts calls, so wrap it in `HoldOnSkip`;
     otherwise its milestones are early by the number of skipped steps. `ChainedScheduler` must not contain schedules of
@@ -350,7 +351,7 @@ class WarmupLR(LRScheduler):
         return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Move the schedule by one step if the optimizer took a step since the last move; see the class.
+        """Move the schedule by one step, unless the optimizer's step was skipped or ended no accumulation window.
 
         Args:
             epoch: None: move by one step. A number: move to this position, even if the optimizer took no step, as in
@@ -447,9 +448,9 @@ class WarmupLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, and write the learning rates to the optimizer.
 
-        Call it before or after the optimizer loads its own state. The rates are usually those of this schedule's formula
-        at the saved position. The saved rates of the optimizer are used instead if another schedule of a `SequentialLR`
-        had set them, and this schedule's formula gives the same rates as when the state was saved.
+        Call it before or after the optimizer loads its own state. The rates are those of this schedule's formula at the
+        saved position, with one exception: the saved rates are used if another schedule of a `SequentialLR` had set them,
+        and if this schedule's formula gives the same rates as when the state was saved.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -475,7 +476,7 @@ class WarmupLR(LRScheduler):
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
-    """Return ``value`` as an int. Errors use ``name`` for it.
+    """Return ``value``, a number of steps, as an int. ``name`` is the name of the argument in errors.
 
     Raises:
         ValueError: ``value`` is no integer >= ``least``, or a bool.
@@ -736,7 +737,7 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Move the wrapped schedule by one step if the optimizer took a step since the last call."""
+        """Move the wrapped schedule by one step, unless the optimizer's step was skipped or ended no window."""
         self._hold.step()
 
     def get_last_lr(self) -> list[float | Tensor]:

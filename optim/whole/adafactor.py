@@ -2,7 +2,7 @@
 
 Adafactor (Shazeer, Stern, arXiv:1804.04235) is Adam without momentum:
 
-    R <- R + t^c (rows of g^2 - R)      C <- C + t^c (columns of g^2 - C)        means over the full matrix; c < 0
+    R <- R + t^c (row means of g^2 - R)    C <- C + t^c (column means of g^2 - C)    of the full matrix; c <= 0
     u <- g / sqrt(R C / mean(R))
     w <- w - lr wd w - max(eps2, RMS(w)) min(lr, 1 / sqrt(t)) u / max(1, RMS(u) / d)
 
@@ -29,18 +29,18 @@ from .tensors import Request, WholeTensors
 
 
 def is_factored(shape: Shape) -> bool:
-    """Return True if a full tensor of ``shape`` has rows and columns."""
+    """Return True if the second moment of a full tensor of ``shape`` is factored: if it has two or more dims."""
     return len(shape) >= 2
 
 
 def row_and_column_sums(position: int, value: Tensor, shape: Shape) -> Iterator[Request]:
-    """Yield requests to `WholeTensors.sums` for the sums of rows [..., rows, 1] and columns [..., 1, columns]."""
+    """Yield two requests to `WholeTensors.sums`: the sum of each row [..., rows, 1] and column [..., 1, columns]."""
     yield position, value, (len(shape) - 1,)
     yield position, value, (len(shape) - 2,)
 
 
 def row_and_column_zeros(slot: Slot, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return zeros [..., rows, 1] and [..., 1, columns] in the parameter's dtype."""
+    """Return zeros [..., rows, 1] and [..., 1, columns] for the full tensor's ``shape``, in the parameter's dtype."""
     new_zeros = slot.param.new_zeros
     return new_zeros((*shape[:-1], 1)), new_zeros((*shape[:-2], 1, shape[-1]))
 
@@ -60,7 +60,7 @@ def toward(old: Tensor, new: Tensor, rate: float | Tensor) -> Tensor:
 
 
 def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return this rank's shard of the outer product of rows and columns."""
+    """Return this rank's shard of ``rows * columns``, of shapes [..., rows, 1] and [..., 1, columns]."""
     left, right = tensors.of_whole(slot.position, rows), tensors.of_whole(slot.position, columns)
     return (left * right).reshape(slot.param.shape)
 
@@ -77,15 +77,15 @@ class Adafactor(WholeOptimizer):
 
     Args:
         params: Parameters or param groups.
-        lr: Largest relative step: a number or a 0-dim tensor.
-        beta2_decay: c, the exponent of the second moments' decay.
-        eps: (eps1, eps2). eps1 is the smallest root of a second moment; None: the machine epsilon of the parameter's
-            dtype. eps2 is the smallest RMS of a parameter.
-        d: Largest RMS of an update.
+        lr: Largest step relative to the parameter's RMS: a number or a 0-dim tensor.
+        beta2_decay: c <= 0. The second moments are averaged with the rate t^c in step t.
+        eps: (eps1, eps2). eps1 is the lower limit of the square root of a second moment; None: the machine epsilon of
+            the parameter's dtype. eps2 is the lower limit of the parameter's RMS that the step is multiplied by.
+        d: Upper limit of the RMS of the scaled gradient u; a larger u is scaled down to it.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
 
-    The state of a matrix is ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the full tensor, on every
-    rank that holds a part of it. The state of another tensor is ``variance``, of the shard's shape.
+    A tensor with two or more dims has the states ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the
+    full tensor, on every rank that holds a part of it. Other tensors have ``variance``, of the shard's shape.
 
     Raises:
         ValueError: An option is out of range.
@@ -143,7 +143,7 @@ class Adafactor(WholeOptimizer):
         return self.tensors.tensors[slot.position].shape
 
     def _squares(self, slots: Sequence[Slot]) -> Iterator[Request]:
-        """Yield requests for the sum of squares of each parameter, and of the rows and columns of each matrix gradient."""
+        """Yield requests for the sum of squares of each parameter, and per row and column of each factored gradient."""
         for slot in slots:
             shape = self._shape(slot)
             yield total(slot.position, slot.param.double().square(), shape)
@@ -161,7 +161,7 @@ class Adafactor(WholeOptimizer):
         }
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """Return u, the scaled gradient, as in the formulas above the class."""
+        """Return u of the formulas in the module docstring: this rank's shard of the scaled gradient."""
         eps = slot.group["eps"][0]
         if eps is None:
             eps = torch.finfo(slot.param.dtype).eps
@@ -177,11 +177,11 @@ class Adafactor(WholeOptimizer):
 
 # Adafactor with momentum, with smaller steps where momentum and update differ (Luo et al., arXiv:2307.02047).
 #
-#     R <- b2 R + (1 - b2) rows of (g^2 + eps1)      C: of columns                 means over the full matrix
+#     R <- b2 R + (1 - b2) row means of (g^2 + eps1)      C: column means          of the full matrix
 #     u <- g / sqrt(R C / mean(R))
 #     k <- max(1, RMS(u) / d)
 #     m <- b1 m + (1 - b1) u / k
-#     S <- b3 S + (1 - b3) rows of ((u / k - m)^2 + eps2)      T: of columns
+#     S <- b3 S + (1 - b3) row means of ((u / k - m)^2 + eps2)      T: column means
 #     w <- w - lr wd w - lr m / sqrt(S T / mean(S))
 #
 # The second moment of a tensor with fewer than two dims is not factored, and w <- w - lr wd w - lr m.
@@ -199,14 +199,14 @@ class CAME(WholeOptimizer):
     Args:
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor.
-        eps: eps1 and eps2.
-        clip_threshold: d, the largest RMS of an update.
-        betas: b1, b2, b3.
+        eps: (eps1, eps2), added to squared gradients, and to squared differences between update and momentum.
+        clip_threshold: Upper limit of the RMS of the scaled gradient; a larger one is scaled down to it.
+        betas: (b1, b2, b3), the decay of the momentum, of the squared gradients, and of the squared differences.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
 
-    The state of every tensor has ``exp_avg`` of the shard. A matrix also has ``exp_avg_sq_row``, ``exp_avg_res_row``
-    [..., rows, 1] and ``exp_avg_sq_col``, ``exp_avg_res_col`` [..., 1, columns] of the full tensor, on every rank that
-    holds part of it. Other tensors have ``exp_avg_sq`` of the shard.
+    Every tensor has the state ``exp_avg``, of the shard's shape. A tensor with two or more dims also has states of the
+    full tensor on every rank that holds part of it: ``exp_avg_sq_row``, ``exp_avg_res_row`` [..., rows, 1] and
+    ``exp_avg_sq_col``, ``exp_avg_res_col`` [..., 1, columns]. Other tensors have ``exp_avg_sq``, of the shard's shape.
 
     Raises:
         ValueError: An option is out of range.
@@ -273,7 +273,7 @@ class CAME(WholeOptimizer):
         return self.tensors.tensors[slot.position].shape
 
     def _squares(self, slots: Sequence[Slot]) -> Iterator[Request]:
-        """Yield requests for the sums of squares of the rows and columns of each matrix gradient."""
+        """Yield requests for the sum of squares of each row and column of each gradient with two or more dims."""
         for slot in slots:
             if is_factored(shape := self._shape(slot)):
                 yield from row_and_column_sums(slot.position, slot.grad.double().square(), shape)
@@ -296,7 +296,7 @@ class CAME(WholeOptimizer):
         return outer(self.tensors, slot, (rows / rows.mean(-2, keepdim=True)).rsqrt(), columns.rsqrt())
 
     def _residuals(self, slots: Sequence[Slot], moments: Mapping[int, Moments]) -> Iterator[Request]:
-        """Yield requests for the sums of u^2, e^2 and e u over rows and columns; without factors, for the sum of u^2."""
+        """Yield requests for sums of u^2, e^2 and e u per row and column; for unfactored tensors, for the sum of u^2."""
         for slot in slots:
             shape, u = self._shape(slot), self._update(slot, moments[slot.position]).double()
             if not is_factored(shape):

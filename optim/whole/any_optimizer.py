@@ -1,4 +1,4 @@
-"""An adapter with which any torch optimizer steps full tensors: one owner rank per parameter receives and steps it."""
+"""`whole`, an adapter for any torch optimizer: the owner rank of a parameter gathers the full tensor and steps it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from .tensors import LogicalTensor, WholeTensors
 
 # Flattening of a nested optimizer state into tensors ------------------------------------------------------------------
 
-# A nested optimizer state is stored as flat tensors. One of these contains JSON text with the nesting and all values that
-# are not tensors, so that these are sent, saved and restored as tensors.
+# A nested optimizer state is stored as a flat dict of tensors, so that checkpoints can save and restore it. One of the
+# tensors contains JSON text: the nesting, and all numbers, strings and None.
 
 PLAN = "plan"
 _KINDS: dict[type, str] = {list: "list", tuple: "tuple"}
 
 
 def flattened(nested: Any) -> dict[str, Any]:
-    """Return a dict of the tensors in ``nested`` by path, with the JSON text as a uint8 tensor under `PLAN`.
+    """Return {path: tensor} for the tensors in ``nested``, and under `PLAN` the JSON text of the rest as a uint8 tensor.
 
-    A value that is neither plain nor a container is in the dict unchanged.
+    The JSON text contains the nesting and all plain values (`is_plain`). A value that is neither a tensor nor plain nor
+    a dict, list or tuple is in the result under its path, unchanged.
     """
     found: dict[str, Any] = {}
     plan = _flatten(nested, "", found)
@@ -100,26 +101,28 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
 
         optimizer = ParallelOptimizer(whole(torch.optim.Adafactor(model.parameters())), registry)
 
-    Each parameter has an owner rank among the ranks that hold part of it. Parameter and gradient are sent there, a copy
-    of the optimizer steps them like a model of that one parameter, and the new weights are sent back. So the weights
-    equal the dense model's, whatever the optimizer computes within a tensor. The state exists on the owner rank only,
-    and a checkpoint saves it for the full parameter.
+    Each parameter has an owner rank among the ranks that hold part of it. The shards of the parameter and its gradient
+    are sent to the owner rank. There, a copy of the optimizer steps the full tensor like a model with this parameter
+    only, and the new weights are sent back. So the weights equal those of the dense model, whatever the optimizer
+    computes within a tensor. The state exists on the owner rank only, and a checkpoint saves it for the full parameter.
 
-    The optimizer must step each tensor separately. Optimizers known to estimate something from all tensors together are
-    rejected. An optimizer that draws random numbers draws others than in a single process.
+    The optimizer must step each tensor separately. Optimizers known to compute a value from all tensors together are
+    rejected. An optimizer that draws random numbers draws different numbers than in a single process.
 
     Args:
-        optimizer: A torch optimizer that has not stepped yet. The result has its param groups; set learning rates
-            there.
+        optimizer: A torch optimizer that has not stepped yet.
+
+    Returns:
+        The optimizer to pass to `ParallelOptimizer`. It has copies of the param groups: set learning rates in these.
 
     Raises:
-        TypeError: The argument is no torch optimizer, needs a closure, or already steps full tensors.
-        ValueError: The optimizer has a state, steps all parameters together or with an optimizer inside it, or has
-            train and eval modes.
+        TypeError: ``optimizer`` is not a torch optimizer, needs a closure, or already steps full tensors.
+        ValueError: ``optimizer`` has a state, computes a value from all parameters together, delegates to another
+            optimizer, or has train and eval modes.
 
-    Collectives: two all-to-alls per round (see `Homes.map`): weights and gradients of 64 MiB per owner rank, and the
-        weights back.
-    Host synchronization: one per step, to decide whether it is skipped, in addition to the optimizer's own.
+    Collectives: parameters are exchanged in rounds of up to 64 MiB of weights and gradients per owner rank, with at most
+        two all-to-alls per round (see `Homes.map`).
+    Host synchronization: one per step, to read whether the step is skipped, in addition to the optimizer's own.
     Memory: at most three rounds of full parameters and gradients, and the states of the tensors that this rank owns.
     """
     return AnyOptimizer(optimizer)
@@ -146,7 +149,8 @@ class AnyOptimizer(HomeOptimizer):
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
         self._copies: dict[int, torch.optim.Optimizer] = {}
-        self._live: dict[int, tuple[Tensor, int, Any]] = {}  # by position: the text, its version, the parsed state
+        # {position: (tensor with the JSON text, its version counter, the nested state)}
+        self._live: dict[int, tuple[Tensor, int, Any]] = {}
 
     def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
         return self.kind.__qualname__
@@ -155,7 +159,7 @@ class AnyOptimizer(HomeOptimizer):
         return [Box((0,) * len(tensor.shape), tensor.shape)] if tensor.metadata and prod(tensor.shape) else []
 
     def cost(self, shape: Shape) -> float:
-        """Return the cost of a matrix product of the tensor with itself; with fewer than two dims, its size."""
+        """Return the relative cost of a product X X^T of the tensor; with fewer than two dims, its number of elements."""
         return float(prod(shape) * min(shape[-2:])) if len(shape) > 1 else float(prod(shape))
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -174,7 +178,12 @@ class AnyOptimizer(HomeOptimizer):
             yield Update(slot, found.get(slot.position, slot.param), {})
 
     def _stepped(self, lists: list[Tensor], slot: Slot) -> Tensor:
-        """Step one full tensor on its owner rank, update its state, and return the new weights."""
+        """Step one full tensor on its owner rank, update its state, and return the new weights.
+
+        Args:
+            lists: The full parameter and its gradient.
+            slot: The slot that stores the state.
+        """
         param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))
         one.grad = grad.to(slot.param.device)
@@ -216,11 +225,11 @@ class AnyOptimizer(HomeOptimizer):
         return nested(found, slot.param.device)
 
     def _counted(self, key: str, value: Any) -> bool:
-        """Return True if the optimizer has changed a public attribute."""
+        """Return True if ``key`` is a public attribute that the optimizer has added or changed."""
         return not key.startswith("_") and (key not in self.attributes or bool(self.attributes[key] != value))
 
     def _copied(self) -> torch.optim.Optimizer:
-        """Return a copy of the optimizer for one tensor."""
+        """Return a copy of the optimizer without param groups, states and step hooks."""
         copy: torch.optim.Optimizer = object.__new__(self.kind)
         for name, value in self.attributes.items():
             with suppress(TypeError, RuntimeError):  # a value that can't be copied is shared
@@ -235,14 +244,14 @@ class AnyOptimizer(HomeOptimizer):
 
 
 def _changed(key: str, value: Any, given: Mapping[str, Any]) -> bool:
-    """Return True if the optimizer has changed a value of the param group."""
+    """Return True if the optimizer has added the param group option ``key``, or changed its value."""
     if key not in given:
         return True
     return value is not given[key] and (isinstance(value, Tensor) or bool(value != given[key]))
 
 
 def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group that a constructor accepts, with the names next to the parameters."""
+    """Return the param group with "param_names" merged into "params" as (name, parameter) pairs."""
     params: list[Any] = list(group["params"])
     if "param_names" in group:
         params = list(zip(group["param_names"], params, strict=True))

@@ -29,7 +29,10 @@ class Buffers:
         self._kept: dict[object, Tensor] = {}
 
     def flat(self, use: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised 1-dim tensor of ``numel`` elements for ``use``."""
+        """Return an uninitialised 1-dim tensor of ``numel`` elements.
+
+        ``use`` is any hashable key. On a CPU, requests with the same key share memory.
+        """
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         numbytes = numel * dtype.itemsize
@@ -49,17 +52,17 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix: a part of a full tensor whose update is computed separately, on one owner rank.
+    """A matrix within a full tensor: all of it, an expert, a block of a fused weight, or a head.
 
-    It is the full tensor, an expert, a block of a fused weight, or a head.
+    One rank, the owner rank, computes the update of the matrix.
 
     Args:
         tensor: The full tensor.
         number: Index among the tensor's matrices.
         box: The matrix's elements in the tensor.
-        home: The owner rank, which computes the matrix's update.
-        sources: For each rank, the boxes that the rank sends to the owner rank.
-        holders: For each rank, the boxes of the result that the rank receives.
+        home: The owner rank.
+        sources: For each rank, the boxes of the full tensor that the rank sends to the owner rank.
+        holders: For each rank, the boxes of the full tensor whose results the rank receives.
     """
 
     tensor: LogicalTensor = field(repr=False)
@@ -75,7 +78,7 @@ class Matrix:
 
 
 Compute = Callable[[Matrix, list[Tensor]], Tensor]
-"""Function from a matrix and its full tensor in each list to a result of the same shape and dtype."""
+"""``compute(matrix, tensors)``: returns the result of a matrix, in its shape, from its full tensors (one per list)."""
 
 
 class TransferSlice(NamedTuple):
@@ -83,7 +86,7 @@ class TransferSlice(NamedTuple):
 
     Args:
         matrix: Index of the matrix in the round.
-        which: Index of the tensor among the ``lists`` tensors per matrix.
+        which: Index among the tensors that are exchanged per matrix.
         box: The elements in the full tensor; they lie in a single rectangle of one shard.
         begin: First element in the flat buffer; None if this rank is the owner rank.
     """
@@ -108,7 +111,7 @@ class Round:
 
     Attributes:
         own: The matrices that this rank owns.
-        positions: This rank's positions that hold parts of the matrices.
+        positions: This rank's positions of the tensors that contain the matrices.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class Round:
         self._buffer_index, self._buffers = buffer_index, buffers
         self._own = [index for index, matrix in enumerate(matrices) if matrix.home == self._me]
         self.own = [matrices[index] for index in self._own]
-        # Number of elements that two ranks exchange: to the owner rank, and back from it.
+        # {(other rank, owner rank): number of elements}, to the owner rank and back from it
         self._there = self._counts(lambda m: m.sources, lists)
         self._back = self._counts(lambda m: m.holders, 1)
         self._sent = self._places(lambda m: m.sources, lists)
@@ -146,7 +149,10 @@ class Round:
     def _places(
         self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int
     ) -> dict[int, list[TransferSlice]]:
-        """Return this rank's slices by position. The elements for one owner rank are ordered by matrix, list and box."""
+        """Return this rank's `TransferSlice` records by position.
+
+        In the flat buffer, the elements for one owner rank are ordered by matrix, list and box.
+        """
         found: dict[int, list[TransferSlice]] = {}
         at = 0
         for home in self.ranks:
@@ -168,8 +174,12 @@ class Round:
     ) -> Callable[[], dict[int, list[Tensor]]]:
         """Start sending this rank's elements to the owner ranks.
 
+        Args:
+            values: Per list, the tensors to send by position.
+            device: Device of the full matrices.
         Returns:
-            A function that finishes the exchange and returns the full matrices of `own`, by index.
+            A function that finishes the exchange and returns {index of the matrix in the round: its full tensors, one
+                per list} for the matrices in `own`.
         """
         wholes = self._wholes(device)
         flat, out, into = self._flat("sent", self._there, True, device)
@@ -198,7 +208,7 @@ class Round:
         return finish
 
     def _wholes(self, device: torch.device) -> dict[int, list[Tensor]]:
-        """Return uninitialised full tensors of each matrix in `own`, by index."""
+        """Return {index in the round: uninitialised full tensors, one per list} for the matrices in `own`."""
         numels = [prod(matrix.shape) for matrix in self.own]
         flat = self._buffers.flat(("whole", self._buffer_index), self._lists * sum(numels), self._dtype, device)
         parts = iter(flat.split([numel for numel in numels for _ in range(self._lists)]))
@@ -217,6 +227,11 @@ class Round:
     ) -> Callable[[], Iterator[int]]:
         """Compute the matrices of `own`, and start sending the results to all ranks that hold parts of them.
 
+        Args:
+            wholes: The full matrices that `send` returned; removed from the dict when they are computed.
+            compute: Computes the result of a matrix.
+            results: Receives this rank's shards of the results by position.
+            device: Device of the results.
         Returns:
             A function that finishes the exchange: it writes the shards into ``results`` in the tensors' dtype, and
                 yields their positions one by one.
@@ -257,7 +272,7 @@ class Round:
     def _begins(self) -> dict[tuple[int, int, Box], int]:
         """Return where each result that this rank computed begins in the send buffer, in elements.
 
-        The keys are (matrix, receiving rank, box).
+        The keys are (index of the matrix in the round, receiving rank, box).
         """
         found, at = {}, 0
         for rank in self.ranks:
@@ -270,7 +285,7 @@ class Round:
     # Both directions ------------------------------------------------------------------------------------------------
 
     def _parts(self, position: int, value: Tensor, places: Sequence[TransferSlice]) -> dict[Box, Tensor]:
-        """Return views of the elements of each slice's box in ``value``."""
+        """Return {box: view of its elements in ``value``} for the boxes of ``places``."""
         return dict(self._tensors.views(position, value, {place.box for place in places}))
 
     def _flat(
@@ -291,7 +306,11 @@ class Round:
         into: list[int],
         device: torch.device,
     ) -> Callable[[], Tensor]:
-        """Start an all-to-all. The returned function finishes it and returns the received elements, ordered by rank."""
+        """Start an all-to-all; none if ``counts`` is empty.
+
+        Returns:
+            A function that waits for the all-to-all and returns the received elements, ordered by sending rank.
+        """
         if not counts:
             return lambda: flat
         registry = self._tensors.registry
@@ -341,7 +360,8 @@ def in_flight(
 
 # Owner ranks ----------------------------------------------------------------------------------------------------------
 
-# One owner rank computes each matrix. Ranks send their shards to it, and it sends the results to all ranks with shards.
+# Each matrix has an owner rank. Ranks send their shards to it; it computes the result and sends it to all ranks with
+# shards.
 #
 # The owner rank is one of the ranks with shards of the matrix; the choice balances the cost between ranks. All ranks
 # compute the same communication plan once, without communication. A step only packs, exchanges and unpacks. Matrices are
@@ -359,9 +379,10 @@ class Homes:
         cost: Returns the approximate time for a matrix of a shape, in any unit.
         lists: Number of tensors per matrix that are sent to the owner rank. Default: 1.
         dtype: Dtype of the elements that are sent in both directions. None: the tensor's dtype.
-        round_bytes: Largest size of the full matrices on one owner rank in one round; a single matrix may be larger.
-        settled: By (tensor name, matrix number), the rank that already has the matrix's state and stays its owner rank.
-            None: no matrix has a state.
+        round_bytes: Largest size in bytes of the full matrices on one owner rank in one round; a single matrix may be
+            larger.
+        settled: {(tensor name, matrix number): rank that already has the matrix's state}. This rank stays the owner rank
+            if it still holds part of the matrix. None: no matrix has a state.
 
     Attributes:
         own: The matrices that this rank owns.
@@ -383,7 +404,7 @@ class Homes:
         self.tensors, self._dtype = tensors, dtype
         load: dict[int, float] = {}
         by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
-        # by (tensor, owner rank): the boxes that ranks send. The owner rank contributes all elements that it holds
+        # {(tensor, owner rank): boxes that each rank sends}; the owner rank contributes all elements that it holds
         canonical_boxes: dict[tuple[str, int], dict[int, list[Box]]] = {}
         parts = [
             (tensor, number, box) for tensor in tensors.everything.values() for number, box in enumerate(boxes(tensor))
@@ -424,8 +445,8 @@ class Homes:
         Consume all results: each one starts communication that other ranks wait for.
 
         Args:
-            values: Per list, a contiguous tensor of the shard's shape by position. A tensor is read when its elements
-                are sent, once per round that contains one of its matrices (see `LazyTensors`).
+            values: Per list, contiguous tensors of the stepped tensors' shapes by position. A tensor is read when its
+                elements are sent, once per round that contains one of its matrices (see `LazyTensors`).
             compute: Called on the owner rank only, for each matrix in `own`.
             device: Device of the computation. None: the device of the first value.
         Returns:
@@ -443,7 +464,7 @@ class Homes:
         return in_flight(self._rounds, values, compute, device)
 
     def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> Iterator[tuple[int, Tensor]]:
-        """Compute all matrices in a single process. Matrices of parameters without a value are left out."""
+        """Compute matrices in a single process, and yield (position, result); skip positions without a value."""
         by_position: dict[int, list[Matrix]] = {}
         for matrix in self.own:
             (position,) = self.tensors.positions(matrix.tensor)
@@ -466,7 +487,7 @@ def _common(held: Sequence[Box], box: Box) -> list[Box]:
 
 
 def _rounds(matrices: Sequence[Matrix], lists: int, round_bytes: int) -> list[list[Matrix]]:
-    """Return the matrices divided into rounds, with about equal sizes per owner rank."""
+    """Divide the matrices into rounds of one dtype, with at most ``round_bytes`` (or one matrix) per owner rank."""
     rounds: list[list[Matrix]] = []
     filled: dict[int, tuple[int, int]] = {}  # by owner rank: its last round, and the bytes in it
     for matrix in matrices:

@@ -24,17 +24,17 @@ class LAMB(WholeOptimizer):
 
         optimizer = ParallelOptimizer(LAMB(model.parameters()), registry, max_norm=1.0)
 
-    It does not clip gradients; `ParallelOptimizer` can. A param group without weight decay (biases, gains of norms) has
-    the trust ratio 1 unless ``always_adapt`` is True. The trust ratio is also 1 if the norm of the tensor or of its
-    update is 0.
+    It does not clip gradients; `ParallelOptimizer` can. The learning rate of a tensor is multiplied by its trust ratio,
+    |weights| / |update|. The trust ratio is 1 if one of these norms is 0. It is also 1 in param groups without weight
+    decay (biases, weights of norm layers), unless ``always_adapt`` is True.
 
     Args:
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor.
         betas, eps: As in Adam.
         weight_decay: Multiplied by the weights and added to the update before the update's norm is taken.
-        bias_correction: True: divide m and v by 1 - b1^t and 1 - b2^t.
-        always_adapt: True: adapt param groups without weight decay too. Default: False.
+        bias_correction: True (default): divide the moments m and v by 1 - b1^t and 1 - b2^t.
+        always_adapt: True: use the trust ratio in param groups without weight decay too. Default: False.
 
     Raises:
         ValueError: An option is out of range.
@@ -106,16 +106,16 @@ class LARS(WholeOptimizer):
 
         optimizer = ParallelOptimizer(LARS(model.parameters(), lr=1.0, momentum=0.9), registry, max_norm=1.0)
 
-    A param group without weight decay (biases, gains of norms) uses plain SGD unless ``always_adapt`` is True. A tensor
-    whose norm or gradient norm is 0 uses plain SGD too.
+    A param group without weight decay (biases, weights of norm layers) uses plain SGD unless ``always_adapt`` is True.
+    A tensor whose norm or gradient norm is 0 uses plain SGD too.
 
     Args:
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor, applied after the momentum as in `torch.optim.SGD`.
         momentum, weight_decay, nesterov: As in `torch.optim.SGD`.
-        trust_coeff: eta.
-        eps: Added to the denominator.
-        always_adapt: True: adapt param groups without weight decay too. Default: False.
+        trust_coeff: eta. The learning rate of a tensor is multiplied by eta |w| / (|g| + weight_decay |w| + eps).
+        eps: Added to this denominator.
+        always_adapt: True: use this factor in param groups without weight decay too. Default: False.
 
     Raises:
         ValueError: An option is out of range.
@@ -183,9 +183,11 @@ class LARS(WholeOptimizer):
 
 
 class StableAdamW(WholeOptimizer):
-    """AdamW with Adafactor's clipping of updates, with the options of optimi's and pytorch_optimizer's implementations.
+    """AdamW with Adafactor's update clipping, with the options of optimi's and pytorch_optimizer's implementations.
 
         optimizer = ParallelOptimizer(StableAdamW(model.parameters()), registry, max_norm=1.0)
+
+    The learning rate of a tensor is divided by the RMS of gradient / sqrt(second moment) if this RMS is above 1.
 
     Args:
         params: Parameters or param groups.

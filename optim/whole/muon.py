@@ -47,20 +47,21 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's coefficients: the steepest slope at 0, and final singular values between 0.7 and 1.2."""
 
 RUN = 3
-"""Number of steps until the Gram matrix is recomputed."""
+"""Number of steps of the Gram form before A is computed from X again."""
 
 WORTH, SMALLEST = 0.9, 128
-"""Conditions of the Gram form: its operations relative to the matrix form, at most; and the short side, at least.
+"""Limits of the Gram form: its operations divided by the matrix form's are at most `WORTH`; the short side is at least
+`SMALLEST`.
 
-With five steps, the first condition holds for a matrix at least 1.9 times as long as it is short. For shorter sides the
-overhead of calls dominates, and the Gram form has more calls.
+With five steps, the first condition holds if the long side is at least 1.9 times the short side. If the short side is
+smaller than `SMALLEST`, the overhead of calls dominates, and the Gram form has more calls.
 """
 
 
 def newton_schulz(
     matrix: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5, eps: float = 0.0
 ) -> Tensor:
-    """Return the orthogonal factor of ``matrix``, approximately.
+    """Return approximately the orthogonal factor of ``matrix`` (U V^T of its singular value decomposition).
 
     The shape decides between the matrix form and the Gram form, see `uses_gram`.
 
@@ -68,7 +69,7 @@ def newton_schulz(
         matrix: [rows, columns], in the dtype of the computation.
         coefficients: a, b and c of the polynomial. Default: Keller Jordan's.
         steps: Number of steps. Default: 5.
-        eps: Least norm by which the matrix is divided. Default 0: no limit; a matrix of zeros remains zeros.
+        eps: Least Frobenius norm by which the matrix is divided. Default 0: no limit; a matrix of zeros remains zeros.
     """
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -150,8 +151,8 @@ def _flops_on_matrix(shape: Shape, steps: int) -> float:
 def _flops_on_gram(shape: Shape, steps: int) -> float:
     """Return the number of operations of the Gram form.
 
-    Each run has two products with X. Each step has one product A A, and each step that is not the first of its run has
-    three more.
+    A run is up to `RUN` steps. Each run has two products with X. Each step has one product A A, and each step that is
+    not the first of its run has three more products of [short, short] matrices.
     """
     short, long = sorted(shape)
     runs = -(-steps // RUN)
@@ -165,7 +166,7 @@ ADAMW_NAMES = (
     *("*embed*", "*wte*", "*wpe*", "*tok_emb*", "*pos_emb*"),  # embeddings
     *("*head.weight", "*classifier*", "output.weight", "proj_out.weight", "score.weight"),  # heads
 )
-"""Globs over the names of embeddings and heads. They see names without the parts that wrappers add (``module.``)."""
+"""Globs over the names of embeddings and heads. They match names without prefixes of wrappers, such as ``module.``."""
 _WRAPPERS = ("module.", "base_model.model.")  # of DistributedDataParallel and PEFT
 
 
@@ -185,7 +186,7 @@ def scale_of(rule: Scale | None, shape: Shape) -> float:
 
 @renamed_fields(no_matrices="adamw_names")
 class Muon(WholeOptimizer):
-    """Muon, which steps matrices by Muon and all other parameters by AdamW.
+    """Muon for matrices, and AdamW for all other parameters.
 
         optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.02), registry, max_norm=1.0)
 
@@ -198,8 +199,8 @@ class Muon(WholeOptimizer):
     Args:
         params: Parameters, ``model.named_parameters()`` (needed for ``adamw_names``), or param groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`.
-        eps: Least norm by which a matrix is divided before it is orthogonalised. Default 0: no limit, and the update
-            does not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7, so that gradients with a smaller
+        eps: Least norm by which a matrix is divided before it is orthogonalised. Default 0: no limit, so the update does
+            not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7, so that gradients with a smaller
             norm give smaller updates.
         adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: their defaults.
         adamw_names: Globs over names of parameters that AdamW steps. Default: `ADAMW_NAMES`.
@@ -208,19 +209,20 @@ class Muon(WholeOptimizer):
             per head. A weight that no glob matches uses the `meshstep.parallel.blocks` of its layout, along rows or
             columns. None: layouts only.
         ns_dtype: Dtype of the iteration. Default: bfloat16, as in torch. None: the parameter's dtype. In float16,
-            elements below 6e-8 become 0. A matrix at least about twice as long as it is short uses the Gram form, whose
-            last bits differ from torch's (see `newton_schulz`).
+            elements below 6e-8 become 0. If the short side is at least 128 and the long side about twice as long, the
+            Gram form is used, whose last bits differ from torch's (see `newton_schulz`).
 
-    ``adjust_lr_fn`` scales the update by the weight's shape as stored. For a weight that a layer stores transposed,
-    [in, out], such as those of 2-D layers, ``"original"`` therefore gives another scale; ``"match_rms_adamw"`` gives the
-    same scale for both shapes.
+    ``adjust_lr_fn`` scales the update by the weight's shape as stored. A layer may store its weight transposed, [in,
+    out], as `Linear2D` does. ``"original"`` then gives another scale than for [out, in]; ``"match_rms_adamw"`` gives
+    the same scale.
 
     Raises:
         ValueError: An option is out of range.
 
-    Collectives: at most two all-to-alls per round of matrices, among the ranks that hold shards of them.
-    Memory: up to three rounds of full matrices, each of `meshstep.optim.whole.exchange.ROUND_BYTES` (half if float32
-        weights are sent in bfloat16). On a CPU, the buffers of two rounds are kept for the next step.
+    Collectives: matrices are exchanged in rounds of up to `meshstep.optim.whole.exchange.ROUND_BYTES` per owner rank.
+        Each round has at most two all-to-alls among the ranks that hold shards of its matrices.
+    Memory: up to three rounds of full matrices, each of ``ROUND_BYTES`` (half if float32 weights are sent in bfloat16).
+        On a CPU, the buffers of two rounds are kept for the next step.
     """
 
     kept = ("adamw_names", "blocks", "ns_dtype", "_adamw")
@@ -273,15 +275,15 @@ class Muon(WholeOptimizer):
     @classmethod
     @renamed_arguments(no_matrices="adamw_names")
     def for_model(cls, model: nn.Module, *args: Any, adamw_names: Sequence[str] = ADAMW_NAMES, **options: Any) -> Muon:
-        """Return a Muon over a model's trained parameters, with AdamW for embeddings and heads of any name.
+        """Return a Muon optimizer of a model's trained parameters, with AdamW for embeddings and heads of any name.
 
             muon = Muon.for_model(model, lr=0.02)
             print(muon.assignment())
 
-        AdamW steps vectors, parameters whose names match ``adamw_names``, and the weight of each module whose class
-        name contains "Embedding", even if another module shares the weight. It also steps the last other weight with
-        the shape of an embedding's weight, because this is an untied head. In a pipeline stage without an embedding, a
-        head is recognized by its name only.
+        AdamW steps vectors, parameters whose names match ``adamw_names``, and the parameters of each module whose class
+        name contains "Embedding", even if another module shares them. Of the other weights with the shape of an
+        embedding's weight, AdamW steps the last one, because it is an untied head. In a pipeline stage without an
+        embedding, a head is recognized by its name only.
 
         Args:
             model: This rank's part of the model.
@@ -304,7 +306,7 @@ class Muon(WholeOptimizer):
     def assignment(self) -> dict[str, str]:
         """Return ``"muon"`` or ``"adamw"`` by the name of each parameter that the optimizer steps.
 
-        A parameter without a name is called by its position: ``"parameter 3 of group 0"``.
+        The key of a parameter without a name is its position, such as ``"parameter 3 of group 0"``.
         """
         found = {}
         for index, group in enumerate(self.param_groups):
@@ -322,7 +324,7 @@ class Muon(WholeOptimizer):
         return "\n".join([super().__repr__(), *lines])
 
     def _sorted(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the param group; without "algorithm", yield one group for Muon and one for AdamW."""
+        """Yield ``group`` if it has an "algorithm"; otherwise yield a group for Muon and a group for AdamW."""
         if "algorithm" in group:
             yield dict(group)
             return
@@ -399,7 +401,7 @@ class Muon(WholeOptimizer):
                 yield adamw_update(slot)
 
     def _scale(self, slot: Slot) -> float | Tensor:
-        """Return the factor on the update of a position: a number, or a tensor if its matrices have different factors."""
+        """Return the scale of a slot's update: a number, or one per element if its matrices have different scales."""
         if slot.position not in self._scales:
             tensor, rule = self.tensors.tensors[slot.position], slot.group["adjust_lr_fn"]
             by_box = [(box, scale_of(rule, as_matrix(box.sizes))) for box in tensor.metadata]
@@ -414,7 +416,7 @@ class Muon(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> Tensor:
-    """Return u of the formulas in the module docstring, computed from the new momentum."""
+    """Return u of the formulas in the module docstring; the state must have the new momentum."""
     m: Tensor = slot.state["momentum_buffer"]
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
 

@@ -1,4 +1,4 @@
-"""Base classes of full-tensor optimizers: the update of an element depends on the full tensor, not on a shard alone.
+"""Base classes of full-tensor optimizers, whose update of an element depends on the full tensor, not on a shard alone.
 
 A subclass defines a step in `WholeOptimizer.updates`, with the operations of `WholeTensors`. The same code runs in a
 single process, where each parameter is a full tensor, and on many ranks, where `meshstep.optim.ParallelOptimizer` binds
@@ -66,17 +66,17 @@ class Update(NamedTuple):
 
 
 class WholeOptimizer(torch.optim.Optimizer):
-    """The base class of full-tensor optimizers.
+    """The base class of full-tensor optimizers, whose update needs norms, sums or products of full tensors.
 
     In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
-    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. An
-    overflow is detected on the device, and the step then changes nothing.
+    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. After an
+    overflow (non-finite gradients), which is detected on the device, the step changes nothing.
 
     Attributes:
         tensors: Operations on the full tensors.
         whole_states: Names of the states that belong to the full tensor, not to the shard. They are equal on all ranks
             that have them.
-        kept: Names of the subclass's attributes that a copy of the optimizer keeps.
+        kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
         not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name; None:
             a CUDA graph can capture it.
     """
@@ -119,7 +119,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         """Compute one step and yield its updates.
 
         Collectives: must be the same on all ranks, independent of the tensors that a rank holds.
-        Host synchronization: none.
+        Host synchronization: see the subclass.
         """
 
     def is_whole_state(self, key: str) -> bool:
@@ -134,7 +134,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @property
     def tensors(self) -> WholeTensors:
-        """Return the operations on the full tensors. An unbound optimizer is bound to a single process first."""
+        """Return the operations on the full tensors. If `bind` was not called, all parameters are full tensors."""
         if self._tensors is None:
             pairs = [(group, *pair) for group in self.param_groups for pair in named_params_of([group])]
             metadata = [self.metadata_for(name, tuple(param.shape), group, None) for group, name, param in pairs]
@@ -168,10 +168,11 @@ class WholeOptimizer(torch.optim.Optimizer):
             part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
 
     def bind(self, rows: Sequence[tuple[str, SteppedTensor]], registry: ProcessGroupRegistry) -> None:
-        """Bind the optimizer to stepped tensors. It then computes their full tensors' updates together with other ranks.
+        """Bind the optimizer to shards, so that it computes the updates of full tensors together with other ranks.
 
         Args:
-            rows: By position in the param groups, the unique name of the full tensor and the stepped tensor.
+            rows: Per stepped tensor, in the order of the param groups: the unique name of its full tensor, and its row
+                in the param table.
             registry: The process groups.
 
         Raises:
@@ -225,13 +226,14 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make one step, and return the loss of ``closure`` or None. If ``found_inf`` is 1, nothing changes.
+        """Make one step, and return the loss of ``closure``; None without one.
+
+        If the attribute ``found_inf`` (which a grad scaler sets) is 1, parameters and states do not change.
 
         Args:
             closure: Recomputes and returns the loss, as in torch. None: no closure.
 
-        Collectives: those of `updates`.
-        Host synchronization: none.
+        Collectives, host synchronization: those of `updates`.
         """
         loss = None
         if closure is not None:
@@ -258,10 +260,9 @@ class WholeOptimizer(torch.optim.Optimizer):
             torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype), out=target)
 
     def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
-        """Update ``target`` to ``target - rate (direction + decay target)`` in place and in one pass.
+        """Set ``target`` to ``target - rate (direction + decay target)`` in place, unless the step is skipped.
 
-        If the step is skipped, ``target`` is unchanged. Call it within `updates`; an `Update` may then have ``target``
-        itself as the new value.
+        Call it within `updates`. The `Update` may then have ``target`` itself as the new value.
 
         Args:
             target: The tensor to change.
@@ -273,8 +274,8 @@ class WholeOptimizer(torch.optim.Optimizer):
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if not target.is_cpu or not target.is_contiguous() or is_half(target):
-            # On a CPU a fused kernel is used because it allocates no memory; allocations are slow there. This kernel
-            # ignores strides, and loses updates of half-precision tensors (torch 2.12, 2.13).
+            # The fused kernel below is for CPU tensors, where allocating memory is slow. It ignores strides, and loses
+            # updates of half-precision tensors (torch 2.12, 2.13).
             whole = target.float() if is_half(target) else target
             self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
             return
@@ -352,7 +353,7 @@ class LazyTensors(Mapping[int, Tensor]):
     """A mapping from positions to tensors that computes a tensor on each access, to keep few of them in memory.
 
     Args:
-        slots: The positions.
+        slots: The slots whose positions are the keys.
         make: Computes the tensor of a slot; called on every access, and its result is not kept.
     """
 
@@ -376,8 +377,7 @@ class LazyTensors(Mapping[int, Tensor]):
 
 # The owner rank stores the state of a matrix with the state of the first shard of the tensor that it holds. The key is
 # "<name>.<number of the matrix>", followed by ".<index>" if the matrix has several states of this name. The state
-# belongs to the full tensor: a checkpoint contains it once. After loading in any layout, the
-# owner rank in that layout has it.
+# belongs to the full tensor, so a checkpoint contains it once. A load gives it to the owner rank in the new layout.
 
 _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
 
@@ -385,15 +385,15 @@ _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
 class HomeOptimizer(WholeOptimizer):
     """A full-tensor optimizer that assigns every matrix to an owner rank, which alone keeps the matrix's state.
 
-    A matrix whose state is on a rank already keeps that rank as its owner rank.
+    If the optimizer is bound again, a rank that has the state of a matrix stays its owner rank.
 
     Attributes:
         lists: Number of tensors per matrix that are sent to the owner rank, such as 1 for the gradient alone.
         blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names.
         homes: The owner ranks and the exchanges with them.
-        taken: The number of steps taken.
+        taken: The number of steps of each stepped tensor.
 
-    Collectives: when the optimizer is bound, an object all-gather in addition to the base class's.
+    Collectives: `bind` has an object all-gather in addition to that of `WholeOptimizer.bind`.
     """
 
     lists = 1
@@ -417,7 +417,7 @@ class HomeOptimizer(WholeOptimizer):
         """Choose the owner ranks.
 
         Raises:
-            ValueError: On every rank: the optimizer has stepped in a single process before.
+            ValueError: On every rank: on a rank, the optimizer has states from steps without `ParallelOptimizer`.
         """
         super().bound(tensors)
         self.homes = Homes(tensors, self.boxes, self.cost, self.lists, settled=self._agreed(self._settled(tensors)))
@@ -427,7 +427,7 @@ class HomeOptimizer(WholeOptimizer):
             self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
 
     def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Return the rank that has the state of each matrix, by (tensor name, matrix number). ``own``: on this rank."""
+        """Return {(tensor name, matrix number): rank that has the matrix's state}; ``own`` is this rank's set of keys."""
         registry = self.tensors.registry
         if registry is None:
             return dict.fromkeys(own, 0)
@@ -441,7 +441,7 @@ class HomeOptimizer(WholeOptimizer):
         return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
 
     def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
-        """Return (tensor name, matrix number) of the matrices whose states this rank has from before the binding."""
+        """Return (tensor name, matrix number) of each matrix whose state this rank has already."""
         return {
             (tensor.name, number)
             for tensor, param in zip(tensors.tensors, params_of(self.param_groups), strict=True)
@@ -450,7 +450,10 @@ class HomeOptimizer(WholeOptimizer):
         }
 
     def own(self, slot: Slot) -> list[Matrix]:
-        """Return the matrices whose states this rank stores in ``slot``: the owner rank's first shard of a tensor."""
+        """Return the matrices that this rank owns and whose states it stores in ``slot``.
+
+        Empty unless ``slot`` is this rank's first shard of the tensor.
+        """
         return self._own.get(slot.position, [])
 
     # State ----------------------------------------------------------------------------------------------------------
@@ -466,7 +469,7 @@ class HomeOptimizer(WholeOptimizer):
     # The step -------------------------------------------------------------------------------------------------------
 
     def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
-        """Return a function from a matrix to the slot that stores its state."""
+        """Return a function from a matrix that this rank owns to the slot that stores the matrix's state."""
         by_position = {slot.position: slot for slot in slots}
         return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
 
@@ -489,10 +492,10 @@ class StepsTaken:
         self._arrived: dict[torch.device, torch.cuda.Event] = {}
 
     def of(self, slot: Slot) -> int:
-        """Return the number of steps before this one.
+        """Return the number of steps of ``slot`` before the current step.
 
-        Host synchronization: on a GPU, it waits for the previous step; in the first step and after loading, for the
-        device.
+        Host synchronization: on a GPU, the host waits for the previous step; in the first step and after loading, for
+        all work on the device.
         """
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:

@@ -4,11 +4,12 @@ Shampoo multiplies gradients by inverse roots of preconditioners::
 
     L <- b2 L + (1 - b2) G G^T                R <- b2 R + (1 - b2) G^T G        (b2 = 1: L + G G^T, R + G^T G)
     m <- b1 m + (1 - b1) G                    m^ = m / (1 - b1^t)
-    P = L^(-1/4) m^ R^(-1/4)                  of L / (1 - b2^t) + eps, every ``precondition_frequency`` steps
+    P = L^(-1/4) m^ R^(-1/4)                  roots of L / (1 - b2^t) + eps I (b2 = 1: L + eps I), and of R likewise
     A = m^ / (sqrt(v^) + graft_eps)           grafting: Adam's step, or m^ ("sgd")
     w <- w - lr (wd w + P |A| / |P|)
 
-A tensor with k dims has k preconditioners, and the exponents are -1 / (2k). Vectors use the grafted step A.
+The roots are computed every ``precondition_frequency`` steps. A tensor with four or more dims has one preconditioner per
+dim. With k preconditioners, the exponents are -1 / (2k). Vectors have none, and use the grafted step A.
 
 Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (arXiv:1802.09568). The epsilon of the roots,
 averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309.06497).
@@ -52,7 +53,10 @@ Sides = Sequence[Tensor | None]
 """Per dim of a tensor, a square matrix of the dim's size; None for a dim without preconditioner."""
 
 FACTORISATION = 40.0
-"""Cost of a QR decomposition of a matrix [n, n] and the product before it, in operations of a matrix product per n^3."""
+"""Cost of a matrix product and a QR decomposition of [n, n] matrices, divided by n^3.
+
+The unit is the time of one floating-point operation in a matrix product.
+"""
 
 
 def sides_of(shape: Shape) -> Shape:
@@ -61,7 +65,7 @@ def sides_of(shape: Shape) -> Shape:
 
 
 def gram(g: Tensor, dim: int) -> Tensor:
-    """Return the Gram matrix [side, side] of ``g`` along ``dim``: the inner products of its slices."""
+    """Return the Gram matrix [n, n] of ``g`` along ``dim``: the inner products of its n slices."""
     rows = g.movedim(dim, 0).flatten(1)
     return rows @ rows.mT
 
@@ -90,14 +94,17 @@ def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def renewed(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the basis after one step of power iteration, and the order in which it has the columns of the old basis."""
+    """Return (new basis, order) after one step of power iteration.
+
+    Column i of the new basis belongs to column ``order[i]`` of the old one.
+    """
     product = symmetric @ basis
     order = torch.argsort((basis * product).sum(0), descending=True)
     return torch.linalg.qr(product[:, order])[0], order
 
 
 def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
-    """Return (S + epsilon)^(-1 / order) of a symmetric matrix whose eigenvalues are >= 0 except for rounding."""
+    """Return (S + epsilon I)^(-1 / order) of a symmetric matrix S whose eigenvalues are >= 0 except for rounding."""
     values, vectors = eigh(symmetric)
     root: Tensor = (vectors * (values.clamp(min=0) + epsilon).pow(-1 / order)) @ vectors.mT
     return root
@@ -109,7 +116,8 @@ class PreconditionedOptimizer(HomeOptimizer):
     Attributes:
         square_names: Names of the two states of a side: the statistics, and the root or basis computed from them.
         longest: Name of the option that limits the length of a side with these states.
-        product_cost: Cost of the products with one root or basis per step, per element and unit of length.
+        product_cost: Floating-point operations per step in the products of one side, divided by (number of elements x
+            length of the side).
     """
 
     kept = ("blocks", "factor_dtype")
@@ -128,7 +136,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         super().__init__(params, defaults)
 
     def cost(self, shape: Shape) -> float:
-        """Return the relative cost of a step: its products, and its share of a factorisation every few steps."""
+        """Return the approximate number of operations of a step: its products, and its share of the factorisations."""
         often: int = self.defaults["precondition_frequency"]
         numel, sides = torch.Size(shape).numel(), [n for n in sides_of(shape) if n <= self.defaults[self.longest]]
         return sum(self.product_cost * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
@@ -147,7 +155,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         return state
 
     def squares(self, slot: Slot, matrix: Matrix) -> list[tuple[Tensor, Tensor] | None]:
-        """Return the two states of each side of a matrix; None for a side without these states."""
+        """Return (statistics, root or basis) of each side of a matrix; None for a side without a preconditioner."""
         found: list[tuple[Tensor, Tensor] | None] = []
         for dim in range(len(sides_of(matrix.shape))):
             statistics, made = (slot.state.get(named(name, matrix, dim)) for name in self.square_names)
@@ -158,7 +166,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         """Return the update directions of all tensors that consist of matrices, by position.
 
         Args:
-            slots: The positions of the step.
+            slots: The slots of this step.
             taken: The number of earlier steps by position.
         Collectives: the exchanges with the owner ranks.
         """
@@ -179,7 +187,7 @@ class PreconditionedOptimizer(HomeOptimizer):
         Args:
             matrix: The matrix, of which this rank is the owner.
             g: The gradient in ``factor_dtype``.
-            slot: The position that stores the matrix's states.
+            slot: The slot that stores the matrix's states.
             taken: The number of earlier steps.
         """
 
@@ -190,7 +198,7 @@ Grafting = Literal["adam", "sgd"]
 
 
 class Shampoo(PreconditionedOptimizer):
-    """Shampoo, which steps matrices by Shampoo and vectors by the grafted method (``grafting``).
+    """Shampoo for matrices, with Adam (or SGD with momentum, see ``grafting``) for vectors.
 
         optimizer = ParallelOptimizer(Shampoo(model.named_parameters()), registry, max_norm=1.0)
 
@@ -200,13 +208,14 @@ class Shampoo(PreconditionedOptimizer):
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
         lr: A number or a 0-dim tensor.
-        betas: b1, b2; b2 = 1 sums the products, as in the paper.
+        betas: (b1, b2), the decay of the momentum and of the preconditioners. b2 = 1: a preconditioner is the sum of the
+            products of gradients, as in the paper.
         epsilon: Added to the eigenvalues of the preconditioners.
-        weight_decay: Decoupled weight decay.
-        max_preconditioner_dim: Longer dims have no preconditioner.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+        max_preconditioner_dim: Dims of a larger size have no preconditioner.
         precondition_frequency: Number of steps between new roots. The first step always computes roots.
-        grafting: The method that determines the norm of the update: "adam" or "sgd".
-        grafting_beta2, grafting_epsilon: Options of the grafted Adam step.
+        grafting: The method whose step gives the norm of a matrix's update, and the step of vectors: "adam" or "sgd".
+        grafting_beta2, grafting_epsilon: b2 and eps of the grafted Adam step.
         blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
         factor_dtype: Dtype of preconditioners and roots: float32 or float64.
 
@@ -215,8 +224,8 @@ class Shampoo(PreconditionedOptimizer):
 
     Collectives: as in `SOAP`.
     Host synchronization: as in `SOAP`; on CUDA also one per new root, to check that the eigenvalue solver converged.
-    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements on the owner rank, none
-        on others.
+    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
+        on the owner rank, none on other ranks.
     """
 
     square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
@@ -297,7 +306,7 @@ class Shampoo(PreconditionedOptimizer):
 
 
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the new moments m and v, and the grafted step A of the formulas in the module docstring."""
+    """Return (m, v, A) of the formulas in the module docstring: the new moments and the grafted step."""
     beta1, beta2 = group["betas"][0], group["grafting_beta2"]
     m, v = m.lerp(g, 1 - beta1), v.lerp(g.square(), 1 - beta2)
     m_hat = m / (1 - beta1**t)
@@ -310,26 +319,26 @@ def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -
 
 
 class SOAP(PreconditionedOptimizer):
-    """SOAP, which steps matrices by SOAP and vectors by SOAP's variant of Adam.
+    """SOAP for matrices, with Adam for vectors. The first step changes no weights: it computes the first bases.
 
         optimizer = ParallelOptimizer(SOAP(model.named_parameters()), registry, max_norm=1.0)
 
     A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix (L, R,
     both bases and two moments) are on its owner rank only.
 
-    The first bases come from a single gradient. If this gradient has fewer independent columns than rows, the other
-    vectors of a basis are arbitrary, as in the authors' code. They depend on the last bits of the gradient, so a sum of
-    gradients in another order gives other bases.
+    The first bases come from a single gradient. If the rank of this gradient matrix is less than its number of rows or
+    columns, the remaining vectors of a basis are arbitrary, as in the authors' code. They depend on the last bits of the
+    gradient, so a sum of gradients in another order gives other bases.
 
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
         lr: A number or a 0-dim tensor.
-        betas: b1, b2.
-        shampoo_beta: b3. Default -1: any negative value means b2.
+        betas: (b1, b2), the decay of the moments.
+        shampoo_beta: b3, the decay of the preconditioners L and R. Default -1: any negative value means b2.
         eps: Added to the denominator.
-        weight_decay: Decoupled weight decay.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``.
         precondition_frequency: Number of steps between new bases.
-        max_precond_dim: Longer dims have no preconditioner.
+        max_precond_dim: Dims of a larger size have no preconditioner.
         blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
         factor_dtype: Dtype of L, R and the bases, and of their products and factorisations: float32 or float64.
 
@@ -337,10 +346,10 @@ class SOAP(PreconditionedOptimizer):
         ValueError: An option is out of range.
 
     Collectives: as in `Muon`.
-    Host synchronization: one in the first step and one in the first step after loading. Otherwise the host waits for
-        the end of the previous step only.
-    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements on the owner rank, none
-        on others.
+    Host synchronization: in the first step and in the first step after loading. In other steps the host waits only for
+        the end of the previous step.
+    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
+        on the owner rank, none on other ranks.
     """
 
     square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0

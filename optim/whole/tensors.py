@@ -1,7 +1,7 @@
-"""Operations on full tensors of which each rank holds shards: locating elements, norms, sums over dims, and shards.
+"""Operations on full tensors of which each rank holds shards: norms, sums over dims, and the regions that ranks hold.
 
-Exactly one rank contributes a replicated element to a sum, and the result is bitwise identical on every rank. A tensor
-of which no rank holds only a part needs no collective.
+If several ranks hold an element, only one of them contributes it to a sum. The result is bitwise identical on every
+rank. A tensor that no rank holds only in part needs no collective.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A full tensor, and the ranks that hold it.
+    """A full tensor, and the boxes (rectangular regions) of it that each rank holds.
 
     Args:
         name: Unique in the model.
         shape: Shape of the full tensor.
         dtype: Dtype of the stepped shards.
         metadata: The result of `WholeOptimizer.metadata_for`, equal on all ranks that hold shards of the tensor.
-        held: For each global rank, the boxes of the tensor that the rank holds. A box is a rectangular region.
+        held: {global rank: boxes of the tensor that this rank holds}.
     """
 
     name: str
@@ -55,16 +55,18 @@ class LogicalTensor:
 
     @cached_property
     def is_split(self) -> bool:
-        """Return True if some rank holds only part of the elements."""
+        """Return True if a rank holds only part of the elements."""
         return not all(map(self.is_whole_on, self.ranks))
 
     def sources(self, first: int | None = None) -> dict[int, list[Box]]:
-        """Return the boxes that each rank contributes, so that exactly one rank contributes each element.
+        """Return the boxes that each rank contributes to a sum or an exchange: each element comes from exactly one rank.
 
         Args:
-            first: The rank that contributes all elements that it holds. The following ranks contribute the elements
-                that no earlier rank has, in cyclic order. Different first ranks spread the work among replicas. None:
-                the lowest rank.
+            first: The rank that contributes all elements that it holds. The other ranks follow in cyclic order, and
+                each contributes the elements that no earlier rank holds. Different first ranks spread the work among
+                replicas. None: the lowest rank.
+        Returns:
+            {rank: boxes}; the list of a rank that contributes nothing is empty.
         """
         at = 0 if first is None else self.ranks.index(first)
         order = self.ranks[at:] + self.ranks[:at]
@@ -144,20 +146,20 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
 # Parts of a parameter that are separate matrices: experts of a stack, blocks of a fused weight, heads -----------------
 
 Blocks = Mapping[str, int | Sequence[int]]
-"""Per glob over parameter names, the number of equal blocks along the rows (dim -2) of a fused weight, or their sizes."""
+"""For each glob over parameter names: the number of equal blocks along the rows (dim -2) of a fused weight, or the list of
+block sizes."""
 
 
 def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> list[Box]:
-    """Return the boxes of a tensor's matrices, in order.
+    """Return one box (rectangular region) per matrix of a tensor with at least two dims, in order.
 
-    A fused weight has several blocks, each of which is a matrix. The block sizes come from ``blocks`` if the name
-    matches one of its globs, else from the layout ``spec``.
-
-    A tensor with 2 dims is a matrix, a tensor with 3 dims a stack of matrices. With 4 or more dims, the first dim is
-    the rows and all other dims together are the columns.
+    A tensor with 2 dims is a matrix, a tensor with 3 dims a stack of matrices. A fused weight has several blocks, each
+    of which is a matrix. The block sizes come from ``blocks`` if the name matches one of its globs, else from the
+    layout ``spec``. A tensor with 4 or more dims is a single matrix without blocks: the first dim is the rows, and all
+    other dims together are the columns.
 
     Raises:
-        ValueError: The block sizes don't add up to the number of rows.
+        ValueError: The block sizes in ``blocks`` don't add up to the number of rows, or a size is less than 1.
     """
     if len(shape) > 3:
         return [Box((0,) * len(shape), shape)]
@@ -183,7 +185,7 @@ def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> t
             raise ValueError(f"blocks={given_blocks!r} for {name}: give sizes that add up to its {rows} rows")
         return -2, sizes
     spec = spec or P()
-    for dim in (-2, -1):  # -1: 2-D layers store weights as [in, out]
+    for dim in (-2, -1):  # -1: `Linear2D` and `Linear2p5D` store weights as [in, out], so their blocks are columns
         for parts in map(spec.block_sizes, spec.dim_axes(len(shape) + dim)):
             if parts != (1,):
                 return dim, tuple(shape[dim] * part // sum(parts) for part in parts)
@@ -194,22 +196,24 @@ def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> t
 
 
 Request = tuple[int, Tensor, tuple[int, ...]]
-"""A position, a tensor of its shard's shape, and the dims of the full tensor to sum over."""
+"""(position, tensor, dims): a tensor of the shape stepped at ``position``, and the dims of the full tensor to sum over."""
 
 
 class WholeTensors:
-    """The full tensors whose shards an optimizer steps. A position is a shard's index over all param groups.
+    """The full tensors whose shards an optimizer steps, with norms of them and sums over their dims.
+
+    A position is the index of a stepped tensor over all param groups.
 
     Args:
         positions: For each position, the name of the full tensor and the region of it that this rank steps.
         everything: The full tensors of all ranks by name, in the same order on all ranks.
         registry: The process groups; None: a single process.
-        shapes: Shapes of the stepped tensors. None: the shape of the shard, or one dim if this rank steps only a part
-            of the shard.
+        shapes: Shapes of the stepped tensors. None: the shape of the shard, or ``(numel,)`` if this rank steps only a
+            part of the shard.
 
     Attributes:
         tensors: The full tensor of each position.
-        everything: The argument of this name.
+        everything: The full tensors of all ranks by name.
         rank: The global rank of this process.
     """
 
@@ -230,7 +234,7 @@ class WholeTensors:
         for position, tensor in enumerate(self.tensors):
             self._positions.setdefault(tensor.name, []).append(position)
         split = [name for name, tensor in everything.items() if tensor.is_split]
-        self._slots = {name: index for index, name in enumerate(split)}  # index in the packed norms of all ranks
+        self._slots = {name: index for index, name in enumerate(split)}  # index in the all-reduced sums of squares
         self._canonical_boxes = [self._boxes(tensor) for tensor in self.tensors]
         self._cuts: dict[tuple[int, Shape, tuple[Box, ...]], list[tuple[Box, torch.Size, tuple[int, ...], int]]] = {}
 
@@ -240,7 +244,7 @@ class WholeTensors:
 
         Args:
             params: The parameters.
-            metadata: See `WholeOptimizer.metadata_for`; None: no metadata.
+            metadata: Per parameter, the result of `WholeOptimizer.metadata_for`. None: no metadata.
 
         Collectives: none.
         """
@@ -259,7 +263,7 @@ class WholeTensors:
         registry: ProcessGroupRegistry,
         metadata: Callable[[int], Any] | None = None,
     ) -> WholeTensors:
-        """Agree with all ranks on the full tensors.
+        """Gather the regions that all ranks step, and return the full tensors.
 
         Args:
             named: Per position, the full tensor's name (unique in the model), the stepped tensor, and its region of the
@@ -269,8 +273,8 @@ class WholeTensors:
                 raise. None: no metadata.
 
         Raises:
-            ValueError: On every rank: a region is unknown because the shards have unequal sizes, or the ranks' metadata
-                differ.
+            ValueError: On every rank: a region is unknown because the shards have unequal sizes, ``metadata`` raised
+                it on a rank, or a reason in `logical_tensors`.
 
         Collectives: an object all-gather.
         """
@@ -300,7 +304,10 @@ class WholeTensors:
         return self._positions.get(tensor.name, [])
 
     def positions_of(self, tensor: LogicalTensor, box: Box) -> list[int]:
-        """Return those positions whose shard contains ``box``, which lies in a single rectangle of one shard."""
+        """Return the positions of ``tensor`` whose shard contains ``box``.
+
+        ``box`` must lie in a single rectangle of one shard.
+        """
         return [
             position
             for position in self.positions(tensor)
@@ -308,23 +315,23 @@ class WholeTensors:
         ]
 
     def piece_shape(self, position: int) -> Shape:
-        """Return the shape of the stepped tensor at a position: the shard's shape, or one dim."""
+        """Return the shape of the stepped tensor at a position: the shard's shape, or ``(numel,)`` for a part of it."""
         return self._shapes[position]
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
     def rectangles(self, position: int, piece: Tensor) -> dict[Shape, Tensor]:
-        """Return views of the boxes of the full tensor that ``piece`` contains, by their offsets in the full tensor.
+        """Return ``piece`` as rectangles of the full tensor: {offsets in the full tensor: view of ``piece``}.
 
         ``piece`` must be contiguous and have the stepped tensor's shape.
         """
         return self._regions[position].parts(piece)
 
     def of_whole(self, position: int, whole: Tensor) -> Tensor:
-        """Return this rank's shard of ``whole``, expanded to the full tensor's shape.
+        """Return the part of ``whole`` that this rank steps at a position, in the stepped tensor's shape.
 
         Args:
-            position: The position of the shard.
+            position: The position.
             whole: The full tensor, or a tensor that broadcasts to its shape.
 
         Collectives: none.
@@ -340,7 +347,13 @@ class WholeTensors:
         return piece
 
     def views(self, position: int, piece: Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
-        """Yield (box, view) for each box of the full tensor: a view of the elements of ``piece`` in the box."""
+        """Yield (box, view of ``piece``) for each intersection of ``boxes`` with the rectangles of ``piece``.
+
+        Args:
+            position: The position of ``piece``.
+            piece: A tensor of the stepped tensor's shape.
+            boxes: Boxes of the full tensor.
+        """
         boxes = tuple(boxes)
         if not piece.is_contiguous():
             yield from self._cut(position, piece, boxes)
@@ -414,7 +427,7 @@ class WholeTensors:
         Returns:
             For each request the sum, float64, with the full tensor's number of dims and size 1 in the summed dims.
 
-        Collectives: one all-reduce per set of ranks that hold shards of the same tensors.
+        Collectives: one all-reduce per set of ranks that hold shards of the same tensors; none for full tensors.
         Host synchronization: as in `norms_of`.
         """
         results, positions = list[Tensor](), list[int]()
@@ -482,7 +495,10 @@ def _power(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
-    """Return the elements of ``box`` in a tensor that begins at ``offsets`` of the full tensor (None: at 0); a view."""
+    """Return a view of the elements of ``box``, a box of the full tensor.
+
+    ``tensor`` begins at ``offsets`` of the full tensor (None: at the first element).
+    """
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset - (offsets[dim] if offsets else 0), size)
     return tensor

@@ -82,7 +82,7 @@ WRONG, UNTOLD = 1, 2  # exit codes: there are findings; there is no result, beca
 
 
 class AuditRun(NamedTuple):
-    """Options that each rank needs.
+    """The options of the audit that each rank needs.
 
     Args:
         build: ``SCRIPT:BUILD``.
@@ -100,7 +100,7 @@ class AuditRun(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the audit, print the result, and return the exit code: 0 if there are no findings, else `WRONG` or `UNTOLD`.
+    """Run the audit, print the result, and return the exit code: 0 without findings, 1 with findings, 2 without a result.
 
     Under a launcher such as torchrun, the launched processes are the ranks; otherwise this function starts processes.
     Only the first process prints and may return another exit code than 0.

@@ -71,7 +71,7 @@ class GradientContract:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """Return the axes along which ranks have distinct parts of a direction, because they hold shards."""
+        """Return the axes along which ranks hold distinct shards of the parameter."""
         return tuple(axis for axis, along in self.by_axis if along.apart)
 
     def along(self, axis: str) -> AxisContract:
@@ -164,7 +164,7 @@ class ParameterView:
     ) -> ParameterView:
         """Return the description of a local tensor and its gradient.
 
-        Host synchronization: four.
+        Host synchronization: up to four.
         """
         value = value.detach()
         return cls(
@@ -233,7 +233,10 @@ class KnownParameter:
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
-        """Return True if all ranks that hold the parameter have the same values as the other ranks along ``axis``."""
+        """Return True if ranks that differ only in their coordinate along ``axis`` have equal values of the parameter.
+
+        Ranks that do not hold the parameter are ignored.
+        """
         groups = ([self.seen[rank] for rank in ranks if rank in self.seen] for ranks in topology.groups(axis))
         return all(len({(one.shape, one.value) for one in group}) <= 1 for group in groups)
 
@@ -271,7 +274,7 @@ class Measured:
 
     @classmethod
     def of_model(cls, model: nn.Module, registry: ProcessGroupRegistry) -> Measured:
-        """Return the measured trainable parameters of a model, whose gradients are in ``.grad``.
+        """Return the `Measured` of a model's trainable parameters and their gradients in ``.grad``.
 
         Raises:
             ValueError, TypeError: On every rank, as `local_gradients`.
@@ -374,7 +377,7 @@ Beside = Mapping[str, tuple[Shape, bool]]
 def spec_of_contract(
     known: KnownParameter, contract: GradientContract, topology: Topology, beside: Beside
 ) -> tuple[P, bool]:
-    """Return the spec for a contract, and True if its sharded dims are certain.
+    """Return (spec for a contract, True if its sharded dims are certain).
 
     If they are not certain, the gradient norm and the step are right nevertheless. Only loading a checkpoint in another
     layout depends on the dims.
@@ -414,7 +417,7 @@ def cutting_axes(known: KnownParameter, contract: GradientContract, topology: To
 
 
 def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield pairs (axis, other axis), if only ranks with equal coordinates along the two axes hold the parameter.
+    """Yield each pair (axis, other axis) for which only ranks with equal coordinates along both axes hold the parameter.
 
     The owner rank along ``axis`` is then the one with the coordinate of ``other axis``.
     """
@@ -431,7 +434,7 @@ def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topo
 def _entries(
     known: KnownParameter, cutting: Sequence[str], topology: Topology, beside: Beside
 ) -> tuple[list[tuple[str, ...]], bool]:
-    """Return the axes that shard each dim, and True if they are certain."""
+    """Return (axes that shard each dim, True if they are certain)."""
     shape = known.first.shape
     dims = len(shape)
     if not cutting:
@@ -496,7 +499,7 @@ def candidates(
 
 def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) -> tuple[AxisContract, ...]:
     if len(known.coordinates(axis, topology)) == 1:
-        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # a single rank holds the parameter
+        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # held at one coordinate of the axis
     if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
         return (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
     alike: tuple[AxisContract, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)

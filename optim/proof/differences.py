@@ -136,7 +136,7 @@ def mean_loss(losses: Losses, topology: Topology) -> float:
     """Return the mean of the losses over the data-parallel ranks.
 
     Raises:
-        ValueError: Some data-parallel rank has no loss, or a loss is not finite.
+        ValueError: A loss is not finite, or no rank has a loss for some coordinate along the data-parallel axes.
     """
     by_samples: dict[tuple[int, ...], list[float]] = {}
     for rank, loss in enumerate(losses):
@@ -190,7 +190,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     casts to a lower dtype are ignored.
 
     Raises:
-        TypeError: A parameter is a DTensor of another dtype than float64.
+        TypeError: A parameter or buffer is a DTensor in float32, bfloat16 or float16.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _LOWER]
     if not tensors:

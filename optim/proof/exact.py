@@ -91,7 +91,8 @@ def assert_exact(
             parameter is not declared.
         TypeError: A step returns neither a model nor a model and a norm.
 
-    Collectives: the step's own, one `sync_gradients`, one `global_norm` and a few object all-gathers.
+    Collectives: per step, those of ``parallel_step``, a few object all-gathers and, for steps that return a model only,
+        one `sync_gradients` and one `global_norm`.
     Host synchronization: yes.
     """
     for number in range(1, steps + 1):

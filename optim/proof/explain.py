@@ -140,7 +140,10 @@ class ForwardOrder:
         return sorted(self._known, key=lambda known: (min(known.seen) if by_stage else 0, self._at[known.label]))
 
     def until_right(self, last: KnownParameter, wrong: Sequence[KnownParameter]) -> list[HookPoint]:
-        """Return the hook points up to the output of the first later module that has a parameter with a correct gradient.
+        """Return the hook points from the start of forward to the first module after ``last`` with a correct gradient.
+
+        The output of this module is included. If no later module has a parameter with a correct gradient, return all
+        hook points.
 
         Args:
             last: The last parameter, in forward order, with a wrong gradient.

@@ -99,7 +99,7 @@ class Proof:
 
     @property
     def is_correct(self) -> bool:
-        """Return True if there are no findings."""
+        """Return True if there are no findings, even if parameters are undecided."""
         return not self.findings
 
     def check(self) -> None:
@@ -164,8 +164,9 @@ def prove(
 
     Raises:
         ValueError: On every rank: a parameter is not declared, or a loss is missing or not finite.
-        RuntimeError: ``loss_fn`` raised an error on another rank. That rank logs the error at once. If this rank waits
-            for it in a collective of the model, the collective must time out first.
+        RuntimeError: ``loss_fn`` raised an error on another rank (a ValueError or TypeError there is the same type
+            here). That rank logs the error at once. If this rank waits for it in a collective of the model, the
+            collective must time out first.
         TypeError: A parameter has half precision and ``dtype`` is None, or a DTensor would have to be converted to
             float64.
 

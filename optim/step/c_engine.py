@@ -84,8 +84,10 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
 def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
     """Return the number with which an optimizer fills a new state of a parameter's shape.
 
+    It is 0 except for ``"sum"`` of `torch.optim.Adagrad` and ``"step_size"`` of `torch.optim.Rprop`.
+
     Args:
-        optimizer: The optimizer; for optimizers outside torch the result is 0.
+        optimizer: The optimizer.
         group: The parameter's param group.
         name: The name of the state.
     """
@@ -104,11 +106,11 @@ State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
 """The int16 remainder of each split weight. A split weight is a bfloat16 weight that is stepped as a float32 master."""
 RowCache = dict[tuple[int, torch.device], "ParamRows"]
-"""The rows of an optimizer's last step, by param group and device."""
+"""The rows of an optimizer's last step, by (index of the param group, device)."""
 
 
 class KernelCall(NamedTuple):
-    """The arguments of one call of the loops or Triton kernels.
+    """The arguments of one call of the compiled C loops or Triton kernels.
 
     Args:
         columns: The addresses and lengths of the rows.
@@ -132,7 +134,7 @@ class PointerTable:
         params: The tensors.
         fixed: Five columns of addresses, with one address per tensor: the tensor, its three states, and its step count.
             The address of a missing state or count is 0.
-        rests: The address of each tensor's remainder, or 0; None: no tensor has a remainder.
+        rests: The address of each tensor's remainder (see `Remainders`), or 0; None: no tensor has a remainder.
     """
 
     def __init__(self, params: Sequence[Tensor], fixed: Sequence[Sequence[int]], rests: Sequence[int] | None) -> None:
@@ -180,6 +182,8 @@ class PointerTable:
 class ParamRows:
     """The rows of one param group, and the group's parameters that are not rows.
 
+    A row contains the addresses of a parameter and its states for the kernels.
+
     Args:
         all_params: All parameters of the group.
         state: The optimizer's state.
@@ -210,7 +214,7 @@ class ParamRows:
 
     def keep(self) -> ParamRows:
         """Record the tensors and addresses with which `is_valid_for` compares later, and return self."""
-        # Then `_values_now` may call `dict.values`, which is faster than a look-up per name.
+        # If states have no other names, `_values_now` may call `dict.values`, which is faster than a look-up per name.
         self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
         self._values = self._values_now()
         self._addresses, self._signature = list(map(Tensor.data_ptr, self._values)), Signature(self._there)
@@ -278,7 +282,7 @@ def find_valid_rows(
 def step_rows(
     loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[KernelCall]], request: UpdateRequest
 ) -> None:
-    """Call the loops with ``calls``, one list of calls per param group. Records the half-precision copies as written.
+    """Call the compiled loops with ``calls`` (one list per param group), and record which half-precision copies they wrote.
 
     ``request.skip`` and ``request.factor`` must be on the CPU.
     """
@@ -347,7 +351,7 @@ def numbers_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> list[float
 
 
 def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, ...]:
-    """Return the state names of a param group, in the order of the kernels' arguments; last ``"step"`` if it is counted."""
+    """Return the names of a param group's states as the kernels expect them, with ``"step"`` last if steps are counted."""
     states = spec.states if spec.last is None or group[spec.last] else spec.states[:-1]
     return (*states, "step") if spec.counted else states
 
@@ -421,7 +425,7 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
 
 
 def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> list[list[Tensor]]:
-    """Step all parameters that the loops support, and return the others.
+    """Step all parameters that the compiled loops support, and return the parameters that torch must step.
 
     If ``request.skip`` is 1, nothing changes except that missing states are created.
 
@@ -431,7 +435,7 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
         request: Its ``skip`` and ``factor`` must be on the CPU.
         cache: The rows of the last step. Changed rows are replaced.
     Returns:
-        For each param group, the parameters with gradients that were not stepped and that torch must step.
+        For each param group, the parameters with gradients that were not stepped.
     Collectives: none. Host synchronization: none.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
@@ -509,7 +513,7 @@ def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -
 
 
 def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
-    """Create the parameter's missing states, give states its strides, and return True if the kernels support all."""
+    """Create missing states of a parameter, give states its strides, and return True if the kernels support all states."""
     if not first:
         return True
     state = states[param]

@@ -84,7 +84,8 @@ class GradSyncController(ABC):
     def averages(self, window: Window) -> bool:
         """Return False if the data-parallel module did not average the window's gradients, so that `step` must do it.
 
-        Called at the end of a window. True: backward has averaged them, or `step` reduces them with its usual buckets.
+        Called at the end of a window. True: backward has averaged the gradients, or `hand_over` or this library's
+        gradient buckets do.
 
         Raises:
             RuntimeError: Gradients were not reduced, and only the backward could have reduced them.
@@ -126,7 +127,7 @@ class GradSyncController(ABC):
 
 
 class OverlappedReduce(GradSyncController):
-    """The controller for ``overlap=True``: this library's gradient buckets are reduced during the last backward."""
+    """The controller for ``overlap=True``: gradient buckets are reduced in the backward of a window's last micro-batch."""
 
     def __init__(self, reducer: BackwardReducer) -> None:
         self._reducer = reducer
@@ -161,7 +162,7 @@ class OverlappedReduce(GradSyncController):
         return True
 
     def renew(self, reducer: BackwardReducer) -> None:
-        """Remove the present reducer's hooks from its parameters, and use another reducer from now on."""
+        """Remove the hooks of the present reducer from the parameters, and use ``reducer`` from now on."""
         self._reducer.remove_hooks()
         self._reducer = reducer
 
@@ -203,8 +204,8 @@ class TorchGradSync(GradSyncController):
     def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
         """Raise ValueError if a data axis shards a trained parameter (such as an expert) and the module is DDP.
 
-        `DistributedDataParallel` averages all gradients over its process group, so it would average gradients of
-        different shards. It does not divide the gradients of parameters that it ignores.
+        `DistributedDataParallel` (DDP) averages all gradients over its process group, so it would average gradients of
+        different shards. If DDP ignores the parameter, the gradient is not divided by the number of data ranks.
         """
         large = [axis for axis in topology.data_axes if topology.size(axis) > 1 and self.is_ddp]
         for entry in entries:
@@ -219,8 +220,9 @@ class TorchGradSync(GradSyncController):
         """Raise ValueError if the process group of a `DistributedDataParallel` is not the group of the data axes.
 
         DDP copies the parameters of its first rank to all ranks of its process group, and averages gradients over this
-        group. With additional ranks, both mix different shards; with missing ranks, gradients are not averaged over all
-        data ranks. `fully_shard` needs no check, because its DTensors contain its mesh.
+        group. If the group has other ranks than data ranks, DDP overwrites their shards and averages gradients of
+        different shards. If data ranks are missing, gradients are not averaged over all of them. `fully_shard` needs no
+        check, because its DTensors contain its mesh.
         """
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
@@ -319,7 +321,7 @@ def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn
 
 
 def reducing_module(module: nn.Module) -> nn.Module:
-    """Return the `DistributedDataParallel` or `fully_shard` module inside wrappers; the innermost module if none is."""
+    """Return the `DistributedDataParallel` or `fully_shard` module inside wrappers; without one, the innermost module."""
     while True:
         wrapped = [module._modules.get(name) for name in ("_orig_mod", "_forward_module")]
         if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
@@ -397,7 +399,7 @@ class MegatronGradSync(TorchGradSync):
             raise ValueError(f"data_parallel={type(module).__name__} of Megatron with {'; '.join(wrong)}")
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
-        """Raise ValueError if Megatron averages buffers over other ranks than those of the data axes.
+        """Raise ValueError if Megatron averages gradient buffers over other ranks than those of the data axes.
 
         Buffers of experts are not checked.
         """

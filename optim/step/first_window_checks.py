@@ -1,4 +1,6 @@
-"""Checks of gradients that all ranks run together in the first accumulation windows: missing, unscaled, overwritten."""
+"""Checks that all ranks run together in the first accumulation windows: for gradients that are missing or unscaled,
+weights that the step would overwrite, and parameters that the loss does not use.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ _FINDERS: list[Callable[[object], str | None]] = []
 def check_in_first_window(find: Callable[[object], str | None]) -> None:
     """Register a check that runs as ``find(optimizer.param_groups)`` in the first window of each optimizer.
 
-    ``find`` returns None, or the message of an error in the code that uses the optimizer. All ranks then raise the
-    error.
+    ``find`` returns None, or the message of an error in the code that uses the optimizer. All ranks then raise a
+    ValueError with this message.
     """
     _FINDERS.append(find)
 
@@ -47,9 +49,9 @@ def _problem_around(param_groups: object) -> str | None:
 class GradientReport(NamedTuple):
     """One rank's report on its gradients at the end of a window; all ranks gather the reports."""
 
-    calls: int
+    calls: int  # micro-batches and `scale_loss` calls in the window
     some: bool  # the rank has a gradient, possibly of zeros
-    some_not_zero: bool
+    some_not_zero: bool  # the rank has a non-zero gradient from a backward that bypassed the optimizer
     elsewhere: bool  # gradients are in `main_grad`
     unknown: bool  # unknown whether backward left gradients, because it raised
     divided_twice: bool  # a pipeline schedule divided gradients twice
@@ -58,8 +60,8 @@ class GradientReport(NamedTuple):
     facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if all ranks agree
     looked: bool = False  # gradients of an earlier step were checked already
     written: tuple[int, int] = (0, 0)  # (gradients written to since the last backward, gradients observed)
-    has_copies: bool = False  # the rank has masters or other copies of weights
-    missing: tuple[str, ...] = ()  # trainable parameters of the model that no optimizer has
+    has_copies: bool = False  # the rank has master weights or other copies of weights
+    missing: tuple[str, ...] = ()  # names of trainable parameters of the model that no optimizer has
 
     @classmethod
     def of(
@@ -140,7 +142,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
 
 
 OnMissingParams = Literal["raise", "warn"]
-"""What the first step does if the model has trainable parameters that no optimizer has."""
+"""The reaction of the first step to trainable parameters of the model that no optimizer has."""
 
 
 class ModelParams:
@@ -222,7 +224,7 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
 
     Raises:
         RuntimeError: On every rank: a rank has gradients from other calls than `backward` and `window`. On this rank
-            only: the collective failed, because other ranks have micro-batches and did not make it.
+            only: the all-gather failed, because other ranks have micro-batches in their window and do not call it.
     Collectives: an object all-gather. Host synchronization: yes.
     """
     try:
@@ -248,7 +250,7 @@ def check_window_is_used(window: Window, params: Sequence[Tensor], registry: Pro
 
 
 def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -> None:
-    """Raise RuntimeError on every rank if a rank has weights that were written by other code and the step would overwrite.
+    """Raise RuntimeError on every rank if other code wrote weights on a rank and the step would overwrite these values.
 
     Args:
         names: The result of `TransformChain.find_overwritten` on each global rank: a parameter's name, or None.
@@ -275,7 +277,7 @@ WINDOWS = 16  # more than one, because an expert may get no tokens in a window
 
 
 class UnusedParameters:
-    """A check for parameters that have no gradient in the first `WINDOWS` windows. It then warns once, on rank 0.
+    """A check for parameters that have no gradient on any rank in the first `WINDOWS` windows. It warns once, on rank 0.
 
     Args:
         params: The model's parameters, in the order of the plan's entries.
@@ -304,7 +306,7 @@ class UnusedParameters:
 
     @property
     def is_last(self) -> bool:
-        """Return True if the next call of `end_window` gathers the findings of all ranks."""
+        """Return True if the next call of `end_window` is the last one, which gathers the findings of all ranks."""
         return self.windows >= WINDOWS - 1
 
     def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:

@@ -25,7 +25,7 @@ from ..norm.param_table import ParamTable, SteppedTensor
 
 
 class MissingShards:
-    """A decision, taken with all ranks, which of this rank's shards without a gradient are stepped with zeros.
+    """The update of this rank's shards without a gradient: with zeros if another shard of the tensor has a gradient.
 
     Args:
         table: One record per stepped tensor, with the names of full tensors.
@@ -47,8 +47,9 @@ class MissingShards:
     def field(self) -> dict[str, Tensor]:
         """Return this rank's summands for the norm's all-reduce: its number of shards with a gradient per full tensor.
 
-        The dict has one float64 tensor, or is empty if no parameter of any rank is sharded. Call it after the gradients
-        were reduced.
+        The dict has one float64 tensor, or is empty if no parameter of any rank is sharded. Call the method after the
+        gradients were reduced.
+
         Host synchronization: none.
         """
         if not self._count:
@@ -72,8 +73,8 @@ class MissingShards:
             counts: The sum of `field` over all ranks; None if `field` was empty.
             skip: 0-dim; 1: the update of all tensors is skipped.
         Yields:
-            A dict from each stepped tensor without a gradient of its own to the 0-dim flag that skips its update. The
-            flag is 1 if ``skip`` is 1, or if no shard of the full tensor has a gradient.
+            {stepped tensor without a gradient: 0-dim flag that skips its update}. The flag is 1 if ``skip`` is 1, or if
+            no shard of the full tensor has a gradient.
         Host synchronization: none.
         """
         missing = self._missing

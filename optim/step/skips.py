@@ -31,8 +31,8 @@ class Skip:
         optimizer = ParallelOptimizer(inner, registry, on_nonfinite=Skip(max_consecutive=10))
 
     Args:
-        max_consecutive: The number of consecutive skipped steps that raises an error, an integer >= 1. Default 50. The
-            error comes at most `LAG` steps late, because a step does not wait for the device.
+        max_consecutive: The number of consecutive skipped steps after which an error is raised, an integer >= 1.
+            Default 50. The error comes at most 16 steps late, because a step does not wait for the device.
     """
 
     max_consecutive: int = 50
@@ -77,7 +77,8 @@ class SkipMonitor:
         device: The device of the counts.
 
     Attributes:
-        facts: After `DISAGREED` was returned: this rank's facts of the step in which the ranks disagreed.
+        facts: After `count` or `poll` returned `DISAGREED`: this rank's settings in the step in which ranks disagreed.
+            None: not recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,9 +111,10 @@ class SkipMonitor:
             The reason why training should end, such as `REPLICAS_DIVERGED`, equal on all ranks; None: it should
             continue.
         Raises:
-            RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago, or in this step with
-                ``"raise"``.
-        Host synchronization: one or two with ``"raise"``, else none.
+            RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago or, with
+                ``on_nonfinite="raise"``, in this step.
+        Host synchronization: with ``"raise"``, one per checked flag (up to four). Otherwise the host only waits for the
+            step `LAG` steps ago.
         """
         stats = decision.stats
         in_a_row, bypassed, diverged, disagreed = (0, 0, 0, 0) if captured else self._earlier_counts()
@@ -139,6 +141,8 @@ class SkipMonitor:
     def poll(self, on_nonfinite: OnNonfinite) -> str | None:
         """Return the reason why training should end, or None, as `count` does, from all steps and replays until now.
 
+        Raises:
+            RuntimeError: On every rank: gradients bypassed `backward` in a step.
         Host synchronization: one.
         """
         _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())
@@ -227,7 +231,7 @@ class SkipMonitor:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> None:
-        """Raise ValueError if an entry of ``state`` is not a count."""
+        """Raise ValueError if "skipped_steps" or "vetoed_steps" in ``state`` is not a valid number of steps."""
         for name in ("skipped_steps", "vetoed_steps"):
             check_count(state.get(name, 0), name)
 

@@ -96,9 +96,9 @@ class UsedClip:
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Update `facts` from a window's explicit clips and the groups' ``max_norm``. Return True if they have changed.
+        """Update `facts` from a window's explicit clips and the groups' ``max_norm``. Return True if `facts` has changed.
 
-        Host synchronization: for an explicit threshold in a tensor.
+        Host synchronization: one per explicit threshold that is a tensor on a device.
         """
         before, is_new = self.facts, self._is_new
         if len(explicit) != len(before.explicit) or not all(map(_is_same, explicit, before.explicit)):
@@ -214,7 +214,7 @@ class _Class(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings of a param group, including settings that are not compared (`NOT_COMPARED`, and objects)."""
+    """All settings of a param group, including those that are not compared: `NOT_COMPARED`, and objects of other types."""
 
     keys: Sequence[str]
     values: Sequence[object]
@@ -300,7 +300,10 @@ def _is_compared(value: object) -> bool:
 
 
 def _number_of(value: object, salt: int) -> int:
-    """Return a hash of a setting that is equal in every process; 0 for tensors on a device and for objects."""
+    """Return a hash of a setting; 0 for tensors on a device and objects that are not compared.
+
+    Equal settings have equal hashes in every process.
+    """
     if isinstance(value, int | float):  # in Python hash(-1) == hash(-2), and hashes of NaN differ
         return hash((salt, value, -value)) & MASK if value == value else salt
     if isinstance(value, Tensor):
@@ -327,8 +330,9 @@ class StepAgreement:
     Args:
         plan: The agreed plan of the model's parameters.
         registry: The process groups of the mesh.
-        optimizer: Its param groups are compared within a pipeline stage, on ranks with parameters of the group.
-        groups: For each rank the indices of its param groups that have parameters.
+        optimizer: The optimizer. A param group is compared between the ranks of a pipeline stage that have parameters in
+            the group.
+        groups: For each rank, the indices of its param groups that have parameters.
         rule: The optimizer's clipping rule. Default None: it does not clip.
         all_groups: True (default) if every rank has all param groups, so that their ``max_norm`` can be compared.
 
@@ -417,7 +421,10 @@ class StepAgreement:
         return self._sum
 
     def _shared_weight(self, weight: float | Tensor | None) -> float | str | None:
-        """Return the weight that ranks with the same data coordinate must share, or its device; None: not compared."""
+        """Return the weight that ranks with the same data coordinate must share, to be compared between them.
+
+        For a tensor on a device, return a text with the device type instead. None: not compared.
+        """
         if weight is None or not self._sharers.coefficient:
             return None
         if not isinstance(weight, Tensor):
@@ -455,7 +462,10 @@ class StepAgreement:
     # Error messages --------------------------------------------------------------------------------------------------
 
     def _named(self, facts: Facts | None) -> NamedFacts:
-        """Return this rank's facts by name; None: the facts sent last. Host synchronization: for tensors on a device."""
+        """Return this rank's facts by name. ``facts=None``: the facts of the last step.
+
+        Host synchronization: for tensors on a device.
+        """
         facts = self.sent if facts is None else facts
         topology, coordinate = self.registry.topology, self.registry.coordinate
         stage = [coordinate[axis] for axis in topology.pipe_axes]

@@ -35,7 +35,8 @@ def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     graph.
 
     Raises:
-        RuntimeError: A parameter has its first gradient, for which the optimizer would create a state.
+        RuntimeError: A CUDA graph captures the update, and a parameter has its first gradient, for which the optimizer
+            would create a state.
     """
     if not is_captured():
         yield
@@ -119,7 +120,7 @@ class FusedStepCountMode(TorchDispatchMode):
 
 @dataclass
 class _LaidOut:
-    """A cache of the tensors whose strides were found equal, or made equal, in an optimizer's last step.
+    """A cache of the states and gradients that had the strides of their parameters after an optimizer's last step.
 
     Args:
         states: The values in the optimizer's states.
@@ -163,9 +164,10 @@ def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state of its parameter's shape the parameter's strides.
+    """Give the strides of a parameter to those of its states that have the parameter's shape.
 
-    States of the optimizers of `meshstep.optim.whole` are unchanged, because these optimizers need contiguous states."""
+    States of the optimizers of `meshstep.optim.whole` are unchanged, because these optimizers need contiguous states.
+    """
     _laid_out.pop(optimizer, None)  # drops references to states that a load has replaced
     for part in parts_of(optimizer):
         if asks_other_ranks(part) or not part.state:
@@ -180,7 +182,7 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_gradients(params: Sequence[Tensor]) -> None:
-    """Replace gradients on a CPU that have other strides than their parameter, or no memory, by copies that fit."""
+    """Replace CPU gradients that are lazy or have other strides than their parameter by copies with these strides."""
     for param in params:
         grad = param.grad
         if grad is None or not param.is_cpu:

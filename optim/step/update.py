@@ -47,9 +47,9 @@ _CACHES: list[Callable[[], None]] = []
 
 
 def invalidate_before_updates(forget: Callable[[], None]) -> None:
-    """Register ``forget`` to be called before each update. It clears a cache of values computed from weights.
+    """Register ``forget`` to be called before each update.
 
-    It must be cheap.
+    ``forget`` clears a cache of values that were computed from weights. It must be cheap.
     """
     _CACHES.append(forget)
 
@@ -64,9 +64,9 @@ class UpdateEngine:
 
     Args:
         optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
-    Collectives: none. Host synchronization: none if `steps_on_device` is True, else one for all optimizers together;
-        one
-    more if the skip flag is on a GPU and some parameters are on the CPU (`HostDecision`).
+    Collectives: none.
+    Host synchronization: one if `steps_on_device` is False for an optimizer; one more if the skip flag is on a GPU and
+        some parameters are on the CPU (`HostDecision`).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -151,10 +151,10 @@ class UpdateEngine:
         return self._caches.setdefault(optimizer, {})
 
     def _step_split(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step parameters with split weights, which are updated as float32 masters.
+        """Step parameters, some of which may be split weights: bfloat16 weights that are updated as float32 masters.
 
-        The C loops join weight and remainder, step and split again in one pass. Other engines step float32 copies of
-        the masters, bucket by bucket.
+        The C loops join weight and remainder, step the master and split it again in one pass. Other engines step joined
+        float32 masters, bucket by bucket.
         """
         weights = request.split_weights
         if weights is None:
@@ -252,8 +252,8 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     True for torch's fused Adam, AdamW, SGD and Adagrad, for the optimizers of `meshstep.optim.whole`, and for a
     `CombinedOptimizer` of such optimizers. There are two exceptions, for which it returns False:
 
-    * Fused SGD with dampening before its first step: torch makes the momentum buffer from the first gradient, which is
-    wrong if that step is skipped on the device.
+    * Fused SGD with dampening before a parameter's first step: torch makes the momentum buffer from the first gradient,
+      which is wrong if that step is skipped on the device.
     * Fused SGD with half-precision parameters on a CPU, in torch versions that lose their updates (2.12 and 2.13).
     """
     if (parts := parts_of(optimizer)) != [optimizer]:
@@ -306,8 +306,8 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
 
-# One kernel launch steps all param groups. The host reads none of the factor, the skip flag, the step counts, and the
-# learning rates that are tensors.
+# One kernel launch steps all param groups. The host does not read the factor, the skip flag, the step counts, or learning
+# rates that are tensors on the GPU.
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
@@ -340,7 +340,7 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
 def step_by_triton(
     kernels: Triton, optimizer: torch.optim.Optimizer, request: UpdateRequest, cache: RowCache
 ) -> list[list[Tensor]]:
-    """Step all parameters that the Triton kernels support, and return the others.
+    """Step all parameters that the Triton kernels support, and return the parameters that torch must step.
 
     If ``request.skip`` is 1, nothing changes except that missing states are created.
 
@@ -350,7 +350,7 @@ def step_by_triton(
         request: Its ``skip`` and ``factor`` must be on the kernels' device.
         cache: The rows of the last step. Changed rows are replaced.
     Returns:
-        For each param group, the parameters with gradients that were not stepped and that torch must step.
+        For each param group, the parameters with gradients that were not stepped.
     Collectives: none. Host synchronization: none.
     """
     from ..kernels.triton import KernelLaunch

@@ -58,7 +58,7 @@ class UpdateRequest:
 
 
 Update = Callable[[UpdateRequest], object]
-"""A function that steps the parameters in the present param groups, or skips."""
+"""A function that steps the parameters that are now in the param groups, unless ``request.skip`` is 1."""
 
 
 class HostDecision:
@@ -166,7 +166,7 @@ class SplitWeights:
         self._split_back(weights, together)
 
     def _joined(self, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the flat buffer of the float32 masters, and the masters as views of it, made by a few kernels."""
+        """Return the flat buffer of the float32 masters, and one view of the buffer per master."""
         remainders = [self.remainders[weight] for weight in weights]
         if len(weights) == 1:
             flat = join_master(weights[0].detach(), remainders[0])

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 class Weight:
     """The sum of the weights of a window's micro-batches on this rank.
 
+    The weight of a micro-batch is the divisor of its summed loss, such as the number of tokens.
+
     Attributes:
         value: The sum: a number, or the tensor ``sum`` after a weight that is a tensor.
         sum: The 0-dim tensor to which weights are added after the first weight that is a tensor; None before. It stays
@@ -93,7 +95,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """The sizes of the topology and the rank's pipeline stage, for the sum of weights over ranks.
+    """The sizes of the topology and the rank's pipeline stage, for the sum of micro-batch weights over ranks.
 
     Args:
         stages: The number of pipeline stages.
@@ -138,8 +140,8 @@ def window_fields(
     """Return this rank's summands of the window's fields in the all-reduce that measures the gradient norm.
 
     The field ``"window_weight"`` has one float64 value per pipeline stage. All ranks of a stage with the same data
-    coordinate have the same weight, so each of these ranks adds the weight divided by their number. A stage without a
-    weight adds 0, because only the last stage computes a loss. `inverse_weight` reads the sum over ranks.
+    coordinate have the same weight, so each of these ranks adds the weight divided by their number. Stages that compute
+    no loss have no weight and add 0. `inverse_weight` reads the sum over ranks.
 
     Args:
         weight: The window's weight on this rank, a number or a 0-dim tensor.
@@ -167,7 +169,10 @@ def window_fields(
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
-    """Return the reference value of D / W. ``weights[d][k]`` is the weight of micro-batch k on data coordinate d."""
+    """Return D / W of the module docstring, as a reference for tests; 1 if all weights are 0.
+
+    ``weights[d][k]`` is the weight of micro-batch k on data coordinate d.
+    """
     total = sum(sum(of_rank) for of_rank in weights)
     return len(weights) / total if total else 1.0
 
@@ -231,7 +236,8 @@ class Window:
     Attributes:
         phase: The phase of the window; the module's docstring lists the phases.
         micro_batches: The number of micro-batches so far, including micro-batches without a loss.
-        calls: The number of micro-batches and `scale_loss` calls in this window; 0: gradients bypassed the optimizer.
+        calls: The number of micro-batches and `scale_loss` calls in this window; 0: all new gradients bypassed the
+            optimizer.
         unscaled_grads: The result of `has_bypassed_grads` at the end of a window with a loss scale.
         several: True if the current micro-batch may have several backward calls.
         entered: True while a micro-batch runs.
@@ -333,7 +339,9 @@ class Window:
         return bool(self._weighted)
 
     def number_of_facts(self, agreement: StepAgreement, changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
-        """Return this rank's summand of the field ``"agreement"``, which compares ranks. Host synchronization: none.
+        """Return this rank's summand of the field ``"agreement"``, which compares settings between ranks.
+
+        Host synchronization: none.
 
         Args:
             agreement: The comparison of settings between ranks.
@@ -503,9 +511,9 @@ class Window:
         """Count one micro-batch before its backward, and add its weight to the window's weight.
 
         Args:
-            weight: The divisor of the summed loss, such as its number of tokens; a number or a 0-dim tensor. None: the
-                loss is a mean. The micro-batch then counts 1 in managed accumulation; otherwise gradients are not
-                divided.
+            weight: The divisor of the summed loss, such as the number of tokens; a number or a 0-dim tensor. None: the
+                loss is a mean. In managed accumulation, gradients are then divided by the number of micro-batches;
+                otherwise they are not divided.
             params: The parameters whose gradients accumulate.
         Raises:
             ValueError: The window is full; only some of its micro-batches have a weight; or the weight is negative or
@@ -618,7 +626,7 @@ class _OtherBackward:
 
 
 class _Gradient(NamedTuple):
-    """A weak reference to a gradient, its parameter's index, and its version counter when this record was made."""
+    """A record of a gradient: its parameter's index, a weak reference to it, and its version counter at that time."""
 
     position: int
     tensor: weakref.ref[Tensor]

@@ -5,8 +5,8 @@ An example of a combination is Muon for matrices and AdamW for the rest:
     ParallelOptimizer([Muon(matrices, lr=0.02), AdamW(others, lr=1e-3, fused=True)], registry, max_norm=1.0)
 
 Combined optimizers have a common gradient norm and step decision. Their param groups are in one list, and
-``"optimizer"`` in a param group is the index of its optimizer. Their states are in one dict. Sharding, masters,
-checkpoints and schedules therefore handle them as one optimizer; only the update steps each one (`parts_of`).
+``"optimizer"`` in a param group is the index of its optimizer. Their states are in one dict. Sharding, master weights,
+checkpoints and schedules therefore handle them as one optimizer; only the update steps each optimizer (`parts_of`).
 """
 
 from __future__ import annotations
@@ -64,18 +64,22 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.state = self.state
 
     def release(self) -> None:
-        """Restore the original param groups and states of the single optimizers."""
+        """Restore the original param groups and states of the single optimizers. No effect after `keep` or in a copy."""
         for part, (groups, state) in zip(self._parts, self._given, strict=False):  # `_given` is empty in a copy
             part.param_groups, part.state = groups, state
             for group in groups:
                 del group[OPTIMIZER_INDEX]
 
     def keep(self) -> None:
-        """Drop the original groups and states, so that their memory is freed. `release` then restores nothing."""
+        """Drop the original param groups and states, so that their memory is freed. `release` then has no effect."""
         self._given = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each of the single optimizers, with ``grad_scale`` and ``found_inf`` if these attributes are set."""
+        """Step each of the single optimizers.
+
+        Raises:
+            ValueError: ``closure`` is not None.
+        """
         if closure is not None:
             raise ValueError("several optimizers take no closure, which each would evaluate: call backward, then step")
         for part in self.parts:
@@ -207,7 +211,8 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Return a context manager that restores the single optimizers of a `CombinedOptimizer` if its body raises.
 
-    If the body does not raise, their original groups and states are dropped."""
+    If the body does not raise, their original param groups and states are dropped.
+    """
     try:
         yield
     except BaseException:

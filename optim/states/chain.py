@@ -1,4 +1,7 @@
-"""Parameter transforms, and the chain that installs them over an optimizer's param groups in a fixed order."""
+"""Parameter transforms, which replace the model's parameters in an optimizer's param groups, and the chain of transforms.
+
+Transforms replace parameters by local tensors of DTensors, shards, CPU copies or float32 masters, in this order.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
-    """Return a (name, parameter) pair per parameter: the optimizer's name, else the annotation's, else None."""
+    """Return a (name, parameter) pair per parameter.
+
+    The name is the one in the param group, else the one in the parameter's annotation, else None.
+    """
     named: list[tuple[str | None, Tensor]] = []
     for group in param_groups:
         given = group.get("param_names")
@@ -55,12 +61,13 @@ def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 
 def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Add or remove ``param_names`` in param groups without parameters, before the param group ``new`` is added.
+    """Make ``param_names`` consistent in all param groups, before ``new`` is added to the optimizer.
 
-    torch requires ``param_names`` in all groups or in none. Groups with parameters are unchanged.
+    torch requires ``param_names`` in all groups or in none. This function adds or removes them in groups without
+    parameters, which may be ``new`` itself. Groups with parameters are unchanged.
 
     Args:
-        new: The param group to add; its parameters may be (name, parameter) pairs.
+        new: The param group that will be added; its parameters may be (name, parameter) pairs.
         groups: The optimizer's param groups.
     """
     if not new["params"]:
@@ -75,7 +82,7 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
 
 
 def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[ParamPosition]:
-    """Return one `ParamPosition` per parameter, numbered from ``first``. Call it before any tensor is replaced."""
+    """Return one `ParamPosition` per parameter, with indices from ``first`` on. Call it before any tensor is replaced."""
     return [
         ParamPosition(index, name or f"parameter {index}", param, param)
         for index, (name, param) in enumerate(named_params_of(param_groups), first)
@@ -83,9 +90,9 @@ def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> l
 
 
 def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
-    """Return the new entries of a group: ``params`` with each tensor replaced by the tensors in ``replacement(tensor)``.
+    """Return new ``params`` for a group, with each tensor replaced by the tensors in ``replacement(tensor)``.
 
-    If the group has ``param_names``, the result also has them, with one name per new tensor.
+    The result is a dict. If the group has ``param_names``, the dict also has them, with one name per new tensor.
     """
     named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
     result: dict[str, Any] = {"params": [param for _, param in named]}
@@ -97,6 +104,7 @@ def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequenc
 
     Args:
         targets: (tensor, offset) pairs. The tensor holds elements of the flattened parameter, beginning at ``offset``.
+            Empty: the state is dropped.
     """
     state = optimizer.state.pop(param, None)
     for target, offset in targets if state else ():
@@ -228,15 +236,15 @@ class ParamTransform:
     """
 
     idle = False
-    """True if the transform replaced no tensor; read after `install`."""
+    """True if the transform has nothing to do; a step then does not call its methods. Read after `install`."""
     is_local = False
-    """True if its replacements count as the model's parameters for the rest of the library."""
+    """True if the rest of the library must treat its replacements as the model's parameters."""
     replica_dependent = False
-    """True if ranks that hold replicas of a tensor may disagree whether it is replaced."""
+    """True if a tensor may be replaced on one rank, but not on another rank with a replica of it."""
     supports_partial_step = False
-    """True if `step` may be called several times per update, each time with some of the parameters in the param groups."""
+    """True if an update may consist of several calls of `step`, each with some of the parameters in the param groups."""
     may_step_partially = False
-    """True if all transforms between this one and the optimizer are ``supports_partial_step``; set by the chain."""
+    """True if all transforms between this one and the optimizer have ``supports_partial_step``; set by the chain."""
 
     def keeps_grad_here(self, tensor: Tensor) -> bool:
         """Return True if gradients are reduced, measured and clipped on ``tensor``, an input of this transform.
@@ -313,10 +321,10 @@ class ParamTransform:
         return False
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first replaced tensor that other code wrote and `write_back` would overwrite; None if there is none.
+        """Return the first replaced tensor whose value, written by other code, `write_back` would overwrite; else None.
 
-        Tensors whose write was detected are left out, because `pull_grads` copies them to the replacement. Host
-        synchronization: one per tensor with a copy.
+        Detected writes, which change the tensor's version counter or memory, are left out: `pull_grads` copies these
+        tensors to their replacements. Host synchronization: one per tensor with a copy.
         """
         return None
 
@@ -330,19 +338,23 @@ class ParamTransform:
     def extra_state(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """Return the state tensors that this transform keeps for the stepped tensor ``tensor``, by name; default: none.
 
-        A rank with a replica of ``tensor`` must have replicas of them.
+        Ranks with replicas of ``tensor`` must return bitwise equal state tensors.
         """
         return {}
 
     def master_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the master of a split weight ``tensor``, as a new float32 tensor; None for other tensors."""
+        """Return a new float32 tensor with the master of ``tensor``, if this transform keeps only its remainder; else None.
+
+        Only `SplitMasters` keeps remainders.
+        """
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries that a checkpoint needs in addition to the optimizer's own state.
 
-        Keys must be unique among transforms. Except for masters and layouts, a checkpoint stores the values of rank 0:
-        they must be plain values that are equal on all ranks.
+        Keys must be unique among transforms. A checkpoint stores each rank's masters. Loading rebuilds ``"shards"`` and
+        ``"dtypes"`` for the new layout. All other entries are stored from rank 0 only, so they must be plain values
+        that are equal on all ranks.
         """
         return {}
 
@@ -406,10 +418,13 @@ class LocalTensors(ParamTransform):
             }
 
     def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
-        """Set the gradient of every local parameter to the local tensor of its DTensor's gradient, possibly partial.
+        """Set the gradient of every local parameter to the local tensor of its DTensor's gradient, which may be partial.
 
-        If the DTensor has no gradient, a gradient that other code set on the local parameter stays. Trainers set zero
-        gradients for a step that creates states, before they load states.
+        If the DTensor has no gradient, a gradient that other code set on the local parameter is kept. For example,
+        trainers set zero gradients and make a step to create optimizer states, before they load states.
+
+        Returns:
+            The error for a gradient with an unsupported layout; None: there is none. The local gradient is then NaN.
         """
         from ...parallel.interop.dtensor import local_parameter, poison_gradient, share_gradient
 
@@ -452,9 +467,9 @@ class StepObserver:
                 update(request)
                 self.seconds = time.perf_counter() - start
 
-    Subclasses override the methods that they need. In each step every rank calls `local_grads`, `reduced_grads` and
-    `update`, in this order. An observer that was added on all ranks may therefore use collectives. It must not change
-    gradients, weights or the request.
+    Subclasses override the methods that they need. In each step the optimizer calls `local_grads`, `reduced_grads` and
+    `update` on every rank, in this order. An observer that was added on all ranks may therefore use collectives. It
+    must not change gradients, weights or the request.
     """
 
     def not_captured(self) -> str | None:
@@ -486,7 +501,7 @@ class GivenParam:
     Args:
         name: The parameter's name for messages.
         param: The parameter.
-        trained: ``param.requires_grad`` when the last param group was added.
+        trained: True if ``param.requires_grad`` was True each time a param group was added, from its own group on.
         dtype: The dtype when the optimizer received the parameter.
         device: The device when the optimizer received the parameter.
     """
@@ -499,7 +514,7 @@ class GivenParam:
 
     @classmethod
     def of(cls, name: str, param: Tensor) -> GivenParam:
-        """Return the record of a parameter in its present state."""
+        """Return a `GivenParam` with the parameter's present dtype, device and ``requires_grad``."""
         return cls(name, param, param.requires_grad, param.dtype, param.device)
 
     @property
@@ -520,7 +535,8 @@ class TransformChain:
     Attributes:
         positions: One `ParamPosition` per stepped tensor, in the order of the param groups.
         given: The model parameters, including parameters of which this rank holds no shard.
-        frozen: Model parameters that were frozen when a param group was added. They cannot be unfrozen.
+        frozen: Model parameters that were trained at first, and frozen before a later param group was added. They cannot
+            be unfrozen.
         pulling_grads: The transforms that override `pull_grads`, from the model to the optimizer.
         catching_up: The transforms that override `catch_up`.
         observers: The step observers, in the order of calls.
@@ -570,7 +586,10 @@ class TransformChain:
         self.set_observers(self.observers)
 
     def explain(self, error: Exception) -> None:
-        """Raise RuntimeError from ``error`` if a parameter's dtype or device has changed, which explains ``error``."""
+        """Raise RuntimeError from ``error`` if a parameter's dtype or device has changed, a likely cause of ``error``.
+
+        Do nothing if none has changed, or if ``error`` already has this message.
+        """
         if (text := self.converted()) and text != str(error):
             raise RuntimeError(text) from error
 
@@ -627,7 +646,10 @@ class TransformChain:
         return params_of(self.optimizer.param_groups)
 
     def values(self) -> list[Tensor]:
-        """Return the values of the stepped tensors: a new float32 master for each split weight, else the tensor itself."""
+        """Return one tensor per stepped tensor: a new float32 master if only its remainder is kept, else the tensor itself.
+
+        `SplitMasters` keeps remainders.
+        """
         transforms = self._those_with("master_of")
         return [
             next((master for transform in transforms if (master := transform.master_of(tensor)) is not None), tensor)
@@ -681,7 +703,7 @@ class TransformChain:
 
     @property
     def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
-        """Return functions of the window that return the context managers around the backward of a micro-batch."""
+        """Return the transforms' `micro_batch` methods: each returns a context manager around a micro-batch's backward."""
         return [transform.micro_batch for transform in self._those_with("micro_batch")]
 
     def has_copies(self) -> bool:
@@ -690,9 +712,9 @@ class TransformChain:
 
     @torch.no_grad()
     def find_overwritten(self) -> str | None:
-        """Return the name of the first parameter that other code wrote and the next step would overwrite, or None.
+        """Return the name of the first parameter whose value, written by other code, the next step would overwrite.
 
-        Host synchronization: one per tensor with a copy.
+        None: there is no such parameter. Host synchronization: one per tensor with a copy.
         """
         for transform in self.transforms:
             tensor = transform.find_overwritten()
@@ -762,7 +784,12 @@ def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], obj
 
 
 def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
-    """Return the error for optimizer states whose ``saved`` sharding differs from the present one; None means unsharded."""
+    """Return the error for saved optimizer states that are sharded in another way than the optimizer's.
+
+    Args:
+        saved: The ``"shards"`` entry of the saved state; None: unsharded.
+        own: That of the optimizer; None: unsharded.
+    """
     layouts = [
         f"sharded over {shards['axis']}={shards['size']} in {len(shards['pieces'])} shards" if shards else "unsharded"
         for shards in (saved, own)

@@ -1,8 +1,8 @@
 """Checks that an optimizer may step shards of tensors: its update of each element must depend on that element alone.
 
 Muon, Shampoo, LAMB and Adafactor compute norms, means or products of a full tensor, so a shard gives wrong results.
-Prodigy and D-Adaptation compute sums over all tensors of a rank, which differ between ranks. Optimizers with quantized
-states (8-bit Adam) round states in blocks of elements, and only in tensors above a size.
+Prodigy and D-Adaptation compute sums over all tensors of a rank, so the sums differ between ranks. Optimizers with
+quantized states (8-bit Adam) quantize blocks of elements, and only tensors above a certain size.
 
 An optimizer is recognized by the names of its class and package, so no third-party library is imported.
 """
@@ -96,7 +96,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
     A bool in ``optimizer.elementwise`` overrides both checks.
 
     Args:
-        why: The start of the message: the feature and tensors for which the optimizer gets shards.
+        why: The start of the message: why the optimizer gets shards, such as "Sharded gives the optimizer shards".
     """
     for part in parts_of(optimizer):
         reason = _why_not_elementwise(part)
@@ -112,7 +112,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
-    """Raise ValueError if parameters are sharded (declared or DTensors), and the optimizer is not elementwise.
+    """Raise ValueError if the optimizer's result would depend on how the model is divided over ranks.
+
+    It does if parameters are sharded (declared or DTensors), and the update is not elementwise. It also does if ranks
+    hold different parameters, and the optimizer computes a value from all of its parameters together.
 
     Args:
         entries: The plan entries of all stepped parameters, with validated specs. Frozen parameters are ignored.
@@ -134,10 +137,10 @@ def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEn
 
 
 def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError if the optimizer computes a value from all of its parameters together.
+    """Raise ValueError if the optimizer computes a value, such as a norm, from all of its parameters together.
 
     Args:
-        why: The start of the message: the reason why it would not get all parameters together.
+        why: The start of the message: why the optimizer does not step all parameters in one call on one rank.
     """
     for part in parts_of(optimizer):
         name, said = type(part).__name__, getattr(part, "elementwise", False)
@@ -154,10 +157,12 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError if the optimizer can't step its parameters in several parts.
+    """Raise ValueError if the optimizer can't step its parameters bucket by bucket.
+
+    It can't if it computes a value from all of its parameters together, or if its step issues collectives.
 
     Args:
-        why: The start of the message: the feature that steps in parts.
+        why: The start of the message: the feature that steps bucket by bucket.
     """
     check_each_alone(optimizer, why)
     for part in parts_of(optimizer):
@@ -169,7 +174,7 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the reason why the optimizer may not be elementwise, as the end of a sentence; None if it is elementwise."""
+    """Return why the optimizer may not be elementwise, as the end of a sentence; None: it is, or it uses collectives."""
     if asks_other_ranks(optimizer):
         return None
     said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
@@ -189,7 +194,7 @@ def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 def _quantized_states(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the name of the class or option that quantizes states in blocks; None if states are not quantized.
 
-    Also None if ``optimizer.elementwise`` is set.
+    Also None if ``optimizer.elementwise`` is set, or if the optimizer's step uses collectives.
     """
     if asks_other_ranks(optimizer) or getattr(optimizer, "elementwise", None) is not None:
         return None

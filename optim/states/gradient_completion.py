@@ -42,19 +42,18 @@ class GradientCompletion:
         table: One record per stepped tensor.
         buckets: A function that returns the gradient buckets of a reduction plan. These buckets reduce gradients after
             all transforms have moved gradients.
-        early: Buckets over the model's parameters that are reduced during backward, or before transforms move
-            gradients.
-            None: gradients are not reduced in backward.
+        early: Buckets over the model's parameters, reduced during backward; if this rank ran no backward, at the end of
+            the window. None: gradients are not reduced in backward.
         agreement: The comparison of settings between ranks, evaluated in the first window; None: there is one rank.
         unused: The check for parameters without gradients.
-        model: The check for trainable parameters that the optimizer does not have.
+        model: The check for trainable parameters that no optimizer has.
         has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
 
     Attributes:
         table: The records. The first window adds the axes over which DTensor gradients are partial to their specs.
         grads_checked: True after all ranks have checked the gradients of the first window.
-        changed: Indices of parameters that were frozen since they were added, and of parameters that were unfrozen
-            since then. Updated in every window.
+        changed: Two tuples of indices of model parameters: those frozen since they were added to the optimizer, and those
+            unfrozen since then. Updated in every window.
     """
 
     def __init__(
@@ -91,14 +90,13 @@ class GradientCompletion:
         Args:
             switch: The controller of gradient reduction during backward; None: backward reduces nothing.
         Returns:
-            An error that only this rank's gradients have; raise it after the step's remaining collectives. None: no
-            error.
+            An error that concerns this rank only; raise it after the step's remaining collectives. None: no error.
         Raises:
             RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not
                 reduced gradients that only it can reduce. In the first window, on every rank: there are no gradients,
                 gradients are not from `backward` or `window`, the model has trainable parameters that no optimizer has,
                 or settings differ between ranks. In the second and 16th window, on every rank: the step would overwrite
-                weights that other code wrote through ``.data``.
+                weights that other code wrote through ``.data``. With one rank: a parameter was unfrozen.
             TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, or the gradient
                 of a DTensor has an unsupported layout.
         Collectives: the reductions of buckets and transforms; in the first and 16th window, an object all-gather; in
@@ -122,7 +120,8 @@ class GradientCompletion:
         seen = None if self.grads_checked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
-        # Reduced before transforms run, as after a backward: all ranks then issue the same collectives in the same order.
+        # This rank ran no backward in the window. Other ranks reduced in backward, before their transforms run, and this
+        # rank must issue the collectives in the same order.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
         for transform in self.chain.catching_up:
@@ -167,7 +166,7 @@ class GradientCompletion:
             self._unused = None
 
     def _seen(self, window: Window) -> GradientReport:
-        """Return this rank's report on its gradients and on the model's modules, for `_look`."""
+        """Return this rank's report on its gradients and on the model's modules. `_look` compares the ranks' reports."""
         params = self.chain.params
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         own = (of.param for chain in _CHAINS for of in chain.given)
@@ -228,7 +227,10 @@ class GradientCompletion:
                 raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:
-        """Return this rank's summand for the `StepAgreement`. Host synchronization: one if settings are device tensors."""
+        """Return this rank's number for the `StepAgreement`; the numbers of ranks with equal settings sum to 0.
+
+        With one rank return 0. Host synchronization: one if settings are device tensors.
+        """
         if self._agreement is None:
             return 0
         number = window.number_of_facts(self._agreement, self.changed)
@@ -240,7 +242,7 @@ class GradientCompletion:
 
         Returns:
             The ids of frozen parameters without a gradient, and the error for an unfrozen parameter or None. Raise the
-            error only after the collectives that other ranks expect.
+            error only after the collectives that other ranks expect. With one rank the error is raised here.
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]

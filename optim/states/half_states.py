@@ -48,16 +48,16 @@ class HalfStates(StatePlacement):
     AdamW's second moments were 3.4 times the float32 ones with rounding to nearest. With stochastic rounding they were
     1.0 to 1.06 times the float32 ones.
 
-    Replicas of a parameter draw equal random bits, because the seed depends on the parameter's name and the step. A CPU
-    draws other bits than a GPU. So replicas that `Offloaded` steps on different devices differ by more than the
-    kernels' rounding.
+    Replicas of a parameter are rounded with equal random bits, because these are seeded by the parameter's name and the
+    step count. A CPU draws other bits than a GPU. If `Offloaded` steps one replica on the CPU and another one on a GPU,
+    they therefore differ by more than the kernels' rounding.
 
     Args:
         dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would
             underflow most second moments to 0.
         seed: The seed of the stochastic rounding, an integer, equal on all ranks. Default 0.
-    Collectives: none. Host synchronization: none of its own. It steps bucket by bucket, so an optimizer whose step
-    synchronizes does so once per bucket.
+    Collectives: none. Host synchronization: none of its own. The optimizer steps bucket by bucket; if its step
+    synchronizes with the host, it does so once per bucket.
     """
 
     position: ClassVar[Position] = Position.STATE
@@ -81,7 +81,7 @@ class HalfStatesTransform(ParamTransform):
 
     def __init__(self, how: HalfStates, context: PlacementContext) -> None:
         self.how, self.registry, self.optimizer, self.steps = how, context.registry, context.optimizer, 0
-        self._split = context.precision.split_masters  # True: bfloat16 tensors have float32 states in an update
+        self._split = context.precision.split_masters  # True: states of bfloat16 tensors are also float32 in an update
         self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:
@@ -92,7 +92,7 @@ class HalfStatesTransform(ParamTransform):
             tensor = at.tensor
             if tensor.dtype == torch.float32 or (self._split and tensor.dtype == torch.bfloat16):
                 spec = (annotation_of(tensor) or Annotation(P())).spec_on(self.registry.topology)
-                name = f"{spec} {tuple(tensor.shape)}" if spec.tied else at.name  # tied copies may have other names
+                name = f"{spec} {tuple(tensor.shape)}" if spec.tied else at.name  # a tied name may differ per stage
                 where = [self.registry.coordinate[axis] for axis in spec.distinct_axes(self.registry.topology)]
                 self._keys[tensor] = f"{name} {where}"
         self.write_back()
@@ -115,7 +115,7 @@ class HalfStatesTransform(ParamTransform):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round loaded states, because torch's `load_state_dict` casts them to the parameters' dtype."""
+        """Round states that are not bfloat16: torch's `load_state_dict` casts loaded states to the parameters' dtype."""
         self._round(self._keys)
 
     def _kept(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any], list[str]]]:
@@ -154,13 +154,19 @@ class HalfStatesTransform(ParamTransform):
             fields({"steps": check_count})(state["half_states"], "half_states")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the random numbers after the saved step, and round states that were saved in float32."""
+        """Restore the step count, which seeds the rounding. `write_back` rounds the loaded states afterwards."""
         self.check_state(state)
         self.steps = state.get("half_states", {"steps": self.steps})["steps"]
 
 
 def _buckets(whole: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the parameters per param group, in at least one bucket of up to `BUCKET_NUMEL` elements or one parameter."""
+    """Yield buckets of up to `BUCKET_NUMEL` elements, or of one larger parameter; at least one bucket, even if empty.
+
+    A bucket has one list of parameters per param group.
+
+    Args:
+        whole: The parameters of each param group.
+    """
     bucket: list[list[Tensor]] = [[] for _ in whole]
     numel = 0
     for index, param in ((index, param) for index, params in enumerate(whole) for param in params):

@@ -34,10 +34,10 @@ from .elementwise import check_in_buckets
 
 # A split weight is a bfloat16 weight with an int16 remainder: the upper and lower 16 bits of its float32 master. It is not
 # replaced: the param groups hold the bfloat16 weight, its gradient is the float32 main gradient, and its optimizer state is
-# float32. The update engine joins weight and remainder to the master, in registers or in a bucket (`SplitWeights`).
+# float32. The update computes the master from weight and remainder, in registers or bucket by bucket (`SplitWeights`).
 
 MANY_WRITES = 3
-"""Number of consecutive steps that found written weights before a warning."""
+"""Warn if other code has written weights before this number of consecutive steps."""
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -89,7 +89,7 @@ class SplitMasters(ParamTransform):
         self._addresses: list[int] = []
         self._memory: list[Tensor] = []  # aliases keep replaced memory allocated until it has been compared
         self._loaded: list[int] = []  # after a load: a hash of each weight; empty from the next step on
-        self._writes = 0  # consecutive steps that found written weights
+        self._writes = 0  # number of consecutive steps before which other code wrote weights
         load_states_exactly(self.optimizer, self.remainders)
 
     @torch.no_grad()
@@ -117,7 +117,10 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
-        """Set the remainders of weights that other code wrote to 0. Return the weights that were written or moved."""
+        """Zero the remainders of weights that other code has written; return weights that were written or have new memory.
+
+        Right after a load, weights that were written with equal values keep their remainders.
+        """
         weights, versions = self._weights, list(map(_version, self._weights))
         addresses = list(map(Tensor.data_ptr, weights))
         if versions == self._versions and addresses == self._addresses:
@@ -134,7 +137,9 @@ class SplitMasters(ParamTransform):
         return [weights[index] for index in sorted({*written, *moved})]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Set the remainders of weights that other code wrote to 0. Host synchronization: none, except once after a load.
+        """Zero the remainders of weights that other code has written. Warn if it writes weights before every step.
+
+        Host synchronization: none, except once if weights were written after a load.
 
         Raises:
             RuntimeError: A weight was written before a step that a CUDA graph captures: every replay would set its
@@ -175,7 +180,7 @@ class SplitMasters(ParamTransform):
         self._loaded = []
 
     def _remainder(self, tensor: Tensor) -> Tensor | None:
-        """Return the remainder of ``tensor`` as the next step will use it; None: ``tensor`` has no remainder."""
+        """Return the remainder of ``tensor``, zeroed if other code wrote the tensor; None: ``tensor`` has no remainder."""
         remainder = self.remainders.get(tensor)
         if remainder is not None:
             index = self._index[tensor]
@@ -236,7 +241,10 @@ def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
-    """Set ``remainder`` to 0 unless ``weight`` is bitwise equal to ``before``, its earlier value, on the device."""
+    """Set ``remainder`` to 0 unless ``weight`` is bitwise equal to ``before``, its earlier value.
+
+    Host synchronization: none, because the comparison stays on the device.
+    """
     if (weight.shape, weight.dtype, weight.device) != (before.shape, before.dtype, before.device):
         remainder.zero_()
         return
@@ -265,10 +273,13 @@ def precision_transform(context: PlacementContext) -> ParamTransform:
 
 
 def check_main_grads(context: PlacementContext, accumulation_steps: int | None) -> None:
-    """Raise ValueError if a setting would accumulate or reduce half-precision gradients.
+    """Raise ValueError if gradients are kept in half precision, and another setting would accumulate or reduce them.
+
+    Gradients are kept in half precision by a mode with masters and ``main_grads=False``. State placements, ``overlap``
+    and ``accumulation_steps`` > 1 are rejected.
 
     Args:
-        accumulation_steps: Micro-batches per window; None: the caller decides.
+        accumulation_steps: Micro-batches per accumulation window; None: the caller decides.
     """
     if context.precision.main_grads or not context.precision.masters:
         return
@@ -283,7 +294,7 @@ def check_main_grads(context: PlacementContext, accumulation_steps: int | None) 
 
 
 class ModelDtypes(ParamTransform):
-    """The transform of modes that step the model's tensors in the model's dtypes."""
+    """The transform of modes without masters and stochastic rounding. It replaces nothing, and checks dtypes in loads."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -298,7 +309,7 @@ class ModelDtypes(ParamTransform):
         list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the state was saved with other parameter dtypes; torch would cast states without a message.
+        """Check that the state was saved with the same parameter dtypes, because torch would cast states silently.
 
         Raises:
             ValueError: The dtypes differ, or the state has masters because it was saved in another precision mode.
@@ -317,7 +328,8 @@ class Masters(ParamTransform):
 
     Args:
         main_grads: True if half-precision tensors have float32 gradients; a master then shares its tensor's gradient.
-        cast: True (default): masters without a shared gradient get float32 copies of the gradients.
+        cast: Only used if ``main_grads`` is False. True (default): masters get float32 copies of the gradients. False:
+            masters get the half-precision gradients themselves.
     """
 
     supports_partial_step = True
@@ -353,7 +365,7 @@ class Masters(ParamTransform):
         masters = self._made
         late = []
         for tensor, master in masters.held():
-            # `step` of CPU offload sets the gradient of its copy, after `pull_grads`
+            # With CPU offload ``tensor`` is a CPU copy. `OffloadTransform.step` sets its gradient, after `pull_grads`.
             if master.grad is None and tensor.grad is not None:
                 master.grad = tensor.grad.float()
                 late.append(master)
@@ -361,7 +373,7 @@ class Masters(ParamTransform):
         update(replace(request, low_precision_out=copies))
         masters.write_back(copies.written)
         if late:
-            clear_gradients(late, set_to_none=True)  # CPU offload sets these again in the next step
+            clear_gradients(late, set_to_none=True)  # the next step of CPU offload sets gradients of these copies again
 
     def write_back(self) -> None:
         self._made.write_back()

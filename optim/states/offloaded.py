@@ -96,11 +96,11 @@ class HostBucket:
 
     @torch.no_grad()
     def load(self, written: Sequence[int]) -> None:
-        """Copy the parameters' values into the CPU copies. Host synchronization: a wait for the device.
+        """Set all CPU copies to the parameters' values. Host synchronization: a wait for the device.
 
         Args:
-            written: Indices of parameters that have changed. The versions of their copies are incremented, so that
-                masters compare these copies.
+            written: Indices of parameters that have changed. The version counters of their copies are incremented, by
+                which masters detect the change.
         """
         self._down(self._weights, list(range(len(self.params))), self.params)
         self.wait()
@@ -125,7 +125,10 @@ class HostBucket:
                 self.copies[index].grad = views[index]
 
     def _down(self, host: Tensor, which: list[int], tensors: list[Tensor]) -> None:
-        """Start to copy ``tensors`` to the positions of the parameters ``which`` in ``host``; the rest may change."""
+        """Start to copy ``tensors`` to the CPU buffer ``host``, at the positions of the parameters with indices ``which``.
+
+        Other positions of ``host`` may be overwritten.
+        """
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy([self._views(host)[index] for index in which], tensors)
         else:
@@ -156,7 +159,7 @@ class HostBucket:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start to copy the CPU copies to the parameters. Call `wait` before writing to the copies.
+        """Start to write the CPU copies into the parameters. Call `wait` before you write to the copies.
 
         Host synchronization: none.
         """
@@ -185,9 +188,9 @@ class Offloaded(StatePlacement):
 
     A step waits for the gradients and the step decision on the host, so a CUDA graph can't capture it.
 
-    Two ranks with replicas of a parameter may step it on different devices if their other parameters differ (pipeline
-    stages with a tied embedding, owned parameters). CPU and GPU kernels may round differently; ``fraction=1.0`` avoids
-    this.
+    If two ranks have replicas of a parameter and differ in their other parameters, one of them may step it on the CPU and
+    the other one on the device (pipeline stages with a tied embedding, owned parameters). CPU and GPU kernels may round
+    differently; ``fraction=1.0`` avoids this.
 
     torch's fused optimizers step bucket by bucket. In three cases all parameters are stepped at once, after all
     gradients have arrived: with other optimizers; with `HalfStates` or stochastic rounding, because their random
@@ -262,7 +265,7 @@ class OffloadTransform(ParamTransform):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        # Only for new parameters: for earlier ones the record of the last step is needed, to detect writes since then.
+        # Only for new parameters. For parameters of earlier groups, the values of the last step detect writes since then.
         self._seen |= {param: _look(param) for param in made}
         self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
@@ -271,15 +274,15 @@ class OffloadTransform(ParamTransform):
 
     @torch.no_grad()
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Copy weights that were written since the last step to the CPU. Host synchronization: only for these."""
+        """Update the CPU copies of weights that were written since the last step. Host synchronization: only for these."""
         self._refresh()
 
     def _refresh(self) -> None:
-        """Copy parameters that were written since the last step to the CPU."""
+        """Update the CPU copies of parameters that were written since the last step."""
         for bucket in self.buckets:
             written = [i for i, param in enumerate(bucket.params) if self._seen[param] != _look(param)]
             if written:
-                bucket.load(written)  # increments versions, so that masters compare them
+                bucket.load(written)  # increments versions of the copies, by which masters detect the write
         self._note_versions()
 
     @torch.no_grad()
@@ -352,7 +355,8 @@ class OffloadTransform(ParamTransform):
     def find_overwritten(self) -> Tensor | None:
         """Return the first parameter whose values differ from its CPU copy, or None.
 
-        Parameters with a detected write to them or to their copy are left out. Host synchronization: one per parameter.
+        Left out are parameters for which a write to the parameter or to its copy was detected. Host synchronization: one
+        per parameter.
         """
         for param, copy in self.copies.items():
             is_settled = self._seen[param] == _look(param) and self._copy_versions[param] == copy._version
@@ -366,7 +370,10 @@ class OffloadTransform(ParamTransform):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy parameters that were written to the CPU: the model may have been loaded before. Masters are loaded later."""
+        """Update the CPU copies of parameters that were written, because the model may have been loaded before.
+
+        Masters are loaded later.
+        """
         self._refresh()
 
 

@@ -47,11 +47,11 @@ from .chain import TransformChain, params_of
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's index along every axis along which ranks step different tensors or shards, and the size of the axis.
+    """This rank's (index, size) on each mesh axis along which ranks step different tensors or shards.
 
-    In a pickle or a file it becomes an ``OrderedDict``. `torch.distributed.checkpoint` treats plain tensors with equal
-    keys as replicas, and stores them from one rank only. `__create_write_items__` raises if ranks have different
-    tensors.
+    It is pickled as an ``OrderedDict``, so that a file can be read without this class. If
+    `torch.distributed.checkpoint` saved a state dict of such ranks, it would treat plain tensors with equal keys as
+    replicas, and store the tensors of one rank only. `__create_write_items__`, which it calls first, therefore raises.
 
     Args:
         axes: (index, size) by axis name.
@@ -72,7 +72,10 @@ class Coordinates:
         return cls({axis: (registry.coordinate[axis], size) for axis, size in sizes.items() if size > 1})
 
     def check(self, saved: object) -> None:
-        """Raise ValueError if ``saved`` are other coordinates than these. None, as in old state dicts, is accepted."""
+        """Raise ValueError if the coordinates ``saved`` differ from this rank's.
+
+        None, as in state dicts of plain torch optimizers, is accepted.
+        """
         if saved is None:
             return
         axes = saved.axes if isinstance(saved, Coordinates) else saved
@@ -89,7 +92,10 @@ class Coordinates:
         return OrderedDict, ([(axis, list(where)) for axis, where in self.axes.items()],)
 
     def __create_write_items__(self, *_: object) -> Iterable[Any]:
-        """Raise ValueError if ranks step different tensors. `torch.distributed.checkpoint` calls it before it saves."""
+        """Raise ValueError if ranks step different tensors; else return no items.
+
+        `torch.distributed.checkpoint` calls this method before it saves.
+        """
         if not self.axes:
             return []
         raise ValueError(
@@ -107,7 +113,7 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError if torch's state-dict functions called `state_dict` and would save wrong states.
+    """Raise ValueError if ``module`` is torch's module of state-dict functions, and these would save wrong states.
 
     These functions look up a state by its model parameter, and treat shards as replicas. They pass no argument to
     `state_dict`, and call no method afterwards, so `state_dict` itself must check.
@@ -117,8 +123,8 @@ def check_caller(
         where: The coordinates of this rank.
         stepped: The stepped tensors.
         given: The model parameters.
-        makes_states: True if states exist, or if a step with zero gradients creates states. torch's functions run such
-            a step.
+        makes_states: True if optimizer states exist, or if one step with zero gradients, which torch's functions run,
+            creates them.
     """
     if module != "torch.distributed.checkpoint.state_dict":
         return
@@ -157,7 +163,12 @@ _RANGES = {
 
 
 def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a hyper-parameter in ``saved`` has another type than in ``groups``, or is out of range."""
+    """Raise ValueError if a hyper-parameter of the param groups ``saved`` is out of range or has another type.
+
+    Args:
+        saved: The param groups of a saved state.
+        groups: The optimizer's param groups, whose hyper-parameters have the wanted types.
+    """
     list_of(fields({"params": list_of(anything)}))(saved, "param_groups")
     for index, (new, group) in enumerate(zip(saved, groups, strict=False)):  # type: ignore[call-overload]
         for name, value in new.items():
@@ -166,7 +177,14 @@ def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_hyper(name: str, value: object, now: object, where: str) -> None:
-    """Raise ValueError if a hyper-parameter has another type than its present value ``now``, or is out of range."""
+    """Raise ValueError if the value of hyper-parameter ``name`` is out of range, or has another type than ``now``.
+
+    Args:
+        name: Name of the hyper-parameter, such as "lr".
+        value: The saved value.
+        now: The optimizer's present value.
+        where: The param group, for the error.
+    """
     field = f"{where}[{name!r}]"
     check_text(name, f"a key of {where}")
     if name in _FLAGS and not (value is None or isinstance(value, bool)):
@@ -180,7 +198,7 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
 
 
 def check_states(saved: object) -> None:
-    """Raise ValueError if a saved optimizer state contains a NaN scalar or an invalid step count."""
+    """Raise ValueError if a saved state has a NaN float, or a "step" that is not a number from 0 to `MAX_COUNT`."""
     dict_of(dict_of(anything), key=anything)(saved, "state")
     for position, state in saved.items():  # type: ignore[attr-defined]
         for name, value in state.items():
@@ -188,7 +206,13 @@ def check_states(saved: object) -> None:
 
 
 def check_state_value(name: str, value: object, where: str) -> None:
-    """Raise ValueError if a scalar of an optimizer state is NaN, or is a step count that is negative or too large."""
+    """Raise ValueError if ``value`` is a NaN float, or if it is a "step" that is not a number from 0 to `MAX_COUNT`.
+
+    Args:
+        name: Key of the value in the optimizer state.
+        value: The value. Tensors are checked only if they are 0-dim and ``name`` is "step".
+        where: The state, for the error.
+    """
     number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and name == "step" else value
     if isinstance(number, float) or name == "step":
         check_number(number, f"{where}[{name!r}]")
@@ -201,14 +225,14 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """The objects of an optimizer whose state its state dict contains, with methods that save, check and load it.
+    """The objects whose state a `ParallelOptimizer`'s state dict contains, and methods that save, check and load it.
 
     Args:
         optimizer: The wrapped torch optimizer.
         chain: The parameter transforms.
         precision: The precision mode.
         loss_scale: The loss scale; None: there is none.
-        model_params: The parameters that loading may change.
+        model_params: The model's parameters, which loading may change.
         registry: The process groups of the mesh.
         coordinates: The coordinates of this rank.
         clip: The state of a clipping rule. None (default): there is no rule.
@@ -241,6 +265,9 @@ class Saved:
 
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load a result of `state_dict`, and return its entry ``"meshstep"``, which includes the counts.
+
+        If the mode has no masters and no loss scale, the state of a plain torch optimizer is accepted as well. The result
+        is then empty.
 
         Raises:
             ValueError: On every rank, if the state of any rank does not fit. Nothing is changed.
@@ -303,7 +330,7 @@ class Saved:
             self.clip.check_state((own or {}).get("clip"))
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
-        """Load the state of the transforms. Call it last, because masters overwrite the model's weights."""
+        """Load the transforms' state on all ranks or on none. Call it last: masters overwrite the model's weights."""
         model = [(param, param.detach().clone()) for param in self.model_params if self.precision.masters]
         backup = _cloned(self.chain.state_dict())
 
@@ -336,7 +363,7 @@ class Saved:
 
 
 def _all_there(load: Callable[[], None]) -> None:
-    """Call ``load()``. Raise ValueError for errors that an incomplete state causes, such as KeyError."""
+    """Call ``load()``, and convert errors of an incomplete state, such as KeyError, to a ValueError."""
     try:
         load()
     except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
@@ -391,7 +418,7 @@ class Recipe:
         options: Mapping[str, Any],
         state: dict[str, Any],
     ) -> Recipe:
-        """Return the recipe of an optimizer with these parts.
+        """Return the recipe of the `ParallelOptimizer` that consists of these parts.
 
         Args:
             wrapped: The wrapped torch optimizer.
@@ -427,7 +454,7 @@ def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
 
 
 class PicklableOptimizer:
-    """A base class for optimizers that wrap another one. It provides copies, pickles, and hooks of the state dict."""
+    """A base class for optimizers that wrap another optimizer: copying, pickling, and hooks of the state dict."""
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -462,7 +489,7 @@ class PicklableOptimizer:
         return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
 
     def __copy__(self) -> Self:
-        """Return a shallow copy, as torch's: the same parameters, param groups, state and window, but no hooks."""
+        """Return a shallow copy without hooks. It shares parameters, param groups, state and accumulation window."""
         new = object.__new__(type(self))
         new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
         hooks: dict[str, Any] = {
@@ -474,7 +501,10 @@ class PicklableOptimizer:
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy over copied parameters, without hooks and gradients. Raises, collectives: as the constructor."""
+        """Return a copy over copied parameters, without hooks and gradients.
+
+        Raises, collectives: as the constructor and `load_state_dict`.
+        """
         commit = self._setup.commit
         memo[id(commit)] = commit  # a callback that may reference objects outside the optimizer
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))

@@ -1,4 +1,4 @@
-"""A repetition of the last update from copies of its inputs, to distinguish flipped bits from reproducible errors."""
+"""Repeat an optimizer's last update from copies of its inputs, to distinguish flipped bits from reproducible errors."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
 
         names = replay(optimizer)  # [] or names such as "layer.weight: exp_avg"
 
-    An empty list means that the update is reproducible; if weights are wrong, its inputs were wrong. Otherwise a bit
-    has flipped on this rank during or after the update, or other code has written to a tensor since then. A
-    nondeterministic kernel also causes differences; a second replay then differs in other elements.
+    An empty list means that the update is reproducible; if weights are wrong, its inputs were wrong. A name in the list
+    means that a bit has flipped on this rank during or after the update, or that other code has written to the tensor
+    since then. A nondeterministic kernel also causes differences; a second replay then differs in other elements.
 
     Args:
         optimizer: An optimizer with ``states=Replayable()``.
@@ -89,7 +89,7 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of an update. Tensors are copies."""
+    """The inputs of an update: the function that runs it, and copies of tensors and param-group options."""
 
     update: Callable[[], object]
     params: dict[Tensor, _Values]
@@ -116,7 +116,7 @@ class UpdateRecorder(ParamTransform):
         self._inputs = None
 
     def reload(self) -> None:
-        self._inputs = None  # they are the inputs for other weights
+        self._inputs = None  # they belong to the update that computed the previous weights
 
     @property
     def _params(self) -> list[Tensor]:

@@ -83,7 +83,7 @@ class ZeroBucket:
         pieces: One shard per segment, a 1-dim parameter: a view of the model parameter, or a copy of the segment if the
             model parameter is not contiguous.
         shards: The (segment, shard) pairs.
-        gradients: The sum of the reduced gradients per segment in this window, or None.
+        gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: there is none yet.
     """
 
     adopt = False
@@ -120,12 +120,15 @@ class ZeroBucket:
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def _part(self, segment: Segment) -> Tensor:
-        """Return the segment, detached, with a version counter of its own; a view if the parameter is contiguous."""
+        """Return the segment's elements, 1-dim, detached: a view if the parameter is contiguous, else a copy.
+
+        The result has a version counter of its own.
+        """
         flat = self.params[segment.position].data.reshape(-1)
         return flat[segment.start : segment.start + segment.numel]
 
     def _piece(self, segment: Segment) -> Tensor:
-        """Return the segment as a view if the parameter is contiguous, else as a copy of the segment only."""
+        """Return the segment's elements as a view if the parameter is contiguous, else as a copy of these elements only."""
         part = self._part(segment)
         return part if self.params[segment.position].is_contiguous() else part.clone()
 
@@ -137,12 +140,12 @@ class ZeroBucket:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Set shards to the values of parameters that were written to or have new memory. Host synchronization: none."""
+        """Update the shards of parameters that were written or have new memory. Host synchronization: none."""
         now = self._look()
         for segment, piece in self.shards:
             if now[segment.position] != self._seen[segment.position]:
                 piece.data = self._piece(segment)
-                torch.autograd.graph.increment_version(piece)  # masters compare shards whose version changes
+                torch.autograd.graph.increment_version(piece)  # masters detect by the version that a shard was written
         self._seen, self._piece_versions = now, self._look_at_pieces()
 
     def has_copies(self) -> bool:
@@ -150,10 +153,10 @@ class ZeroBucket:
         return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter that differs from its shard, if the shard is a copy; None: no parameter differs.
+        """Return the first parameter whose values differ from its shard, if the shard is a copy; None: there is none.
 
-        Shards that were written to, and parameters that `refresh` would copy, are left out. Host synchronization: one
-        per copy.
+        Left out are shards that were written, and parameters with a detected write, which `refresh` copies. Host
+        synchronization: one per copy.
         """
         now = self._look()
         for segment, piece in self.shards:
@@ -165,7 +168,7 @@ class ZeroBucket:
         return None
 
     def reload(self) -> None:
-        """Set all shards to the values of the parameters, including parameters that were written to through ``.data``."""
+        """Set all shards to the values of the parameters, also after writes through ``.data``, which are not detected."""
         self._seen = [(0, -1, ())] * len(self.params)
         self.refresh()
 
@@ -179,7 +182,7 @@ class ZeroBucket:
         else:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
             own = flat[self._own]
-            if self.pieces:  # false for a slice that consists of padding
+            if self.pieces:  # empty if this rank's slice consists of padding
                 torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
         work: Any = getattr(dist, ALL_GATHER)(flat, flat[self._own], group=self.group, async_op=True)
 
@@ -207,17 +210,17 @@ class ZeroBucket:
         self.gradients = [None if gradient is None or set_to_none else gradient.zero_() for gradient in self.gradients]
 
     def start(self) -> Finish:
-        """Call `reduce`. Buckets that are reduced during backward have this method."""
+        """Start the reduction, as `reduce` does. `BackwardReducer` calls this method of each bucket."""
         return self.reduce()
 
     @torch.no_grad()
     def reduce(self, summed: bool = False) -> Finish:
-        """Start to reduce the parameters' gradients and add them to ``gradients``; a missing gradient counts as zeros.
+        """Start to reduce the parameters' gradients, and return a function that completes it and adds to ``gradients``.
+
+        In a sum over ranks, a missing gradient counts as zeros.
 
         Args:
             summed: True: sum over the axes even if the bucket was made without a sum. Default False.
-        Returns:
-            A function that completes the reduction.
         Collectives: one reduce-scatter if gradients are summed, else none. Host synchronization: none.
         """
         if summed := summed or self.summed:
@@ -265,7 +268,7 @@ class ZeroBucket:
 def reference_slice(
     gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
 ) -> list[Tensor]:
-    """Return the reference value of ``ZeroBucket.gradients`` on ``rank``: sum full gradients over ranks, then slice.
+    """Return the reference value of ``ZeroBucket.gradients`` on ``rank``: full gradients, summed over ranks, then sliced.
 
     Args:
         gradients: For each rank of the axis, the gradient per parameter of the bucket.
@@ -284,7 +287,9 @@ def reference_sharded_step(
     layout: FlatBucket,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Step ``params`` in place by the reference computation of a sharded step: step each rank's slice, then join slices.
+    """Step ``params`` in place as a reference for a sharded step: each optimizer steps its rank's slice of ``params``.
+
+    Gradients are averaged over the ranks.
 
     Args:
         params: The parameters of the bucket.
@@ -316,15 +321,15 @@ class ShardingDecision(NamedTuple):
 def choose_sharded_axes(
     entry: ParameterEntry, axis: str, topology: Topology, averages_data: bool, gradients: bool
 ) -> ShardingDecision:
-    """Return the axes of ``axis`` (an axis or alias) over which the optimizer state of a parameter is sharded.
+    """Decide over which axes of ``axis`` (an axis or alias) the optimizer state of a parameter is sharded.
 
     Candidates are the axes over which the parameter is replicated. If the gradient must still be summed over some of
-    these axes, only those are used, because torch has averaged over the others. With ``gradients=True`` a DTensor is
-    not sharded, because its gradient can't be moved during backward.
+    these axes, only those are used, because torch has averaged over the others. Frozen and empty parameters are not
+    sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be moved during backward.
 
     Args:
         entry: The parameter's entry in the plan.
-        axis: The axis or alias of `Sharded`.
+        axis: The argument of `Sharded`.
         topology: The topology.
         averages_data: True if this library averages gradients over the data axes.
         gradients: True if gradients are sharded during backward.
@@ -344,7 +349,7 @@ ShardedNames = Mapping[tuple[str, ...], list[str]]
 
 
 def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> None:
-    """Raise ValueError if ranks along the same axes would shard different parameters.
+    """Raise ValueError if ranks that would share the shards of parameters have different parameters to shard.
 
     Args:
         by_rank: The parameter names of each rank, by axes.
@@ -367,7 +372,10 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
 
 
 def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
-    """Return the spec of a shard of a parameter with spec ``spec``: 1-dim, and sharded over ``axes`` as well."""
+    """Return the spec of a 1-dim shard of a parameter with spec ``spec``.
+
+    The shard is sharded over ``axes`` in addition to the parameter's axes, and its gradient is no longer partial over them.
+    """
     partial = tuple(name for name in spec.partial if name not in axes)
     return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
 
@@ -382,9 +390,9 @@ class Sharded(StatePlacement):
 
         optimizer = ParallelOptimizer(adamw, registry, states=Sharded("data", gradients=True))
 
-    It shards parameters that require gradients and are replicated over the axis. It does not shard parameters that the
-    axis already shards, that one of its coordinates owns, or that are tied over it. With ``gradients=True`` it does not
-    shard DTensors.
+    It shards parameters that require gradients and are replicated over the axis. It does not shard parameters that are
+    already sharded over the axis, that exist at one coordinate of the axis only (``owned``), or that are tied over it.
+    With ``gradients=True`` it does not shard DTensors.
 
     A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis. Plans, norms and clipping
     treat a shard like any parameter. A shard shares memory with its parameter if the parameter is contiguous. Each
@@ -396,17 +404,16 @@ class Sharded(StatePlacement):
             sharded over ``edp``.
         gradients: True: every backward reduces gradients into this rank's slice, so all ranks must call `backward` for
             every micro-batch. Buckets are reduced while backward runs, with the exceptions below. Default False:
-            gradients are reduced at the end of a window.
+            gradients are reduced at the end of an accumulation window.
         compression: The communication hook that reduces gradients over the axis, such as `Bf16Compression`. Default
             None: without compression.
 
     With ``gradients=True`` some buckets are reduced at the end of backward: buckets of owned parameters, buckets whose
-    layout differs between ranks, and all buckets if the model's own collectives may use a data axis. They may if a spec
-    names the axis, or if the axis does more than split the batch, as ``cp`` does.
+    layout differs between ranks, and all buckets if the model's own collectives may use a data axis. They may use it if
+    a spec names the axis, or if the axis does more than split the batch, as ``cp`` does.
 
-    Collectives: one object all-gather at installation; per window (ZeRO-1) or micro-batch (ZeRO-2) one reduce-scatter
-        per
-    bucket of 32 MiB of gradients that must be summed over the axis; per step one all-gather per bucket.
+    Collectives: one object all-gather at installation. One reduce-scatter per bucket of 32 MiB of gradients that must be
+    summed over the axis, in each window (ZeRO-1) or micro-batch (ZeRO-2). One all-gather per bucket in each step.
     Host synchronization: none.
     Memory in addition to the slices: flat copies of two buckets during these collectives.
     """
@@ -448,8 +455,8 @@ class Shards(ParamTransform):
         self.how, self.registry, self._main_grads = how, context.registry, context.main_grads
         self._averages_data = context.averages_data
         self.buckets: list[ZeroBucket] = []  # early, then late buckets: the order of reduction and gathering
-        self._early: list[ZeroBucket] = []
-        self._late: list[ZeroBucket] = []
+        self._early: list[ZeroBucket] = []  # with ``gradients=True``, reduced during backward
+        self._late: list[ZeroBucket] = []  # with ``gradients=True``, reduced after backward
         self._norm_buckets: set[NormBucket] = set()
         self._all_late, self._uneven = False, frozenset[str]()
         self._names: dict[Tensor, str] = {}
@@ -458,7 +465,7 @@ class Shards(ParamTransform):
         self._reducer: BackwardReducer | None = None
 
     def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        """Return the axes over which ``tensor`` is sharded, also if this rank has no shard of it; None: it is unsharded."""
+        """Return the axes over which ``tensor`` is sharded, even if this rank has no shard of it; None: it is unsharded."""
         return self._axes_of.get(tensor)
 
     # Layout ----------------------------------------------------------------------------------------------------------
@@ -502,7 +509,7 @@ class Shards(ParamTransform):
         """Return the sharding and layout of each bucket, in the order in which backward fills the buckets.
 
         Ranks with replicas of a parameter must shard it at the same offsets, whatever other parameters they hold.
-        Therefore a bucket contains only parameters of one kind of layout.
+        Therefore a bucket contains only parameters with equal layout over the mesh, dtype and device.
         """
         together: dict[tuple[ShardingDecision, NormBucket, torch.dtype, str], list[int]] = {}
         for index, decision in sharded.items():
@@ -519,7 +526,7 @@ class Shards(ParamTransform):
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
     def _is_late(self, entry: ParameterEntry) -> bool:
-        """Return True if the parameter's bucket is reduced after backward, not during it; the class docstring says when."""
+        """Return True if the parameter's bucket must be reduced after backward, not during it; see `Sharded`."""
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
     def _make_bucket(
@@ -536,7 +543,10 @@ class Shards(ParamTransform):
         return bucket
 
     def _compare_ranks(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> None:
-        """Compare the sharded parameters of all ranks of the axis, and collect the norm buckets of all ranks."""
+        """Raise ValueError unless all ranks of the axis shard the same parameters; collect the norm buckets of all ranks.
+
+        Collectives: an object all-gather.
+        """
         topology, names = self.registry.topology, dict[tuple[str, ...], list[str]]()
         for index, decision in sharded.items():
             names.setdefault(decision.axes, []).append(entries[index].name)
@@ -567,9 +577,10 @@ class Shards(ParamTransform):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around a micro-batch. With ``gradients=True`` it reduces each bucket into the slices.
+        """Return a context manager around a micro-batch.
 
-        The slices sum the gradients of micro-batches. The parameters then have no gradients after each micro-batch.
+        With ``gradients=True`` it reduces each bucket, adds the result to this rank's slice of gradients, and frees the
+        parameters' gradients. Otherwise it does nothing.
 
         Raises:
             RuntimeError: The gradients of the previous window have not been cleared.
@@ -599,7 +610,7 @@ class Shards(ParamTransform):
 
     @torch.no_grad()
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Reduce the gradients that backward has not reduced, and set the gradient of each shard.
+        """Reduce the gradients if backward has not reduced them, and set the gradient of each shard.
 
         Raises:
             RuntimeError: With ``gradients=True``, some micro-batches of the window bypassed `micro_batch`.
@@ -667,7 +678,7 @@ class Shards(ParamTransform):
             raise other_layout(saved, own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the shards to the model's weights, which may have been loaded before. Masters are loaded later."""
+        """Update the shards from the model's weights, which may have been loaded before. Masters are loaded later."""
         for bucket in self.buckets:
             bucket.refresh()
 

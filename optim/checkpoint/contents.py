@@ -108,7 +108,7 @@ class LogicalParameters:
         return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
 
     def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
-        """Return the region of the full tensor that ``local`` holds. Raise ValueError if its size does not fit its spec."""
+        """Return the region of the full tensor that ``local`` holds. Raise ValueError if its shape is wrong."""
         full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
         return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
 
@@ -236,7 +236,7 @@ def boxes_of(tensor: SavedTensor) -> HeldTensor:
 
 
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
-    """Return views of ``tensor`` as parts of the full tensor. Its elements are those of ``region``, in their order."""
+    """Return views of ``tensor`` as parts of the full tensor. ``tensor`` has the elements of ``region``, in its order."""
     return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
 
 
@@ -340,7 +340,10 @@ def check_place(value: object, field: str) -> None:
 
 
 def is_scalar(key: str, value: Tensor, region: Region) -> bool:
-    """Return True if the state ``value`` is one number per shard. A 0-dim state of a 0-dim parameter may be a moment."""
+    """Return True if the state ``value`` is one number per shard, such as a step count.
+
+    If the parameter is 0-dim too, this holds only for keys in `SCALAR_STATE`, because other states may be moments.
+    """
     return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
 
 
@@ -385,7 +388,8 @@ class PieceStates:
             used.
 
     Attributes:
-        combined: Texts about the parameters for which `of` combined shards with different states.
+        combined: Messages about the parameters for which `of` combined saved shards with different step counts or other
+            numbers, or shards with and without a state.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -401,7 +405,7 @@ class PieceStates:
         return {(key, name) for name, states in self._states.items() for state, _ in states for key in state.tensors}
 
     def missing(self, name: str, region: Region) -> Iterator[tuple[str, torch.dtype]]:
-        """Yield (key, dtype) of states that other shards of the parameter have, and this shard has on no rank."""
+        """Yield (key, dtype) of each state that other shards of the parameter have, but that no rank has for this shard."""
         states = self._states.get(name, [])
         here = {key for state, places in states if place_of(region) in places for key in state.tensors}
         known = {key: dtype for state, places in states for key, dtype in state.tensors.items() if places}
@@ -410,7 +414,8 @@ class PieceStates:
     def of(self, name: str, region: Region) -> PieceState:
         """Return the state of the shard ``region`` of parameter ``name``; an empty state if none was saved.
 
-        If the shard combines saved shards with different states, add a text to `combined`.
+        If the shard combines saved shards with different states, it gets the numbers of the saved shard with the fewest
+        steps, and a message is added to `combined`.
 
         Raises:
             ValueError: The shard combines saved shards with different states that are not numbers, or without step counts.
@@ -547,7 +552,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     Host synchronization: a few.
     """
     state = optimizer.state_dict()
-    # "coordinates", the rank's coordinates on the mesh, would reject loading on another rank.
+    # The entry "coordinates" would make a load on a rank with other mesh coordinates fail.
     rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
     whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
@@ -569,7 +574,7 @@ def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
 
 
 def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``weights`` that do not depend on the layout, so without master weights."""
+    """Return the entries of ``weights`` that do not depend on the layout: all except those in `LAYOUT`."""
     return {key: value for key, value in weights.items() if key not in LAYOUT}
 
 
@@ -664,7 +669,7 @@ Variants = list[tuple[T, list[int]]]
 
 
 def check_content(content: object, world_size: int) -> None:
-    """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of `SHARED_FILE`.
+    """Raise ValueError with the name of the wrong field, unless ``content`` has the structure of the file `SHARED_FILE`.
 
     Args:
         content: The content of the file.
@@ -700,8 +705,8 @@ class SharedRecord:
     Some values differ between saved ranks. For example, batch norm statistics differ between data-parallel ranks, and
     learning rates may differ between pipeline stages. This rank uses the values of the saved ranks with its own
     coordinate along every axis that both meshes have with equal size, and with coordinate 0 along other data-parallel
-    axes. On the same mesh, this is the saved rank with the same coordinates. It is an error if a value differs between
-    these saved ranks.
+    axes. On the same mesh, this is the saved rank with the same coordinates. If a value differs between these saved ranks,
+    reading it raises ValueError. If none of them has the value, it is taken from all saved ranks.
 
     Args:
         content: The result of `merge`.
@@ -710,8 +715,8 @@ class SharedRecord:
         rank: This rank's global rank.
 
     Attributes:
-        groups: (names of the parameters, hyper-parameters of all saved ranks) per param group.
-        buffers: The hashes of each undeclared buffer on all saved ranks, by name.
+        groups: (names of the parameters, `Variants` of the hyper-parameters) per param group.
+        buffers: `Variants` of the hash of each undeclared buffer, by name.
         pieces: The optimizer states of the shards.
     """
 

@@ -36,7 +36,7 @@ from ..parallel_optimizer import ParallelOptimizer
 
 # Checksums per block of a file: computed while a file is written, and compared while it is read -----------------------
 
-# So no file must be read only for its checksum, and reading a part of a file checks only the blocks of this part.
+# Writing a file needs no second pass for its checksums, and reading a part of a file checks only the blocks of this part.
 
 BLOCK = 2**20
 EARLIER = "load an earlier checkpoint, of which save_checkpoint(..., keep=2) leaves one"
@@ -201,7 +201,7 @@ def _split_at_blocks(view: memoryview, start: int) -> list[memoryview]:
 FORMAT = 3
 MANIFEST = "meshstep.json"
 MAX_MANIFEST = 2**28
-"""Maximum size of a manifest in bytes. A manifest has about 12 bytes per MiB of the checkpoint: enough for 20 TiB."""
+"""Maximum size of a manifest in bytes. It fits checkpoints up to 20 TiB: a manifest has about 12 bytes per MiB of them."""
 _COMPLETE = re.compile(r"meshstep-(\d+)")
 # Number of attempts to list a directory: a listing may miss a checkpoint that is renamed while it runs.
 _LISTINGS = 10
@@ -452,7 +452,7 @@ _last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary
 
 
 def last_known(optimizer: ParallelOptimizer, path: Path) -> str | None:
-    """Return the name of the last checkpoint under ``path`` with which ``optimizer`` was saved or loaded, or None."""
+    """Return the name of the last checkpoint under ``path`` that ``optimizer`` was saved to or loaded from, or None."""
     return _last.get(optimizer, {}).get(path.resolve())
 
 

@@ -113,7 +113,7 @@ class Restoration:
 
     @property
     def combined(self) -> list[str]:
-        """Return one message per parameter whose new shards combine saved shards with different step counts or states."""
+        """Return messages about parameters whose new shards combine saved shards with different step counts or states."""
         return self._shared.pieces.combined
 
     # Comparison with the run ------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Restoration:
             _check_same("parameters", set(names), set(now), f"in param group {index}")
 
     def _check_states(self, own: OptimizerState) -> None:
-        """Raise ValueError if index and record list different states, or if saved states lack a step count."""
+        """Raise ValueError if the checkpoint's index and its record list different states, or a step count is missing."""
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
@@ -203,7 +203,10 @@ class Restoration:
         return state | {key: self._allocate_full(place) for key, place in places.items()}
 
     def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
-        """Return the saved states of the full tensor that this rank must have, as uninitialized tensors in `tensors`."""
+        """Return the saved full-tensor states that this rank keeps for a stepped tensor.
+
+        They are uninitialized tensors, which are added to `tensors`. Empty if no full-tensor optimizer steps the tensor.
+        """
         part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
         own = [
@@ -253,10 +256,12 @@ class Restoration:
 def _rebuild_weights(
     weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a state of the weights to load: current entries that depend on the layout, other entries from the checkpoint.
+    """Return the entry ``"weights"`` of a state to load: the loaded master weights, and the checkpoint's portable entries.
+
+    Other entries that depend on the layout keep their current values.
 
     Args:
-        weights: The current state of the weights.
+        weights: The current entry ``"weights"`` of the optimizer's state.
         masters: The loaded master weights by position, which replace the current ones.
         portable: The saved `portable_entries`. If one is missing here, the optimizer raises an error when it loads.
     """
@@ -316,7 +321,7 @@ def load_checkpoint(
         RuntimeError: On every rank: a rank could not read. Model, optimizer and schedule are unchanged.
         TypeError: Neither an optimizer nor a registry is given, or a schedule without an optimizer, or the optimizer is not
             a `ParallelOptimizer`.
-    Collectives: gathers of Python objects over all ranks.
+    Collectives: gathers of Python objects over all ranks; with `Sharded` also all-gathers of weights.
     Host synchronization: yes.
     Memory: a CPU copy of this rank's parameters and states.
     """
@@ -364,7 +369,7 @@ def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
 
 
 class _LoadedCheckpoint(NamedTuple):
-    """A checkpoint that fits the run on this rank, in separate memory."""
+    """A checkpoint in separate memory, after the check that it fits the run on this rank."""
 
     content: dict[str, Any]
     restoration: Restoration
@@ -441,7 +446,7 @@ class _Run(NamedTuple):
         return state
 
     def take(self, found: _LoadedCheckpoint) -> None:
-        """Load a checkpoint that was read into the run. If a rank raises an error, the run is unchanged on all ranks."""
+        """Copy the checkpoint ``found`` into the run. If the optimizer or schedule can't load it, the run is unchanged."""
         if self.optimizer is not None and found.state is not None:
             self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
             on_all_ranks(self.optimizer.zero_grad, self.registry)
@@ -502,7 +507,7 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
 
 
 def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
-    """Return the records of all files, and the mesh of the checkpoint. Raise ValueError if the two do not fit."""
+    """Return the records of all files, and the mesh of the checkpoint. Raise ValueError if they contradict each other."""
     with _name_file_in_errors(directory / MANIFEST):
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
@@ -524,7 +529,10 @@ def _name_file_in_errors(file: Path) -> Iterator[None]:
 
 
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
-    """Raise ValueError if a saved schedule's state does not have the structure of ``schedule``'s state."""
+    """Raise ValueError if a saved schedule's state does not have the structure of ``schedule``'s state.
+
+    An entry that would replace a method of ``schedule`` is rejected as well.
+    """
     now = schedule.state_dict()
     check_like(saved, now, "schedule")
     for name in saved or ():

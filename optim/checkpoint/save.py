@@ -196,7 +196,7 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
 
 
 def check_keep(keep: int) -> None:
-    """Raise ValueError unless ``keep`` is a number of checkpoints."""
+    """Raise ValueError unless ``keep``, a number of checkpoints, is an integer >= 1."""
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep={keep!r}: give the number of checkpoints to keep, including the new one: 1, 2, ...")
 
@@ -211,7 +211,7 @@ def _check_window(optimizer: ParallelOptimizer) -> None:
 
 
 def _check_readable(value: Any, what: str) -> Any:
-    """Return ``value`` if ``torch.load(weights_only=True)`` can read it back, else raise ValueError."""
+    """Return ``value`` if ``torch.load(weights_only=True)`` can read it back from a file, else raise ValueError."""
     stream = BytesIO()
     try:
         torch.save(value, stream)
@@ -301,7 +301,8 @@ class AsyncSaver:
         Raises:
             ValueError: On every rank: as `save_checkpoint`, for this checkpoint or for the previous one.
             RuntimeError: On every rank: the previous checkpoint could not be written.
-                After an error of the previous checkpoint, this checkpoint is not started.
+            TypeError: The optimizer is not a `ParallelOptimizer`.
+            After an error of the previous checkpoint, this checkpoint is not started.
         Collectives: gathers of Python objects over all ranks.
         Host synchronization: yes, everything is copied to the host.
         """
@@ -323,8 +324,8 @@ class AsyncSaver:
         Returns:
             The directory of the checkpoint. None: no checkpoint was started since the last `wait`.
         Raises:
-            ValueError: On every rank: as `save_checkpoint`. The checkpoint before is kept.
-            RuntimeError: On every rank: the checkpoint could not be written. The checkpoint before is kept.
+            ValueError: On every rank: as `save_checkpoint`. The previous complete checkpoint is kept.
+            RuntimeError: On every rank: the checkpoint could not be written. The previous complete checkpoint is kept.
         Collectives: one object all-gather, if a checkpoint was started.
         """
         if self._pending is None:

@@ -37,7 +37,7 @@ INDEX_FILE = "index.json"
 
 
 class FilePlace(NamedTuple):
-    """The location of a part of a tensor: the elements of ``box`` in row-major order, from byte ``start`` of ``file``."""
+    """The location of a part of a tensor: the elements of ``box``, row-major, from byte ``start`` of ``file`` on."""
 
     box: Box
     file: str
@@ -248,7 +248,7 @@ def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, Held
 def _index(
     held: Sequence[Mapping[str, HeldTensor]], share_of: Sequence[Mapping[str, Sequence[Box]]]
 ) -> dict[str, Stored]:
-    """Return the index of all ranks' tensor files, which `_write` writes."""
+    """Return the index of the tensor files that `_write` writes on all ranks."""
     index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
     for rank, share in enumerate(share_of):
         start = 0
@@ -293,7 +293,7 @@ class Reader:
         Args:
             tensors: Tensors on the CPU, by key of the index.
         Raises:
-            ValueError: A file is damaged.
+            ValueError: A file is damaged, or the checkpoint does not have all elements.
             OSError: A file can't be read.
         """
         wanted = [

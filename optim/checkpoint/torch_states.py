@@ -110,12 +110,15 @@ class ParameterStates:
         )
 
     def _cut_axes(self, spec: P) -> dict[tuple[str, ...], int]:
-        """Return the axes of each dim of the DTensor's device mesh, with the tensor dim that they shard."""
+        """Return the tensor dim that each dim of the DTensor's device mesh shards, by the mesh axes of that mesh dim.
+
+        Mesh dims of size 1 are left out.
+        """
         dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.joint_dim_axes(dim)}
         return {axes: dim for axes, dim in dims.items() if self.registry.size(*axes) > 1}
 
     def _first_row(self, region: Region) -> int:
-        """Return the first row of a region in this rank's local tensor."""
+        """Return the index in this rank's local tensor of the first row of ``region``."""
         return region.offsets[0] - self._region().offsets[0] if region.numel else 0
 
     def _region(self) -> Region:
@@ -124,9 +127,9 @@ class ParameterStates:
         return region
 
     def _combine_shards(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Return a state of the entire local tensor, flattened, combined from the shards of all ranks that step them.
+        """Return a state of the entire local tensor, flattened, combined from the shards on all ranks of the axes.
 
-        The elements are bitwise equal to those of the shards.
+        The elements are bitwise equal to the shards' elements.
 
         Args:
             parts: The state of this rank's shards, by their offset in the flattened local tensor.
@@ -141,7 +144,7 @@ class ParameterStates:
         flat = torch.zeros(self.local.numel(), dtype=dtype, device=self.registry.device)
         for offset, part in parts.items():
             flat[offset : offset + part.numel()].copy_(part.reshape(-1))
-        dist.all_reduce(flat.view(torch.uint8), group=group)  # bytes are exact: all ranks but one add zeros
+        dist.all_reduce(flat.view(torch.uint8), group=group)  # exact: all ranks except one add zeros
         return flat
 
     def local_part(self, value: Tensor) -> Tensor:
@@ -160,7 +163,7 @@ class ParameterStates:
         assert isinstance(value, DTensor)
         spec, region = self.spec_and_region()
         axes = self._cut_axes(spec)
-        # All ranks must decide equally, so mesh and placements are compared. Shapes may match by chance on some ranks.
+        # Mesh and placements are compared, not shapes, which may match on some ranks only: all ranks must decide equally.
         same = axes and value.device_mesh == self.registry.device_mesh(*axes)
         if not same or list(value.placements) != [Shard(dim) for dim in axes.values()]:
             return self._region().of(value.full_tensor())
@@ -215,7 +218,7 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return copies of the param groups that contain the model's parameters, and other state as extra entries."""
+        """Return copies of the param groups, with the model's parameters, and with other state as extra entries."""
         own: dict[str, Any] = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
         if self._optimizer.clip is not None and self._optimizer.clip.initial():
             own[_CLIP] = json.dumps(self._optimizer.state_dict()["meshstep"]["clip"])
@@ -227,7 +230,7 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the names of the existing states by parameter, as dicts with the value None."""
+        """Return a dict per parameter that has states; its keys are the states' names, its values are None."""
         names = [(item.param, self._keys.get(item.entry.name, ())) for group in self._parameters for item in group]
         return {param: dict.fromkeys(keys) for param, keys in names if keys}
 
@@ -318,7 +321,7 @@ class TorchStates(torch.optim.Optimizer):
         return result
 
     def _rest(self) -> dict[str, Any]:
-        """Return the layout-independent state except optimizer states: loss scale, skipped steps, state of the weights."""
+        """Return the state without optimizer states and layout-dependent entries: loss scale, skipped steps and more."""
         own = self._optimizer.state_dict()["meshstep"]
         kept = {key: own[key] for key in ("loss_scale", "skipped_steps", "vetoed_steps")}
         return {**kept, "weights": portable_entries(own["weights"])}
@@ -387,7 +390,8 @@ class TorchStates(torch.optim.Optimizer):
         """Load the result of `state_dict` into the `ParallelOptimizer`. It may come from another layout.
 
         Raises:
-            ValueError: On every rank: the state belongs to other param groups, another optimizer or precision mode.
+            ValueError: On every rank: the state is of an optimizer with other param groups, of another kind, or in another
+                precision mode.
         Collectives: as the class.
         """
         saved_states = on_all_ranks(lambda: self._saved_states(state_dict), self.registry)

@@ -28,8 +28,8 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
     accelerate's own norm is wrong for sharded models. The new ``accelerator.clip_grad_norm_`` calls
     `ParallelOptimizer.clip_grad_by_norm`. It reduces and measures the gradients of all parameters of the optimizer, clips
     them in place, and returns the global norm before clipping, 0-dim float64. The Trainer logs this norm. The threshold
-    of the call is used instead of the optimizer's ``max_norm=``. Exception: with the threshold ``inf``, with which a
-    Trainer without ``max_grad_norm`` measures the norm, the optimizer's ``max_norm=`` is used.
+    of the call is used instead of the optimizer's ``max_norm=``. Exception: with the threshold ``inf``, the optimizer's
+    ``max_norm=`` is used. A Trainer without ``max_grad_norm`` passes ``inf`` to measure the norm.
     ``accelerator.clip_grad_value_`` calls `ParallelOptimizer.clip_grad_by_value`.
 
     Args:
@@ -155,7 +155,7 @@ TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"
 
 
 def taken_over(optimizer: object) -> None:
-    """Record that accelerate's clipping methods now call those of ``optimizer``."""
+    """Record that accelerate's clipping methods now call the clipping methods of ``optimizer``."""
     _TAKEN.add(optimizer)
 
 

@@ -471,9 +471,9 @@ class Booster(Saving, Generic[Stats_co]):
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare the objects of a training loop, and return them. Every rank calls it at the same point of the program.
 
-        The model is changed in place where possible. The weights and buffers of data coordinate 0 are broadcast over the
-        data axes, so that replicas start equal. On a mesh with model axes, declare the layout of the model first. On other
-        meshes, parameters without a declaration are declared replicated.
+        The model is changed in place, except that ``"ddp"`` wraps it. The weights and buffers of data coordinate 0 are
+        broadcast over the data axes, so that replicas start equal. On a mesh with model axes, declare the layout of the
+        model first. On other meshes, parameters without a declaration are declared replicated.
 
         Args:
             model: A model without a data-parallel wrapper. It is moved to the registry's device if that is a CUDA device.
@@ -610,7 +610,7 @@ class Booster(Saving, Generic[Stats_co]):
             optimizer: The optimizer that `boost` returned. None: give ``model``.
 
         Raises:
-            ValueError: Neither the model nor the optimizer was returned by `boost`.
+            ValueError: No optimizer is given, and the model was not returned by `boost` together with an optimizer.
         """
         found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
         if not isinstance(found, ParallelOptimizer):

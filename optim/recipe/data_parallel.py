@@ -105,7 +105,7 @@ def wrap(
     """Apply data parallelism to the modules, and return them: wrapped for "ddp", changed in place for "fsdp".
 
     Args:
-        parts: The model, or this rank's pipeline stages.
+        parts: The model, or this rank's pipeline stages. With "ddp", modules without trainable parameters are not wrapped.
         optimizer: With "fsdp", the new parameters replace the old ones in its param groups. None: no optimizer.
         registry: The process groups. With a single data coordinate, the modules are returned unchanged.
         mode: The kind of data parallelism. For other values the modules are returned unchanged.
@@ -151,7 +151,7 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a model: items of its outermost ModuleLists and Sequentials, if they contain other modules."""
+    """Yield the blocks of a model: those items of its outermost ModuleLists and Sequentials that contain other modules."""
     for child in module.children():
         composite = next(child.children(), None) is not None
         if composite and isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -196,7 +196,7 @@ def optimizer_options(
     return {}
 
 
-# Broadcasts that make replicas equal: of weights before training; of weights and optimizer states between two steps ---
+# Broadcasts that make replicas equal ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -241,7 +241,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
 
 class _BroadcastKind(NamedTuple):
-    """Key of tensors that are broadcast together: the ranks with equal replicas, and the kind of layout."""
+    """Key of tensors that are broadcast together: the ranks that hold replicas of them, and their layout over the mesh."""
 
     ranks: tuple[int, ...]
     layout: NormBucket
@@ -265,8 +265,8 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
         ValueError: On every rank: two replicas have states of different names, shapes or dtypes, or ranks step different
             parameters; nothing is changed.
 
-    Collectives: an object all-gather, one broadcast per 32 MiB and kind of layout, and the collectives by which
-        `Sharded` writes weights to the model.
+    Collectives: an object all-gather, one broadcast per 32 MiB of tensors with the same layout, and the collectives by
+        which `Sharded` writes weights to the model.
     Host synchronization: yes.
     """
     with in_call(optimizer.registry, "align_replicas"):
@@ -298,9 +298,10 @@ def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:
 
 
 def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError on every rank if ranks would broadcast tensors of different names, shapes or dtypes.
+    """Raise ValueError on every rank if ranks with replicas hold different numbers of tensors, or different states.
 
-    Names of parameters are not compared, because they may differ between ranks for tied parameters.
+    States are compared by name, shape and dtype. Names of parameters are not compared, because a tied parameter may have
+    different names on different ranks.
 
     Collectives: an object all-gather.
     """
@@ -328,9 +329,8 @@ def _share(tensors: Sequence[Tensor], ranks: tuple[int, ...], registry: ProcessG
     copied: list[tuple[Tensor, Tensor]] = []
     nbytes = 0
     for tensor in tensors:
-        dense = (
-            tensor.detach().contiguous().resolve_conj().resolve_neg()
-        )  # a copy only if the tensor is not contiguous, or is a conjugate or negative view
+        # a copy only if the tensor is not contiguous, or is a conjugate or negative view
+        dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
         for part in dense.view(-1).view(torch.uint8).split(BUCKET_BYTES):
             if parts and nbytes + part.numel() > BUCKET_BYTES:
                 _broadcast(parts, copied, ranks, registry)
@@ -348,13 +348,16 @@ def _broadcast(
     ranks: tuple[int, ...],
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Broadcast the parts from ``ranks[0]``, in place; then copy each contiguous copy in ``copied`` into its tensor."""
+    """Broadcast ``parts`` from ``ranks[0]`` in place, then update the tensors of which ``parts`` are contiguous copies.
+
+    Args:
+        copied: (tensor, contiguous copy of it) pairs.
+    """
     sizes = [part.numel() for part in parts]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=registry.device)
     slots = flat.split(sizes)
-    sides: dict[
-        torch.device, list[int]
-    ] = {}  # parts by device: offloaded parts are on the CPU; each device needs one transfer per direction
+    # Indices of parts by device (offloaded parts are on the CPU): each device needs one transfer per direction.
+    sides: dict[torch.device, list[int]] = {}
     for index, part in enumerate(parts):
         sides.setdefault(part.device, []).append(index)
     for which in sides.values():

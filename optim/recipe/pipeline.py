@@ -57,8 +57,8 @@ class Pipeline:
             are replaced. The modules of its stages may be sharded over model axes, or by `fully_shard`. With
             `fully_shard`, create the optimizer with ``data_parallel=[...]``, one entry per stage. Exclude a parameter that
             two stages of a rank share from sharding (``ignored_params=``). Zero-bubble schedules compute the gradients of
-            weights later than those of inputs. For them, ``reshard_after_forward`` is set to False: gathered weights are
-            kept during a call.
+            weights later than the gradients of inputs. For these schedules, ``reshard_after_forward`` is set to False:
+            gathered weights are kept during a call.
         optimizer: The optimizer of the stages' parameters.
 
     Raises:
@@ -136,7 +136,8 @@ class Pipeline:
         for module in (part for stage in self.modules for part in stage.modules()):
             if hasattr(module, "reshard"):  # fully_shard keeps gathered weights for a backward
                 module.reshard()  # type: ignore[operator]
-        # torch 2.11 creates receive buffers in the first call, without requires_grad in an evaluation. Training needs it.
+        # torch 2.11 creates receive buffers in the first call. In an evaluation they do not require gradients, but training
+        # needs this.
         for info in (info for s in _stages(self.schedule) for infos in s.args_recv_info.values() for info in infos):
             if isinstance(buffer := getattr(info, "buffer", None), Tensor) and buffer.is_floating_point():
                 buffer.requires_grad_()
@@ -224,7 +225,8 @@ def check_pipeline(
         schedule: The schedule.
         registry: The process groups.
         data_parallel: The ``data_parallel`` of a `Booster`. Default: None.
-        optimizer: The optimizer that the user gave. None: an error, because the user gave none. Default: not checked.
+        optimizer: The optimizer of the pipeline. None: raise ValueError, because training needs one. Default (``...``): not
+            checked.
 
     Raises:
         TypeError: ``schedule`` is not a schedule of `torch.distributed.pipelining`.
@@ -277,7 +279,7 @@ def _check_ddp(schedule: Any) -> None:
 
 
 def _computes_in_two(schedule: Any) -> bool:
-    """Return True for a zero-bubble schedule, which computes the gradients of weights later than those of inputs."""
+    """Return True for a zero-bubble schedule, which computes gradients of weights later than gradients of inputs."""
     from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
     return isinstance(schedule, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV))

@@ -1,4 +1,4 @@
-"""Check of the maximal update parametrization (muP), in which activations change equally in models of every width.
+"""Check of the maximal update parametrization (muP), with which training changes activations equally at every width.
 
     change of a layer = mean over all elements of |activation after some steps - activation before|, on one input
 
@@ -57,9 +57,9 @@ class CoordinateCheck:
     changes: Mapping[str, tuple[float, ...]]
 
     def slopes(self) -> dict[str, float]:
-        """Return the exponent s by layer, where changes grow as width^s; about 0 in muP.
+        """Return, by layer, the exponent s with which the change grows: change ~ width^s. It is about 0 in muP.
 
-        It is the slope of the least-squares line through (log width, log change). NaN if a change is 0.
+        s is the slope of the least-squares line through (log width, log change). NaN if a change is 0.
         """
         return {layer: _slope([log(w) for w in self.widths], values) for layer, values in self.changes.items()}
 
@@ -130,7 +130,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
         )
         for name in names
     ]
-    # a replicated output is counted several times in sum and number of elements, so the mean is right
+    # an output that several ranks replicate is counted equally often in both columns, so their ratio is the mean
     packed = torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64, device=device)
     totals = world_sum(packed.to(device), registry)
     return dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))

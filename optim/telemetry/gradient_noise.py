@@ -46,9 +46,9 @@ class NoiseScale:
 
     Args:
         samples: Number of samples of one data rank in an accumulation window, over all its micro-batches. The measured
-            noise scale is then a number of samples. None: the noise scale has the unit of ``backward(weight=...)``, such
-            as tokens. Without weights, its unit is one micro-batch if ``accumulation_steps`` is given, else one batch of
-            a data rank.
+            noise scale is then a number of samples. None (default): the noise scale has the unit of
+            ``backward(weight=...)``, such as tokens. Without weights, its unit is one micro-batch if
+            ``accumulation_steps`` is given, else one batch of a data rank.
         decay: Decay of the exponential means over measured steps, >= 0 and < 1. 0: only the last measured step counts.
             Default: 0.9.
     """
@@ -222,7 +222,7 @@ def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tens
 
 
 def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
-    """Raise ValueError if a data rank's gradients after backward contain gradients of other data ranks.
+    """Raise ValueError if there is one data rank only, or if backward already averages gradients over data ranks.
 
     Collectives: none.
     """
@@ -237,10 +237,10 @@ def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
 
 
 def is_local(entry: ParameterEntry, topology: Topology) -> bool:
-    """Return True if a data rank's gradient of the parameter comes from its own samples only, and it is trained.
+    """Return True if the parameter is trained, and each data rank's gradient of it comes from that rank's samples only.
 
-    If a data axis shards the parameter (experts) or assigns it to an owner rank, its gradient comes from the samples of
-    several data ranks.
+    If the parameter is sharded over a data axis (experts), or exists on one rank of a data axis only (``owned``), its
+    gradient comes from the samples of several data ranks.
     """
     large = {axis for axis in topology.data_axes if topology.size(axis) > 1}
     return entry.trained and large <= {*sync_axes(entry.spec, topology, True, entry.averaged)}
@@ -285,7 +285,7 @@ class LocalGradients:
         all ranks has the squared norms. The gradients are those after backward: multiplied by the loss scale, and summed
         over the accumulation window.
 
-        Collectives: with partial gradients, one all-reduce per set of peers and kind of layout.
+        Collectives: with partial gradients or tied parameters, one all-reduce per set of ranks that sum them, and layout.
         Host synchronization: none.
         """
         summed = self._summed()
@@ -295,7 +295,10 @@ class LocalGradients:
         return found
 
     def _summed(self) -> dict[int, Tensor | None]:
-        """Return the gradients that must be summed over other axes, by entry, summed in copies."""
+        """Sum partial gradients and gradients of tied parameters over the other axes, in copies.
+
+        Return the sums by index of the plan's entry. The parameters' gradients are unchanged.
+        """
         copies = {}
         for index in self._pending:
             param = self.params[index]

@@ -62,7 +62,8 @@ class Report:
         unit: The unit that ``count=`` of the monitor counts. Default: "samples".
         group_norms: Gradient norm of each param group in the last step.
         parameter_norms: Gradient norm by parameter name in the last step; empty if the optimizer does not measure them.
-        clipped, skipped: Number of clipped steps and of skipped steps since the last report, as fractions of all steps.
+        clipped: Fraction of clipped steps among the steps since the last report.
+        skipped: Fraction of skipped steps among the steps since the last report.
         utilization: Floating-point operations per second as a fraction of the devices' peak, from `Flops`. None without
             `Flops`.
         measured_step: The step that `Telemetry` measured for `figures`. None if it measured no step since the last
@@ -193,9 +194,9 @@ class Monitor:
             abandoned run.
         every: Number of steps between reports, >= 1. Default: 10.
         unit: Unit that ``count=`` counts, for names in reports. Default: "samples".
-        telemetry: The reports then contain its figures of the last measured step, if that came after the previous
-            report. None: no figures.
-        flops: The reports then contain the utilization of the devices. None: no utilization.
+        telemetry: Source of figures. A report contains the figures of the last measured step, if that came after the
+            previous report. None (default): no figures.
+        flops: Numbers for the utilization of the devices, which reports then contain. None (default): no utilization.
 
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, or differs between ranks.
@@ -238,7 +239,7 @@ class Monitor:
         return torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
 
     def _follow(self, value: object) -> None:
-        """Move the sums to the device of ``value`` if it is a tensor on another device, except if it is on the CPU."""
+        """Move the sums to the device of ``value``, if ``value`` is a tensor that is on another device than the CPU."""
         if isinstance(value, Tensor) and value.device not in (self._device, torch.device("cpu")):
             self._device = value.device
             for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out", "_clipped", "_skipped_before"):
@@ -328,7 +329,7 @@ class Monitor:
         return {"step": self.step, "skipped_steps": int(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load the numbers of steps and of skipped steps, and discard losses and counts that were not reported yet.
+        """Load the numbers of steps and of skipped steps. Discard losses and counts recorded since the last report.
 
         Raises:
             ValueError: ``state`` is not a state of a Monitor; nothing is changed.
@@ -395,7 +396,7 @@ class Monitor:
     def _sums(self) -> Tensor:
         """Return four sums over all ranks, [4]: loss * count, counts with a loss, counts with a left-out loss, all counts.
 
-        Each data rank's counts are included once in the last sum. In the other sums, every rank with a loss is included.
+        The last sum includes each data rank's counts once. The other sums include every rank that has a loss.
         """
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)

@@ -286,7 +286,7 @@ ASIDE = ("step", "measured_step")
 def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
     """Return the HTML page with the curves of ``reports``.
 
-    Numbers whose names are equal up to the first slash share a chart. The curve of the full model is its first one.
+    Numbers whose names are equal up to the first slash share a chart. The first curve of a chart is the full model's.
 
     Args:
         title: Title of the page.
@@ -335,7 +335,7 @@ def _total_first(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _tiles(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return HTML with the last value of each number in `TILES` and of each number per second, for the full model."""
+    """Return HTML with the full model's last value of each number in `TILES`, and of each ``..._per_second``."""
     shown = {kind: series.get(TOTAL, next(iter(series.values()))) for kind, series in kinds.items()}
     alone = [(kind, shown[kind][-1][1]) for kind in TILES if kind in shown]
     alone += [(kind, points[-1][1]) for kind, points in shown.items() if kind.endswith("_per_second")]

@@ -58,7 +58,7 @@ from .gradient_noise import (
 
 
 By = Literal["parameter", "layer", "group"] | Mapping[str, str]
-"""The parameters that share a label: a figure is given per label.
+"""The way in which parameters are grouped under labels. `Telemetry` computes each figure per label.
 
 ``"parameter"``: each parameter has its own label. ``"layer"``: all direct parameters of a module share a label.
 ``"group"``: all parameters of a param group do. A mapping from labels to globs over parameter names: each parameter gets
@@ -69,7 +69,7 @@ TOTAL = "total"
 
 
 def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list[int | None]]:
-    """Return the list of labels, and for each logical parameter the index of its label, or None without a label.
+    """Return the labels, and the index of each logical parameter's label; None for a parameter without a label.
 
     Args:
         params: Name and index of the param group, per logical parameter.
@@ -179,7 +179,7 @@ class SpectralNorms:
         Telemetry(optimizer, spectral=SpectralNorms(("*.weight",)))
 
     Args:
-        globs: Globs over parameter names; 1-dim parameters are left out. Default: all matrices.
+        globs: Globs over parameter names; parameters with fewer than two dims are left out. Default: all matrices.
         iterations: Number of power iterations per measurement, >= 1. Default: 2.
     """
 
@@ -336,13 +336,14 @@ class Planned:
 
     Attributes:
         plan: `ReductionPlan` of the stepped tensors, with the names of all logical parameters.
-        values: Function that returns the stepped tensors, in the order of the plan's entries.
+        values: Function that returns the values of the stepped tensors, or of their master weights if only remainders are
+            kept, in the order of the plan's entries.
         measured: The tensors whose ``.grad`` is measured, in the order of the plan's entries.
         numels: Number of elements of each gradient; 0 for a frozen parameter.
         labels: Labels of the figures. The last one is ``"total"``, for the full model.
         matrices: Indices of the stepped tensors that belong to matrices whose singular values are measured.
         spectral: The power iteration for these matrices. None: singular values are not measured.
-        local: Measures the gradient norm of each data rank. None: the noise scale is not measured.
+        local: Measures each data rank's gradient norm before averaging. None: the noise scale is not measured.
         left_out: Names of the parameters that the noise scale does not include.
     """
 
@@ -413,13 +414,18 @@ class Planned:
         return torch.cat([self._to_labels(values), values.sum(-1, keepdim=True)], -1)
 
     def of_local(self, squares: Tensor) -> Tensor:
-        """Return the sum of ``squares``, one per logical parameter, over the parameters that `local` measures, 0-dim."""
+        """Return the sum of ``squares`` over the parameters that `local` measures, 0-dim.
+
+        Args:
+            squares: One value per logical parameter.
+        """
         return torch.where(self._own > 0, squares, 0.0).sum()
 
     def fractions(self, counts: Tensor) -> Tensor:
-        """Return ``counts`` of elements per label, [..., labels], divided by the label's number of trainable elements.
+        """Return ``counts`` divided by each label's number of trainable elements; NaN for a label without such elements.
 
-        The result is NaN for a label without trainable elements.
+        Args:
+            counts: Numbers of elements per label, [..., labels].
         """
         return counts / self._elements
 
@@ -483,9 +489,9 @@ class Telemetry(StepObserver):
       elements are too small despite the loss scale. In other modes, it shows how many elements would be too small in fp16
       without a loss scale.
 
-    These figures exist once:
+    These figures have no labels:
 
-    * ``spectral_norm/<name>``: With `SpectralNorms`, the largest singular value of the weights before the step.
+    * ``spectral_norm/<name>``: With `SpectralNorms`, the largest singular value of each matrix before the step.
     * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, the gradient noise scale and the
       two estimates of which it is the ratio, over all parameters except `excluded_params`.
 
@@ -493,8 +499,8 @@ class Telemetry(StepObserver):
         optimizer: The optimizer, with any precision and state placement.
         every: One step in ``every`` is measured; an integer >= 1. Skipped steps are counted. Default: 50.
         by: Kind of labels; see `By`. Default: "layer".
-        spectral: Options to measure the largest singular values of matrices. None: not measured.
-        noise: Options to measure the gradient noise scale. None: not measured.
+        spectral: Options to measure the largest singular values of matrices. None (default): not measured.
+        noise: Options to measure the gradient noise scale. None (default): not measured.
 
     Raises:
         ValueError: On every rank: an argument is out of range or differs between ranks, a glob matches nothing, or the
@@ -503,7 +509,7 @@ class Telemetry(StepObserver):
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
         `add_param_group`. In a measured step, one all-reduce over the world. With ``noise=``, in addition one all-reduce
-        per set of peers and kind of partial gradients. With ``spectral=``, in addition two all-reduces per iteration.
+        per set of ranks that sum partial gradients. With ``spectral=``, in addition two all-reduces per iteration.
         None in other steps.
     Host synchronization: none, except in the constructor and the first measured step after `add_param_group`, and those
         of `Offloaded`.
@@ -559,8 +565,8 @@ class Telemetry(StepObserver):
     def excluded_params(self) -> tuple[str, ...]:
         """Return the names of the parameters that the noise scale does not include.
 
-        These are frozen parameters, and parameters that are sharded over a data axis or have an owner rank along one,
-        such as experts. Their gradients come from the samples of several data ranks.
+        These are frozen parameters, and parameters that are sharded over a data axis or exist on one rank of a data axis
+        only (``owned`` in `P`), such as experts. Gradients of the latter come from the samples of several data ranks.
         """
         return self._planned.left_out
 
@@ -642,8 +648,9 @@ class Telemetry(StepObserver):
         Args:
             rows: Per row |w|^2, |g|^2, |dw|^2, zeros and small elements; per column one logical parameter. Summed over all
                 ranks; |g|^2 still contains the loss scale and the window's weight.
-            window: The other sums over all ranks: weights of the window, weights per data rank, |g_local|^2.
-            sigmas: The largest singular values, or None.
+            window: The other sums over all ranks: weights of the accumulation window and, with ``noise``, weights and
+                |g_local|^2 per data rank.
+            sigmas: The largest singular values. None: they are not measured.
         """
         planned = self._planned
         place = place_of(planned.registry)
@@ -669,7 +676,7 @@ class Telemetry(StepObserver):
         assert self.noise is not None
         assert self._planned.local is not None
         ranks = self._planned.local.data_ranks
-        # only the pipeline stage that computes the loss knows the weight; the other stages have 0
+        # only the pipeline stage that computes the loss has the weight of ``backward(weight=...)``; other stages have 0
         samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
         scale = 1.0 if self._scale is None else self._scale.to(powers)
         weighted = samples.sum() != 0

@@ -46,7 +46,7 @@ class ReportFile:
             self._drop(lambda line: (found := self._step(line)) is not None and found <= step)
 
     def _step(self, line: str) -> int | None:
-        """Return the step of a complete line; None if the line is not a report."""
+        """Return the step of a complete line, or 0 for a header; None if the line is not a report."""
         raise NotImplementedError
 
     def _drop(self, is_kept: Callable[[str], bool]) -> None:
@@ -280,8 +280,8 @@ class WeightsAndBiases:
     already has. With ``resume_from="<id>?_step=100"``, the service discards steps after 100.
 
     Args:
-        **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. It is called with the first
-            report, so on global rank 0 only.
+        **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. ``wandb.init`` is called with the
+            first report, so on global rank 0 only.
 
     Raises:
         ImportError: The package wandb is not installed.
@@ -429,7 +429,7 @@ def drawn(values: deque[float]) -> str:
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     if low == high:
-        low = min(low, 0.0)  # distinguishes a constant 1 from a constant 0
+        low = min(low, 0.0)  # draws a constant 1 higher than a constant 0
     span = high - low or 1.0
     return "".join(
         BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] if isfinite(value) else "!" for value in values

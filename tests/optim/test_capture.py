@@ -132,7 +132,7 @@ def test_documented_graph_recipe_matches_steps() -> None:
         assert torch.equal(one, other)
 
 
-def test_documented_graph_recipe_for_windows_matches_steps() -> None:
+def test_documented_graph_recipe_for_accumulation_matches_steps() -> None:
     steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
     steps.windows(range(12, 17), 3)
     replays.windows(range(12, 14), 3)
@@ -150,7 +150,7 @@ def test_documented_graph_recipe_for_windows_matches_steps() -> None:
 
 
 @pytest.mark.parametrize("given_up", ["zero_grad", "load_state_dict"])
-def test_abandoned_window_of_replays_adds_no_weight(given_up: str) -> None:
+def test_abandoned_accumulation_window_of_replays_does_not_affect_next_steps(given_up: str) -> None:
     """Replays add the weight on the device, which Python does not count."""
     steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
     for run in (steps, replays):

@@ -153,7 +153,7 @@ class ByLast(Clip):
         return (before / norms.total).clamp(max=1.0)
 
 
-def test_capturing_rule_with_python_state_raises() -> None:
+def test_capturing_clip_rule_with_python_state_raises() -> None:
     run = run_of(max_norm=ByLast())
     run.optimizer.backward(run.loss(run.batch(5)))
     with capturing(), pytest.raises(RuntimeError, match=r"ByLast assigns a new object to last.*changed in place"):
@@ -270,7 +270,7 @@ def test_poll_after_replays_raises_error_of_skipped_steps() -> None:
     assert run.optimizer.skipped_steps == 5
 
 
-def test_stats_belong_to_last_replay() -> None:
+def test_stats_of_captured_step_contain_values_of_replay() -> None:
     run, graph, stats = replayed_overflows(Skip(), 1)
     assert run.optimizer.last_stats is stats
     assert stats.found_inf == 1

@@ -175,7 +175,7 @@ def step(model: nn.Module, optimizer: ParallelOptimizer, seed: int) -> None:
     optimizer.step()
 
 
-def test_host_is_read_only_if_one_of_several_optimizers_requires_it() -> None:
+def test_step_of_several_optimizers_synchronizes_with_host_only_if_one_requires_it() -> None:
     fused, mixed = small(), small()
     on_device, on_host = optimizer_of(two, fused), optimizer_of(of_two_classes, mixed)
     for seed in range(2):

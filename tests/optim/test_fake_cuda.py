@@ -256,7 +256,9 @@ def without_comparison(logs: list[Log]) -> list[Log]:
         ("replicated", "bf16, rounded", False),
     ],
 )
-def test_only_second_step_waits_to_compare_weights_with_copies(placed: str, mode: str, compared: bool) -> None:
+def test_only_second_step_waits_to_compare_weights_with_master_or_offloaded_copies(
+    placed: str, mode: str, compared: bool
+) -> None:
     logs = run_of_four(placed, mode, "norm")[:3]
     assert [any(COMPARES in wait for wait in log.waits) for log in logs] == [False, compared, False]
 
@@ -400,7 +402,7 @@ def test_align_replicas_packs_all_parameters_into_one_collective(
     assert len(log.collectives) == 1
 
 
-def test_monitor_keeps_sums_on_device_of_losses() -> None:
+def test_monitor_with_losses_on_cuda_needs_no_host_synchronization() -> None:
     with fake_cuda(collectives_on=CPU) as logging:
         model = nn.Linear(3, 2, device="cuda")
         optimizer = ParallelOptimizer(
@@ -565,7 +567,7 @@ WAITING: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("how", WAITING)
-def test_log_contains_waits_for_each_synchronizing_operation(how: str) -> None:
+def test_fake_cuda_log_contains_waits_for_each_synchronizing_operation(how: str) -> None:
     with fake_cuda() as logging:
         tensor = torch.ones(2, device="cuda")
         with logging() as log, suppress(RuntimeError):  # fake tensors have no values
@@ -573,7 +575,7 @@ def test_log_contains_waits_for_each_synchronizing_operation(how: str) -> None:
         assert log.waits
 
 
-def test_log_contains_no_waits_for_asynchronous_operations() -> None:
+def test_fake_cuda_log_contains_no_waits_for_asynchronous_operations() -> None:
     with fake_cuda() as logging:
         tensor, pinned = torch.ones(2, device="cuda"), torch.empty(2, pin_memory=True)
         with logging() as log:
@@ -593,7 +595,7 @@ def test_log_contains_no_waits_for_asynchronous_operations() -> None:
         ("half states", "fp32", "units"),
     ],
 )
-def test_log_matches_fake_tensor_mode_of_torch(
+def test_fake_cuda_log_matches_fake_tensor_mode_of_torch(
     placed: str, mode: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = run_of_four(placed, mode, rule)

@@ -124,13 +124,13 @@ def assert_same(found: list[tuple[list[float], list[Tensor]]], expected: tuple[l
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_folded_experts_match_dense_model(world: World, options: str) -> None:
+def test_experts_on_another_mesh_of_same_ranks_match_dense_model(world: World, options: str) -> None:
     (expected,) = world.run(1, train, "one", {})
     assert_same(world.run(8, train, "folded", OPTIONS[options]), expected)
 
 
 @pytest.mark.parametrize("folding", ["experts over tensor", "experts over half of data"])
-def test_other_foldings_of_experts_match_dense_model(world: World, folding: str) -> None:
+def test_experts_over_tensor_or_part_of_data_axis_match_dense_model(world: World, folding: str) -> None:
     (expected,) = world.run(1, train, "one", {})
     assert_same(world.run(WORLD[folding], train, folding, OPTIONS["zero2"]), expected)
 
@@ -139,9 +139,7 @@ def test_other_foldings_of_experts_match_dense_model(world: World, folding: str)
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("folded", "experts over half of data"), ("experts over tensor", "folded"), ("folded", "one")]
 )
-def test_checkpoint_loads_with_another_folding_of_experts(
-    world: World, tmp_path: Path, saved: str, loaded: str
-) -> None:
+def test_checkpoint_loads_with_experts_on_another_mesh(world: World, tmp_path: Path, saved: str, loaded: str) -> None:
     expected, *_ = world.run(WORLD[saved], train, saved, OPTIONS["zero1"], tmp_path)
     options = OPTIONS["whole" if loaded == "one" else "zero2"]
     assert_same(world.run(WORLD[loaded], resume, loaded, options, tmp_path), expected)
@@ -158,7 +156,7 @@ def what_is_sharded() -> tuple[list[str], int]:
     return specs, numel
 
 
-def test_zero_shards_dense_states_over_data_and_expert_states_over_remaining_axes(world: World) -> None:
+def test_zero1_shards_dense_states_over_data_and_expert_states_over_remaining_axes(world: World) -> None:
     for specs, numel in world.run(8, what_is_sharded):
         assert specs == ["P(('edp', 'mid'), partial='tensor')", "P(('mid', 'tensor', 'edp'))"]
         # A quarter of the dense layer and half of an expert, with two moments each.

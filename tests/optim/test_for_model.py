@@ -1,4 +1,4 @@
-"""`ParallelOptimizer.for_model`: one line for a model of DTensors, or with DistributedDataParallel, or of replicas."""
+"""`ParallelOptimizer.for_model` for models of DTensors, in DistributedDataParallel, and of replicated parameters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trained(name: str, kind: str = "fused") -> tuple[dict[str, Tensor], list[flo
 @pytest.mark.default_cases(9)
 @pytest.mark.parametrize("kind", ["fused", "foreach"])
 @pytest.mark.parametrize("name", [*LAYOUTS, "ddp", "replicas"])
-def test_training_equals_the_dense_model(world: World, name: str, kind: str) -> None:
+def test_for_model_training_matches_dense_model(world: World, name: str, kind: str) -> None:
     ((wanted, wanted_norms),) = world.run(1, trained, "dense", kind)
     assert min(wanted_norms) > MAX_NORM, "every step should clip"
     for found, norms in world.run(4, trained, name, kind):
@@ -68,7 +68,7 @@ def test_training_equals_the_dense_model(world: World, name: str, kind: str) -> 
 
 
 def sharded_by_hand() -> str:
-    """A weight that ranks hold shards of, which nobody declared."""
+    """Step a weight that has other values on each rank and no declared spec. Return the error."""
     model = nn.Linear(4, 2, bias=False)
     with torch.no_grad():
         model.weight.fill_(dist.get_rank() + 1.0)
@@ -79,12 +79,12 @@ def sharded_by_hand() -> str:
     return str(caught.value)
 
 
-def test_shards_that_nobody_declared_are_an_error_in_the_first_step(world: World) -> None:
+def test_undeclared_shards_raise_in_first_step(world: World) -> None:
     assert all("weight: the parameter differs" in text for text in world.run(2, sharded_by_hand))
 
 
 def unequal_stages() -> tuple[float, tuple[str, ...]]:
-    """Ranks with other parameters are pipeline stages."""
+    """Give each rank a weight of another shape. Return the norm and the pipeline axes."""
     size = 2 + dist.get_rank()
     model = nn.Linear(size, 1, bias=False)
     optimizer = ParallelOptimizer.for_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -92,7 +92,7 @@ def unequal_stages() -> tuple[float, tuple[str, ...]]:
     return float(optimizer.step().total_norm), optimizer.registry.topology.pipe_axes
 
 
-def test_ranks_with_other_parameters_are_pipeline_stages(world: World) -> None:
+def test_ranks_with_different_parameters_become_pipeline_stages(world: World) -> None:
     for norm, stages in world.run(2, unequal_stages):
         assert norm == pytest.approx(5**0.5)
         assert stages == ("stage_2x1",)

@@ -96,7 +96,7 @@ def test_step_needs_no_more_python_calls_per_parameter_than_torch() -> None:
     assert a_parameter(ours) <= a_parameter(torchs)
 
 
-def test_step_with_masters_needs_few_additional_calls_per_parameter() -> None:
+def test_step_with_masters_needs_at_most_four_times_the_python_calls_of_torch() -> None:
     assert a_parameter(lambda count: ours(count, "bf16")) <= 4 * a_parameter(torchs)
 
 

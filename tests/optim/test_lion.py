@@ -70,7 +70,7 @@ def test_lion_matches_published_formula(options: dict[str, Any], dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_skipped_lion_step_changes_nothing_and_needs_no_host_read(dtype: torch.dtype) -> None:
+def test_skipped_lion_step_changes_nothing_and_needs_no_host_synchronization(dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0, 0.5])
     param, late = nn.Parameter(values.to(dtype)), nn.Parameter(values.to(dtype))
     optimizer: Any = lion([param, late])
@@ -153,7 +153,7 @@ def test_lion_matches_dense_update_on_every_layout(world: World) -> None:
         assert copies_differ(own) == [], f"{layout}, {states}"
 
 
-def test_lion_needs_no_collective_or_host_read_and_skips_overflow(world: World) -> None:
+def test_lion_needs_no_collective_or_host_synchronization_and_skips_overflow(world: World) -> None:
     layout, makes = LAYOUTS["data x tensor"], [lion]
     assert world.run(4, beyond_sgd, layout, makes, {}) == [[{}]] * 4
     world.run(4, without_host_reads, layout, makes, {})
@@ -169,7 +169,7 @@ def test_lion_checkpoint_with_zero_loads_without_zero(world: World, tmp_path: Pa
 
 
 @pytest.mark.parametrize("precision", [Bf16(), Bf16(split_masters=True)])
-def test_clipped_lion_step_with_masters_needs_no_host_read(precision: Bf16) -> None:
+def test_clipped_lion_step_with_masters_needs_no_host_synchronization(precision: Bf16) -> None:
     model, registry = nn.Linear(4, 3), ProcessGroupRegistry(Topology())
     precision.prepare(model, registry)
     optimizer = ParallelOptimizer(lion(model.parameters()), registry, max_norm=0.1, precision=precision)

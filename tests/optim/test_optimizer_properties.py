@@ -92,7 +92,7 @@ def test_clip_grads_clips_once_by_max_norm() -> None:
         torch.testing.assert_close(one, same)
 
 
-def test_clip_grads_in_managed_window_waits_for_last_micro_batch() -> None:
+def test_clip_grads_before_last_micro_batch_of_window_returns_none() -> None:
     model = model_of()
     optimizer = optimizer_of(model, max_norm=0.5, accumulation_steps=2)
     optimizer.backward(loss_of(model))
@@ -150,7 +150,7 @@ def scaled_norm(asked: bool) -> tuple[float, list[Tensor]]:
     return float(optimizer.last_stats.total_norm), [param.detach().clone() for param in model.parameters()]
 
 
-def test_explicit_clip_in_window_accounts_for_grad_scaler() -> None:
+def test_explicit_clip_within_accumulation_window_accounts_for_grad_scaler() -> None:
     (norm, params), (expected, others) = scaled_norm(True), scaled_norm(False)
     assert norm == pytest.approx(expected)
     for one, other in zip(params, others, strict=True):

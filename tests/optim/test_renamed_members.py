@@ -317,7 +317,7 @@ def test_transform_with_former_tensor_list_signature_works_and_warns() -> None:
         assert all(map(lambda one, other: one is other, placement.made.seen[1], model.parameters()))
 
 
-def test_pages_use_no_former_name() -> None:
+def test_documentation_uses_no_former_name() -> None:
     """Only the change log names former objects, members and arguments."""
     root = Path(__file__).parents[2]
     objects = "|".join(name for names in OBJECTS.values() for name in names)

@@ -228,7 +228,7 @@ def test_deleted_optimizer_and_schedule_are_freed_immediately(registry: ProcessG
         gc.enable()
 
 
-def test_replaced_schedules_leave_no_hooks(registry: ProcessGroupRegistry) -> None:
+def test_replaced_schedules_do_not_accumulate_hooks(registry: ProcessGroupRegistry) -> None:
     model, optimizer = built(registry)
     for _ in range(100):
         schedule: LRScheduler = LinearWarmupLR(optimizer, total_steps=10)

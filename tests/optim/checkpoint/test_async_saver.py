@@ -166,7 +166,7 @@ def test_exception_in_training_propagates_and_pending_checkpoint_is_completed(tm
     assert load_checkpoint(tmp_path, model, optimizer) == 1
 
 
-def test_async_saver_keeps_checkpoint_of_another_run(tmp_path: Path) -> None:
+def test_async_saver_raises_instead_of_replacing_checkpoint_of_another_run(tmp_path: Path) -> None:
     model = model_of()
     save_checkpoint(tmp_path, model, optimizer_of(model), extra="another")
     optimizer = optimizer_of(model)

@@ -266,7 +266,7 @@ def interrupted(path: Path, name: str, options: dict[str, Any]) -> None:
         ("pipe, tied", {"precision": "fp32", "offload": 0.5}),
     ],
 )
-def test_resumed_run_is_bitwise_identical_in_scenario(
+def test_run_resumed_on_same_layout_is_bitwise_identical(
     world: World, tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     world.run(SCENARIOS[name].topology.world_size, interrupted, tmp_path, name, options)

@@ -76,7 +76,9 @@ def test_saving_into_directory_of_another_run_is_rejected_on_all_ranks(world: Wo
         assert found == "second"
 
 
-def test_two_runs_saving_concurrently_do_not_mix_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_raises_if_another_run_saves_to_directory_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of()
     optimizers = [optimizer_of(model), optimizer_of(model)]
     save_checkpoint(tmp_path, model, optimizers[0])

@@ -184,7 +184,7 @@ def save_unstepped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("busy_until", [2, 0])
-def test_zero_shards_of_one_expert_get_its_step_count_without_warning(
+def test_zero1_shards_of_expert_get_its_step_count_without_warning(
     world: World, tmp_path: Path, busy_until: int
 ) -> None:
     busy, idle = world.run(2, save, tmp_path, "AdamW", busy_until)

@@ -63,7 +63,7 @@ def load_buffers(path: Path, axes: Axes) -> dict[str, list[float]]:
     return {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
 
-def test_buffers_that_differ_over_data_axis_are_restored_per_rank(world: World, tmp_path: Path) -> None:
+def test_buffers_differing_over_data_axis_are_restored_per_rank_on_same_mesh(world: World, tmp_path: Path) -> None:
     world.run(2, save_buffers, tmp_path, DATA)
     for rank, found in enumerate(world.run(2, load_buffers, tmp_path, DATA)):
         assert found == {"stats": [10.0 + rank] * 3, "table": [0, 1, 2, 3], "scratch": [-1.0, -1.0]}
@@ -162,7 +162,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_unusual_optimizer_state_is_restored_on_same_layout_only(world: World, tmp_path: Path) -> None:
+def test_int_per_row_and_list_states_are_restored_on_same_layout_only(world: World, tmp_path: Path) -> None:
     one = world.run(1, save_odd, tmp_path / "one", ONE)[0]
     assert set(one[0]) == {"momentum_buffer", "calls", "rows", "history"}
     assert same(load_odd(tmp_path / "one", ONE), one)
@@ -301,7 +301,7 @@ def test_checkpoint_moves_between_ddp_fsdp2_and_single_process(
 
 
 @pytest.mark.parametrize("split_masters", [False, True])
-def test_master_weights_load_into_frozen_parameters(tmp_path: Path, split_masters: bool) -> None:
+def test_checkpoint_with_master_weights_loads_if_parameter_is_frozen(tmp_path: Path, split_masters: bool) -> None:
     def make(value: float, frozen: bool) -> tuple[nn.ParameterDict, ParallelOptimizer]:
         weights = {name: nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16)) for name in ("base", "head")}
         model = nn.ParameterDict(weights)

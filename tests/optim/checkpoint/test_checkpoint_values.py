@@ -166,7 +166,7 @@ COUNTS: list[Any] = ["x", math.nan, -1, True, 2**60, 10**400, None, [1], 1.5]
 
 @pytest.mark.parametrize("value", COUNTS, ids=lambda value: repr(value)[:9])
 @pytest.mark.parametrize("name", ["skipped_steps", "vetoed_steps"])
-def test_invalid_step_count_is_reported_with_file_name(tmp_path: Path, name: str, value: Any) -> None:
+def test_invalid_skipped_steps_in_checkpoint_or_state_dict_is_rejected(tmp_path: Path, name: str, value: Any) -> None:
     run, directory = saved_run(tmp_path, "fp16")
     shared = read_torch(directory / "shared.pt")
     shared["rest"][name] = value
@@ -210,7 +210,7 @@ def test_wrong_value_in_file_raises_on_every_rank(world: World, tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:ZClip keeps")
 @pytest.mark.parametrize("key", ["state", "param_groups", "meshstep"])
-def test_wrong_value_in_state_dict_changes_nothing(tmp_path: Path, key: str) -> None:
+def test_wrong_value_in_state_dict_loads_or_raises_without_changes(tmp_path: Path, key: str) -> None:
     run, _ = saved_run(tmp_path, "fp16")
     draw, before = random.Random(3), everything(run)
     state = run.optimizer.state_dict()
@@ -230,7 +230,7 @@ def test_wrong_value_in_state_dict_changes_nothing(tmp_path: Path, key: str) -> 
     assert refused > len(cases) // 4
 
 
-def test_oversized_or_non_regular_manifest_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_or_non_regular_manifest_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, directory = saved_run(tmp_path, "fp32")
     manifest = directory / "meshstep.json"
     monkeypatch.setattr(directory_module, "MAX_MANIFEST", 100)

@@ -192,7 +192,7 @@ def clipped_by_unit(axes: Axes, spec: P) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("spec", [P(blocks("tensor", 2)), P(blocks("tensor", (4, 1, 1))), P(None, blocks("tensor", 1))])
-def test_clip_units_of_fused_weight_are_rows_of_full_weight(world: World, spec: P) -> None:
+def test_unit_wise_clipping_of_fused_weight_matches_single_process(world: World, spec: P) -> None:
     (alone, _), *_ = world.run(1, clipped_by_unit, (("tensor", 1),), spec)
     spec = spec if spec.dim_axes(0) else P()
     for weight, rank in world.run(2, clipped_by_unit, TWO, spec):

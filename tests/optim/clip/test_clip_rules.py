@@ -344,7 +344,7 @@ def test_every_rule_needs_one_collective_per_step(world: World) -> None:
             assert counts == [expected, expected], label
 
 
-def test_every_rule_adds_one_collective_to_gradient_reduction(world: World) -> None:
+def test_rules_issue_same_collectives_as_rule_that_does_not_clip(world: World) -> None:
     config = CONFIGS["data x tensor"]
     rules = [rule for rule in RULES.values() if rule.norm_type != inf]
     for by_rule in world.run(4, counted, config, [Unclipped(), *rules]):
@@ -459,7 +459,7 @@ def test_adaptive_clipping_rejects_uneven_shards_on_all_ranks(world: World) -> N
     assert messages[0].startswith("odd has shards of unequal sizes")
 
 
-def test_uneven_shards_are_accepted_by_other_rules(world: World) -> None:
+def test_per_parameter_rule_accepts_uneven_and_adaptive_rule_even_shards(world: World) -> None:
     assert (
         world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2
     )  # gradient of four ones, clipped to norm 1: 0.5 each
@@ -614,7 +614,7 @@ def explicitly(config: Config, rule: Clip | None, then: tuple[str, float]) -> tu
 
 @pytest.mark.parametrize("then", [("norm", 0.5), ("value", 0.25)])
 @pytest.mark.parametrize("label", ["by norm, p=2.0", "by parameter, p=2.0", "adaptive", "by group, both", "by value"])
-def test_explicit_clip_replaces_rule_for_one_step(world: World, label: str, then: tuple[str, float]) -> None:
+def test_explicit_clip_before_step_replaces_clipping_rule(world: World, label: str, then: tuple[str, float]) -> None:
     config = CONFIGS["tensor"]
     dense = Dense(LAYOUTS[config.layout])
     rule: Clip = ByNorm(then[1]) if then[0] == "norm" else ByValue(then[1])

@@ -281,7 +281,7 @@ def test_comparison_distinguishes_rules_with_slightly_different_parameters(right
 # ---------------------------------------------------------------------------------------------------------------
 
 RESUMED = ["warm-up", "z", "adaptive means", "previous", "spikes, then means", "named"]
-"""By name what belongs to parameters comes back on other layouts."""
+"""Rules whose state loads on another layout; state per parameter is found by parameter name."""
 
 
 def saved_and_continued(config: Config, path: Path) -> dict[str, Told]:

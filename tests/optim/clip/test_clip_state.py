@@ -82,8 +82,8 @@ def values(optimizer: ParallelOptimizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("label", STATEFUL)
-def test_step_skipped_for_other_reasons_leaves_rule_state_unchanged(label: str) -> None:
-    """The reasons here are a non-finite norm and a step rejected by ``commit=``."""
+def test_nonfinite_or_rejected_step_leaves_clip_rule_state_unchanged(label: str) -> None:
+    """Skip one step by a NaN in the loss, and reject another by ``commit=``."""
     answers = iter([True, True, True, True, False, True])
     model, optimizer = alone(STATEFUL[label], commit=lambda: next(answers))
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_explicit_clip_leaves_rule_state_unchanged() -> None:
 
 
 @pytest.mark.parametrize("label", STATEFUL)
-def test_rule_state_is_updated_in_place_without_host_read(label: str) -> None:
+def test_rule_state_is_updated_in_place_without_host_synchronization(label: str) -> None:
     model, optimizer = alone(STATEFUL[label])
     step(model, optimizer)
     places = {name: tensor.data_ptr() for name, tensor in optimizer.clip_state.items()}
@@ -132,7 +132,7 @@ def test_one_rule_object_can_be_shared_by_several_optimizers() -> None:
     assert values(other)["mean"] > values(one)["mean"]
 
 
-def test_setting_equal_rule_keeps_state_and_other_rule_resets_it() -> None:
+def test_setting_equal_rule_keeps_state_and_different_rule_resets_state() -> None:
     model, optimizer = alone(ZClip(warm_up=2))
     step(model, optimizer)
     optimizer.max_norm = ZClip(warm_up=2)
@@ -159,7 +159,7 @@ def test_added_parameters_start_with_initial_rule_state() -> None:
     assert [after[name] for name in after.keys() - before.keys()] == [inf]
 
 
-def test_group_thresholds_work_with_warm_up_rule() -> None:
+def test_warm_up_threshold_applies_to_groups_without_own_max_norm() -> None:
     model, optimizer = alone(WarmUp(8.0, 2.0, steps=2))
     optimizer.param_groups[1]["max_norm"] = 1.0
     for threshold in (8.0, 5.0, 2.0, 2.0):
@@ -492,7 +492,7 @@ class LongestOfEach(Clip):
         return ClipResult(None, {"longest": state["longest"] + 1, "last": torch.stack([norms.total, state["last"][0]])})
 
 
-def test_incomplete_custom_rule_raises_descriptive_error() -> None:
+def test_custom_rule_raises_without_decide_or_initial_state() -> None:
     with pytest.raises(TypeError, match=r"Forgetful returns a state 'sum', but its initial\(\) has only \[\]"):
         step(*alone(Forgetful()))
     with pytest.raises(NotImplementedError, match=r"Silent has neither factors\(norms\) nor decide"):

@@ -66,7 +66,9 @@ def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: st
 
 @pytest.mark.parametrize("how", ["explicit", "ddp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_explicit_windows_and_ddp_match_managed_windows(world: World, how: str, precision: str) -> None:
+def test_accumulation_with_no_sync_or_ddp_matches_one_batch_on_one_process(
+    world: World, how: str, precision: str
+) -> None:
     expected, _ = world.run(1, train, ONE, 1, precision, "managed", {})[0]
     for found, reduced in world.run(2, train, TWO, 3, precision, how, {}):
         # DDP averages in the parameters' dtype, so it adds half-precision micro-batches in half precision.
@@ -125,7 +127,7 @@ UNEQUAL = [[5, 1, 2], [1, 1, 9]]
 
 @pytest.mark.default_cases(3)  # only the mesh with a tensor axis shares a weight among ranks
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 1), ("data", 2))])
-def test_weighted_window_gives_mean_over_all_tokens(world: World, axes: tuple[tuple[str, int], ...]) -> None:
+def test_weighted_micro_batches_give_mean_over_all_samples(world: World, axes: tuple[tuple[str, int], ...]) -> None:
     norm, gradient = dense_window(19)
     size = Topology(roles=None, **dict(axes)).world_size
     for found, grad in world.run(size, window, UNEQUAL, True, axes):
@@ -133,7 +135,7 @@ def test_weighted_window_gives_mean_over_all_tokens(world: World, axes: tuple[tu
         torch.testing.assert_close(grad, gradient, rtol=1e-6, atol=1e-9)  # SGD is not fused: a float64 factor
 
 
-def test_window_without_weights_differs_from_mean_over_tokens(world: World) -> None:
+def test_unweighted_micro_batches_of_unequal_size_differ_from_mean_over_samples(world: World) -> None:
     norm, gradient = dense_window(19)
     for found, grad in world.run(2, window, UNEQUAL, False, (("data", 2),)):
         assert abs(found / norm - 1) > 0.05
@@ -171,7 +173,9 @@ def samples(count: int) -> Tensor:
     size=st.integers(1, 3),
     order=st.sampled_from(["zero, backward, step", "backward, step, zero"]),
 )
-def test_managed_windows_with_shorter_last_window_match_torch(micro: int, batches: int, size: int, order: str) -> None:
+def test_accumulation_steps_with_shorter_last_window_match_torch(
+    micro: int, batches: int, size: int, order: str
+) -> None:
     """Managed windows equal plain torch on one batch per window."""
     data = samples(batches * size)
     model, optimizer = linear(accumulation_steps=micro, max_norm=0.8)
@@ -230,7 +234,7 @@ def test_gradients_cleared_in_forward_are_detected() -> None:
         optimizer.backward(loss)
 
 
-def test_zero_grad_of_optimizer_waits_for_window_end_and_model_zero_grad_raises() -> None:
+def test_optimizer_zero_grad_is_ignored_within_window_and_model_zero_grad_detected() -> None:
     model, optimizer = linear(accumulation_steps=2)
     optimizer.backward(model(samples(1)).sum())
     optimizer.zero_grad()  # waits for the end of the window

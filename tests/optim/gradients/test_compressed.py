@@ -128,7 +128,7 @@ def test_compression_halves_gradient_bytes(world: World, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["fp64", "bf16 stochastic"])
-def test_gradients_of_other_dtypes_are_not_compressed(world: World, way: str, mode: str) -> None:
+def test_float64_and_bfloat16_gradients_are_not_compressed(world: World, way: str, mode: str) -> None:
     assert world.run(2, sent_bytes, way, mode, True) == world.run(2, sent_bytes, way, mode, False)
 
 
@@ -137,7 +137,7 @@ def test_gradients_of_other_dtypes_are_not_compressed(world: World, way: str, mo
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
 @pytest.mark.parametrize("how", ["plain", "unused", "explicit", "added", "offloaded"])
-def test_compression_with_overlap_is_bitwise_identical(world: World, mode: str, how: str) -> None:
+def test_compressed_training_with_overlap_is_bitwise_identical_to_without(world: World, mode: str, how: str) -> None:
     expected = world.run(2, train_replicas, 2, mode, how, False, Bf16Compression())
     for one, other in zip(world.run(2, train_replicas, 2, mode, how, True, Bf16Compression()), expected, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
@@ -249,6 +249,6 @@ def placements_of_booster(mode: Any) -> list[Any]:
         return placements
 
 
-def test_booster_compresses_zero_gradients(world: World) -> None:
+def test_booster_passes_compression_to_optimizer_and_sharded_states(world: World) -> None:
     assert world.run(2, placements_of_booster, "zero1") == [[Sharded("data", compression=Bf16Compression())]] * 2
     assert world.run(2, placements_of_booster, None) == [[]] * 2

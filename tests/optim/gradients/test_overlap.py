@@ -55,7 +55,7 @@ def same_bits(one: Trained, other: Trained) -> bool:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive", "bf16 stochastic"])
 @pytest.mark.parametrize("how", HOW)
-def test_overlap_is_bitwise_identical_on_two_ranks(world: World, how: str, mode: str) -> None:
+def test_overlapped_reduction_is_bitwise_identical_to_reduction_in_step(world: World, how: str, mode: str) -> None:
     expected = world.run(2, train_replicas, 2, mode, how, False)
     found = world.run(2, train_replicas, 2, mode, how, True)
     for one, other in zip(found, expected, strict=True):
@@ -91,7 +91,7 @@ LAYOUTS = ["data x tensor", "data x sequence parallel", "data x pipe, tied", "a 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_overlap_is_bitwise_identical_on_every_layout(world: World, name: str) -> None:
+def test_overlapped_reduction_is_bitwise_identical_on_every_layout(world: World, name: str) -> None:
     runs: list[list[Run]] = []
     for overlap in (False, True):
         options = {"max_norm": 0.4, "overlap": overlap, "bucket_bytes": SMALL}

@@ -118,7 +118,7 @@ def test_sum_over_hundred_million_elements_is_accurate_to_1e14() -> None:
     assert torch.linalg.vector_norm(values.float()).double().square().item() != pytest.approx(exact, rel=1e-7)
 
 
-def test_tensor_subclasses_and_other_orders_fall_back_to_torch() -> None:
+def test_tensor_subclasses_and_other_norm_orders_fall_back_to_torch() -> None:
     class Other(Tensor):
         pass
 

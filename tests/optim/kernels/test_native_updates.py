@@ -149,7 +149,7 @@ def test_reference_update_matches_torch_optimizer(
     torch.testing.assert_close(param.detach(), ours, rtol=1e-13, atol=1e-15)
 
 
-def test_library_with_other_interface_version_is_not_loaded(
+def test_compiled_library_with_other_interface_version_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its functions take other arguments."""

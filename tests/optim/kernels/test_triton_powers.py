@@ -102,7 +102,7 @@ def left_to_others() -> None:
     assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
 
 
-def test_unsupported_tensors_and_orders_fall_back_from_triton_to_torch(interpreted: Interpreted) -> None:
+def test_unsupported_tensors_and_norm_orders_fall_back_from_triton_to_torch(interpreted: Interpreted) -> None:
     interpreted(left_to_others)
 
 

@@ -126,7 +126,7 @@ def more_than_a_program_counts() -> None:
         steps_as_the_reference(ByTriton(Adam(1e-3), [3] * 9, torch.float32, None, 9), 0.5)
 
 
-def test_triton_update_supports_more_tensors_than_one_program_counts(interpreted: Interpreted) -> None:
+def test_triton_update_supports_more_tensors_than_rows_per_program(interpreted: Interpreted) -> None:
     interpreted(more_than_a_program_counts)
 
 
@@ -238,6 +238,6 @@ def shifted(columns: PointerColumns) -> PointerColumns:
     return PointerColumns(columns.fixed, array("Q", [columns.grads[0]] * 2), columns.numels)
 
 
-def test_update_with_gradient_of_another_tensor_is_detected(interpreted: Interpreted) -> None:
+def test_reference_comparison_detects_triton_update_with_wrong_gradient_pointer(interpreted: Interpreted) -> None:
     with pytest.raises(Exception, match="in near"):
         interpreted(with_a_wrong_table)

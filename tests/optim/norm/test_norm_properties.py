@@ -134,7 +134,7 @@ def test_norms_that_ignore_layouts_are_wrong(world: World, case: Case, wrong: Me
         assert_exact(world, [case], wrong, (2.0,))
 
 
-def test_sharded_flag_per_parameter_is_right_on_1d_mesh_and_wrong_on_2d_mesh(world: World) -> None:
+def test_norm_by_sharded_flag_is_correct_on_1d_mesh_and_wrong_on_2d_mesh(world: World) -> None:
     one_dimension = Case((("tensor", 4),), TENSOR_LAYER.params)
     assert_exact(world, [one_dimension], one_boolean, (2.0,))
     with pytest.raises(AssertionError):

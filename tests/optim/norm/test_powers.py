@@ -30,7 +30,7 @@ def test_local_powers_equal_float64_reference(p: float, shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_batched_gpu_powers_equal_float64_reference(p: float, dtype: torch.dtype) -> None:
+def test_batched_powers_for_gpu_equal_float64_reference_on_cpu(p: float, dtype: torch.dtype) -> None:
     """Runs the GPU operators on the CPU, with empty gradients and values near the limits of the dtype."""
     grads = [
         torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((7,), (0, 3), (5, 4))
@@ -103,7 +103,7 @@ def test_norm_of_finite_gradients_neither_overflows_nor_underflows(
                 assert skipped == 0
 
 
-def test_norm_of_order_1_of_equal_gradients_is_exact() -> None:
+def test_norm_of_order_1_over_million_equal_elements_is_accurate_to_1e12() -> None:
     gradient = torch.full((1_000_003,), 0.1)
     exact = float(torch.tensor(0.1).double()) * 1_000_003
     assert float(local_powers([gradient], 1.0)) == pytest.approx(exact, rel=1e-12)

@@ -155,11 +155,11 @@ def check_stats(stats: GradStats | None, p: float) -> None:
 
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
 @pytest.mark.parametrize("mode", MODES)
-def test_norms_and_thresholds_do_not_depend_on_loss_scale(world: World, mode: str, p: float) -> None:
+def test_norms_and_clipping_with_loss_scale_match_unscaled_dense_gradients(world: World, mode: str, p: float) -> None:
     world.run(4, measure, mode, p, True)
 
 
-def test_norms_do_not_depend_on_loss_scale_with_unfused_optimizer(world: World) -> None:
+def test_norms_and_clipping_with_loss_scale_and_unfused_optimizer_match_dense(world: World) -> None:
     world.run(4, measure, "fp16_naive", 2.0, False)
     world.run(4, measure, "O3", 2.0, False)
 

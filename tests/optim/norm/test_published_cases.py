@@ -1,5 +1,5 @@
-"""Published wrong norms of other systems: each case reproduces the wrong norm on real ranks and checks the right norm
-here.
+"""Published wrong norms of other systems: each case reproduces the wrong norm on real ranks and compares
+the norm of this library with the norm of the dense model.
 
 A gradient has one element per shard, chosen so that the norms equal those of the reports. If a report gives only a
 relative error, or uses more than four ranks, the elements give the same figures on four ranks. If a report has no
@@ -392,7 +392,7 @@ def fp16_norms() -> tuple[float, float]:
         return scaled, float(stats.total_norm)
 
 
-def test_reported_norm_is_independent_of_loss_scale(world: World) -> None:
+def test_reported_norm_with_loss_scale_is_norm_of_unscaled_gradients(world: World) -> None:
     """ColossalAI reported 2.0 instead of 0.5."""
     for scaled, ours in world.run(2, fp16_norms):
         assert scaled == pytest.approx(2.0, rel=1e-6)
@@ -418,7 +418,7 @@ def dense_norm(case: Published) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_norm_is_right_in_published_cases_of_wrong_norms(world: World, name: str) -> None:
+def test_norm_matches_dense_norm_in_published_cases_of_wrong_norms(world: World, name: str) -> None:
     case = CASES[name]
     assert dense_norm(case) == pytest.approx(case.true, rel=case.digits)
     found = world.run(case.topology.world_size, measured, name)

@@ -46,7 +46,7 @@ def undecided() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
         return proof.undecided, str(copied), copied.undecided, "shift" in found.rules and found.proof.is_correct
 
 
-def test_prove_makes_no_statement_about_parameters_without_effect(world: World) -> None:
+def test_prove_reports_parameters_without_effect_on_loss_as_undecided(world: World) -> None:
     for found, told, copied, has_rule in world.run(2, undecided):
         assert "key.bias" in found, "all heads' keys are shifted by it too"
         assert {*found} == {*copied} == {"shift", "key.bias"}, told

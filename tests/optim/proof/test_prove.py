@@ -306,7 +306,7 @@ def _relu(seed: int, factor: float) -> Proof:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_prove_is_correct_for_models_with_many_kinks(world: World, seed: int) -> None:
+def test_prove_of_model_with_many_relu_kinks_finds_only_wrong_gradients(world: World, seed: int) -> None:
     (right,) = world.run(1, _relu, seed, 1.0)
     (wrong,) = world.run(1, _relu, seed, 1.01)
     assert right.is_correct, right

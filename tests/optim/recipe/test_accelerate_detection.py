@@ -62,7 +62,7 @@ def test_detection_of_accelerate_keeps_no_batch_or_logits_alive() -> None:
     assert [ref() for ref in seen] == [None, None]
 
 
-def test_optimizer_wrapped_by_accelerate_raises() -> None:
+def test_optimizer_stepped_by_accelerate_raises_unless_its_clipping_is_replaced() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = optimizer_of(model)
     accelerated = AcceleratedOptimizer(AcceleratedOptimizer(optimizer))
@@ -75,7 +75,7 @@ def test_optimizer_wrapped_by_accelerate_raises() -> None:
     accelerated.step()
 
 
-def test_other_optimizer_wrapped_by_accelerate_does_not_raise() -> None:
+def test_accelerate_wrapper_of_another_optimizer_is_ignored() -> None:
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     optimizer, around_another = optimizer_of(model), AcceleratedOptimizer(optimizer_of(other))
     optimizer.backward(model(torch.full((4, 3), 2.0)).square().mean())

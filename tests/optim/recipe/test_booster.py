@@ -196,7 +196,7 @@ def three_steps(precision: Mode, axes: dict[str, int], modes: tuple[Any, ...]) -
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_every_precision_works_with_every_data_parallelism_and_mesh(
+def test_every_precision_and_data_parallelism_gives_float32_update_within_rounding(
     precision: Mode, axes: dict[str, int], world: World
 ) -> None:
     [(dense, _)] = three_steps("fp32", {"data": 1}, (None,))

@@ -137,7 +137,7 @@ def test_model_that_cannot_be_moved_to_gpu_is_rejected(changes: Callable[[], dic
     assert [param.device for param in given["model"].parameters()] == before
 
 
-def test_model_is_not_moved_to_gpu_if_torch_would_replace_parameters() -> None:
+def test_boost_raises_if_moving_model_to_gpu_would_replace_parameters() -> None:
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         with (

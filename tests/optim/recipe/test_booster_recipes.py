@@ -146,7 +146,7 @@ def test_clipping_recipe_matches_plain_torch() -> None:
     assert gradient_clipping("fp32", "ddp") == pytest.approx(losses, rel=1e-5)
 
 
-def test_boosting_model_alone_prepares_it_for_evaluation() -> None:
+def test_boost_with_model_only_casts_model_and_returns_none_otherwise() -> None:
     model, *others = Booster("bf16").boost(classifier())
     assert others == [None] * 4
     assert model(torch.ones(2, 6)).dtype == torch.bfloat16

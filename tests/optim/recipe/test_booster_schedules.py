@@ -79,7 +79,7 @@ def test_schedules_do_not_warn_if_first_steps_are_skipped(fused: bool) -> None:
     assert ours.last_epoch == 0
 
 
-def test_schedule_does_not_warn_inside_accumulation_window() -> None:
+def test_schedule_advances_once_per_accumulation_window_without_warning() -> None:
     model = classifier()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     booster = Booster(accumulation_steps=3)

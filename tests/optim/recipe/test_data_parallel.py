@@ -159,7 +159,7 @@ def stepped_on_one_rank() -> str:
         return str(error.value)
 
 
-def test_align_replicas_of_different_optimizer_states_raises_on_every_rank(world: World) -> None:
+def test_align_replicas_raises_on_every_rank_if_only_one_has_optimizer_state(world: World) -> None:
     first, second = world.run(2, stepped_on_one_rank)
     assert first == second
     assert "whole: tensor (37,) torch.float32, exp_avg (37,) torch.float32 on rank 1, but whole: tensor (37,)" in first

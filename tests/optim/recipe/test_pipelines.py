@@ -198,7 +198,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits, targets) * targets.numel()
 
 
-def test_pipeline_without_booster_matches_dense_model_with_weights_and_fully_shard(world: World) -> None:
+def test_pipeline_with_fully_shard_and_micro_batch_weights_matches_dense_model(world: World) -> None:
     cases = [Case(kind, tied, "fp32", "fsdp", "data", 2) for kind in TWO for tied in (False, True)]
     assert_all_are_dense(world, cases, train_by_hand)
 
@@ -241,7 +241,7 @@ def test_pipelines_with_tensor_parallel_stages_or_zero_match_dense_model(world: 
     assert_all_are_dense(world, cases)
 
 
-def test_window_of_several_pipeline_calls_matches_dense_model(world: World) -> None:
+def test_accumulation_over_several_pipeline_calls_matches_dense_model(world: World) -> None:
     cases = [Case(kind, True, "fp32", None, accumulate=2) for kind in SCHEDULES]
     cases += [Case(kind, True, "fp32", how, "data", 2) for kind in TWO for how in ("zero2", "fsdp")]
     assert_all_are_dense(world, cases)

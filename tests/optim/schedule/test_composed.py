@@ -63,7 +63,7 @@ def test_chained_scheduler_with_meshstep_schedule_is_rejected(
         rates(lambda optimizer: ChainedScheduler(others(optimizer)), [1.0])
 
 
-def test_chained_scheduler_of_one_meshstep_schedule_works() -> None:
+def test_chained_scheduler_of_one_meshstep_schedule_gives_its_rates() -> None:
     expected = rates(lambda optimizer: CosineAnnealingLR(optimizer, 6), [1.0] * 6)
     assert rates(lambda optimizer: ChainedScheduler([CosineAnnealingLR(optimizer, 6)]), [1.0] * 6) == expected
 
@@ -73,6 +73,6 @@ class DecayedCosine(WarmupLR):
         return 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2
 
 
-def test_product_of_schedules_works_as_decay_of_warmup_lr_subclass() -> None:
+def test_warmup_lr_subclass_with_product_as_decay_gives_product_of_rates() -> None:
     product = [2 * 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(7)]
     assert rates(DecayedCosine, [1.0] * 6) == pytest.approx(product)

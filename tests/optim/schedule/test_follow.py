@@ -53,7 +53,7 @@ def test_skipped_step_does_not_advance_schedule() -> None:
     assert run.schedule.last_epoch == 3
 
 
-def test_schedule_that_counts_skipped_steps_needs_no_host_read() -> None:
+def test_schedule_with_hold_on_skip_false_needs_no_host_synchronization() -> None:
     run = Training(hold_on_skip=False)
     run.step()
     with no_host_reads():
@@ -64,7 +64,7 @@ def test_schedule_that_counts_skipped_steps_needs_no_host_read() -> None:
     assert run.rate == pytest.approx(0.7)
 
 
-def test_late_skip_flag_corrects_rate_before_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_flag_that_arrives_late_corrects_rate_before_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bool] = []
 
     class OnTheWay(taken_steps.FlagCopy):
@@ -134,7 +134,7 @@ def test_schedule_on_plain_optimizer_advances_with_every_call() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_schedule_created_before_wrapping_follows_wrapper_after_watch(fused: bool) -> None:
+def test_schedule_created_before_wrapping_holds_in_skipped_steps_after_watch(fused: bool) -> None:
     weight = nn.Parameter(torch.ones(1))
     sgd = torch.optim.SGD([weight], lr=1.0, fused=fused)
     schedule = LinearWarmupLR(sgd, 10)

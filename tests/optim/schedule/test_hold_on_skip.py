@@ -109,7 +109,7 @@ def test_held_schedule_counts_applied_steps_only(name: str, verdict: str) -> Non
     assert of_taken(Training(SCHEDULES[name], held=False).run(GRADIENTS), GRADIENTS) != expected
 
 
-def test_held_schedule_holds_if_unfused_optimizer_is_not_called(verdict: str) -> None:
+def test_held_schedule_with_unfused_optimizer_holds_in_skipped_steps(verdict: str) -> None:
     held = Training(SCHEDULES["StepLR"], fused=False)
     assert held.run(GRADIENTS) == Training(SCHEDULES["StepLR"], held=False).run([1.0] * 5)
 
@@ -149,7 +149,7 @@ def test_held_schedule_resumes_from_checkpoint(tmp_path: Any, verdict: str) -> N
     assert other.run(GRADIENTS[6:]) == rest
 
 
-def test_loaded_schedule_state_ignores_skip_flag_from_before(verdict: str) -> None:
+def test_skip_flag_of_earlier_step_is_ignored_after_loading_schedule_state(verdict: str) -> None:
     held = Training(SCHEDULES["LambdaLR"])
     start = held.schedule.state_dict()
     held.run([1.0])
@@ -157,7 +157,7 @@ def test_loaded_schedule_state_ignores_skip_flag_from_before(verdict: str) -> No
     assert held.schedule.state_dict()["last_epoch"] == 0
 
 
-def test_boosted_schedule_can_be_held(verdict: str) -> None:
+def test_hold_on_skip_of_boosted_schedule_counts_applied_steps_only(verdict: str) -> None:
     model = nn.Linear(1, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     booster = Booster()

@@ -135,7 +135,7 @@ def test_schedule_created_before_wrapping_gives_same_rates(registry: ProcessGrou
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_held_schedule_without_skipped_steps_gives_same_rates(registry: ProcessGroupRegistry, name: str) -> None:
+def test_hold_on_skip_without_skipped_steps_gives_same_rates(registry: ProcessGroupRegistry, name: str) -> None:
     inner = plain()
     optimizer = ParallelOptimizer(plain(), registry)
     held = HoldOnSkip(SCHEDULES[name](optimizer))

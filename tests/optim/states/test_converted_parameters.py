@@ -55,7 +55,7 @@ def converted(mode: str, to: torch.dtype, fused: bool, part: bool, options: dict
 
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("mode", MODES)
-def test_step_after_dtype_conversion_names_parameter(world: World, how: str, mode: str) -> None:
+def test_step_after_dtype_conversion_of_model_raises_and_names_parameter(world: World, how: str, mode: str) -> None:
     _, dtype, others = MODES[mode]
     for to in others:
         for fused in (True, False):
@@ -73,7 +73,7 @@ def test_step_after_dtype_conversion_of_part_of_model_raises(world: World, how: 
         assert text.startswith(("1.weight was torch.float32", "1.bias was torch.float32")), text
 
 
-def test_step_after_move_to_other_device_names_devices() -> None:
+def test_step_after_move_to_other_device_raises_and_names_devices() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(3, 2)
         declare(model, {"*": P()})

@@ -95,7 +95,9 @@ def dense_words(tied: bool) -> Trained:
 
 @pytest.mark.parametrize("options", [{}, {"shard_states": "data"}])
 @pytest.mark.parametrize("tied", [False, True])
-def test_vocabulary_parallel_embedding_needs_no_declaration(world: World, tied: bool, options: dict[str, Any]) -> None:
+def test_undeclared_vocabulary_parallel_embedding_matches_dense_model(
+    world: World, tied: bool, options: dict[str, Any]
+) -> None:
     """torch leaves the gradient of the embedding replicated; the plain norm counts as replicated."""
     norms, params = dense_words(tied)
     for axes in ((("tensor", 2),), GRID):
@@ -245,7 +247,7 @@ def test_missing_specs_unequal_replicas_and_partial_max_gradients_are_rejected(
         assert found.endswith(f"weights {weight}")
 
 
-def test_gradient_that_becomes_partial_later_raises_and_skips_step_on_all_ranks(world: World) -> None:
+def test_gradient_that_becomes_partial_raises_on_its_ranks_and_skips_on_others(world: World) -> None:
     ranks = world.run(4, refused, "later a sum")
     assert ranks[0] == "no error"
     for found in ranks[1:]:

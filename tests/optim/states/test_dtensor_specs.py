@@ -146,7 +146,9 @@ def refused(kind: str) -> str:
         ("Muon", "is sharded, so it gets shards"),
     ],
 )
-def test_incomplete_dtensor_layouts_are_rejected(world: World, kind: str, message: str) -> None:
+def test_dtensors_on_unmatched_mesh_or_without_spec_or_with_muon_are_rejected(
+    world: World, kind: str, message: str
+) -> None:
     assert message in world.run(4, refused, kind)[0]
 
 

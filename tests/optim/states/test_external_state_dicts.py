@@ -115,7 +115,7 @@ def cleared_by_the_model(precision: Mode) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_cleared_through_the_model_are_not_used(world: World, precision: Mode) -> None:
+def test_gradients_cleared_by_model_zero_grad_after_clipping_are_not_used(world: World, precision: Mode) -> None:
     world.run(2, cleared_by_the_model, precision)
 
 
@@ -219,7 +219,7 @@ def test_torch_state_dict_functions_are_rejected_for_sharded_or_master_weights(
         assert "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
 
 
-def test_torch_state_dict_functions_work_for_replicated_parameters(world: World) -> None:
+def test_torch_state_dict_functions_accept_replicated_parameters(world: World) -> None:
     assert world.run(2, asked_by_torch, REPLICAS, "fp32") == ["", ""]
 
 

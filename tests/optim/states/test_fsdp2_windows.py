@@ -84,7 +84,7 @@ def dense_windows(weighted: bool) -> tuple[list[float], Full]:
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("how", ["own", "ddp", "fsdp"])
-def test_windows_match_dense_model_with_own_reduction_ddp_and_fsdp2(
+def test_accumulation_matches_dense_model_with_own_reduction_ddp_and_fsdp2(
     world: World, how: str, weighted: bool, explicit: bool
 ) -> None:
     expected = dense_windows(weighted)
@@ -117,7 +117,7 @@ def unannounced(explicit: bool) -> str:
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_unannounced_last_window_with_fsdp2_raises(world: World, explicit: bool) -> None:
+def test_fsdp2_step_without_mark_last_micro_batch_raises(world: World, explicit: bool) -> None:
     for found in world.run(2, unannounced, explicit):
         assert "Call mark_last_micro_batch() before the forward of the last one" in found
 
@@ -144,7 +144,7 @@ def abandoned() -> tuple[str, float, float]:
         return message, clean, float(local(weight.grad).sum())
 
 
-def test_zero_grad_inside_fsdp2_window_raises(world: World) -> None:
+def test_zero_grad_within_fsdp2_accumulation_window_raises(world: World) -> None:
     for message, clean, regardless in world.run(2, abandoned):
         assert "fully_shard keeps the gradients of micro-batches" in message
         assert abs(regardless - clean) > 0.01

@@ -75,7 +75,7 @@ CASES: list[tuple[str, dict[str, Any], Kernels, bool]] = [
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (3, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("mode", [Bf16, NaiveFp16])
-def test_step_without_main_grads_is_bitwise_identical(
+def test_step_with_main_grads_false_is_bitwise_identical_to_main_grads_true(
     world: World, sizes: tuple[int, int], mode: type[Bf16] | type[NaiveFp16]
 ) -> None:
     topology = Topology(data=sizes[0], tensor=sizes[1])
@@ -100,7 +100,9 @@ def test_step_without_main_grads_is_bitwise_identical(
         ({"overlap": True}, "overlap=True, which reduces"),
     ],
 )
-def test_main_grads_false_with_gradient_accumulation_is_rejected(options: dict[str, Any], said: str) -> None:
+def test_main_grads_false_with_accumulation_sharded_offloaded_or_overlap_is_rejected(
+    options: dict[str, Any], said: str
+) -> None:
     with ProcessGroupRegistry(Topology(data=1, tensor=1)) as registry:
         params = Model(registry, torch.bfloat16).parameters()
         with pytest.raises(ValueError, match=f"main_grads=False.*{said}.*leave main_grads=True"):

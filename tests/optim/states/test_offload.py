@@ -99,7 +99,7 @@ def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw, not fused", "sgd"])
 @pytest.mark.parametrize("mode", MODES)
-def test_offloaded_steps_are_bitwise_identical(mode: str, kind: str) -> None:
+def test_offloaded_steps_are_bitwise_identical_to_steps_without_offload(mode: str, kind: str) -> None:
     plain, optimizer = build(mode, kind, max_norm=0.5)
     norms = steps(plain, optimizer, range(6))
     for fraction, bucket_bytes in ((0.3, None), (1.0, None), (0.3, 64), (1.0, 64)):
@@ -158,7 +158,7 @@ def test_optimizer_with_own_step_counts_is_called_once_for_all_buckets(
 
 
 @pytest.mark.parametrize("how", ["groups", "value", "explicit"])
-def test_gradients_are_clipped_before_copy_to_cpu(how: str) -> None:
+def test_clipping_with_offload_is_bitwise_identical_to_without_offload(how: str) -> None:
     found = []
     for offload in (None, 1.0):
         model = precision_of("bf16").prepare(Small())
@@ -182,7 +182,7 @@ def test_gradients_are_clipped_before_copy_to_cpu(how: str) -> None:
     assert_same(*found)
 
 
-def test_only_the_given_fraction_is_offloaded() -> None:
+def test_offload_of_half_keeps_at_most_half_on_device() -> None:
     model, optimizer = build("bf16", offload=0.5)
     steps(model, optimizer, range(1))
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -229,7 +229,7 @@ def test_overflow_with_offload_changes_nothing() -> None:
     assert_same([piece.tensor.detach() for piece in optimizer.stepped_tensors()], held)
 
 
-def test_weights_loaded_into_model_are_used_or_rejected() -> None:
+def test_weights_written_into_offloaded_model_are_used_or_raise() -> None:
     found = []
     for offload in (None, 1.0):
         model, optimizer = build("fp32", offload=offload)
@@ -255,7 +255,7 @@ def test_offload_rejects_fraction_outside_0_to_1() -> None:
 
 @gpu
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
-def test_offloaded_states_on_gpu_are_on_cpu_and_match_replicated_steps(mode: str) -> None:
+def test_gpu_offload_keeps_part_of_states_on_cpu_and_matches_plain_steps(mode: str) -> None:
     plain, optimizer = build(mode, device="cuda", max_norm=0.5)
     norms = steps(plain, optimizer, range(10))
     model, offloading = build(mode, device="cuda", max_norm=0.5, offload=0.6)

@@ -120,7 +120,7 @@ def test_elementwise_optimizers_are_accepted_on_shards(world: World, where: str)
 
 
 @pytest.mark.parametrize("where", ["replicas", "frozen", "pipeline", "half states", "rounded"])
-def test_any_optimizer_is_accepted_on_full_tensors(world: World, where: str) -> None:
+def test_optimizers_without_global_estimate_are_accepted_on_full_tensors(world: World, where: str) -> None:
     alone = ("Prodigy", "norm clipping") if where in ("pipeline", "half states", "rounded") else ("Prodigy",)
     kinds = [kind for kind in MAKE if kind not in (*alone, "Muon")]
     found = world.run_each(made, [(2, (kind, where)) for kind in kinds])
@@ -163,7 +163,7 @@ def added() -> str:
         return str(caught.value)
 
 
-def test_added_param_group_with_shards_is_checked(world: World) -> None:
+def test_added_param_group_with_shards_is_rejected_for_non_elementwise_optimizer(world: World) -> None:
     world.run(2, added)
 
 

@@ -125,13 +125,13 @@ def test_weights_written_before_step_16_raise_in_step_16(world: World) -> None:
 
 
 @pytest.mark.parametrize("case", ["bf16", "ZeRO-1"])
-def test_weights_written_before_other_steps_are_not_detected(world: World, case: str) -> None:
+def test_weights_written_before_step_3_are_not_detected(world: World, case: str) -> None:
     """docs/reference/LIMITS.md documents this limit."""
     assert world.run(2, written_before, case, 3, (0, 1), 4) == [([], True)] * 2
 
 
 @pytest.mark.parametrize("case", WITHOUT)
-def test_write_to_weights_without_copy_does_not_raise(world: World, case: str) -> None:
+def test_write_to_weights_without_master_or_offloaded_copy_does_not_raise(world: World, case: str) -> None:
     assert world.run(2, written_before, case, 2, (0, 1), 3) == [([], True)] * 2
 
 
@@ -180,7 +180,7 @@ def masters_on_one_stage() -> tuple[list[int], str]:
         return [int(value) for value in param.detach().unique().mul(8)], str(raised.value)
 
 
-def test_rank_without_copies_raises_with_other_ranks(world: World) -> None:
+def test_overwritten_weights_raise_on_ranks_without_master_weights_too(world: World) -> None:
     for values, error in world.run(2, masters_on_one_stage):
         assert values == [18]  # (1 - 0.125 * 2) * 3: unchanged by the failed step
         assert error.startswith("of stage 0 was changed since the last step on rank 0")
@@ -223,7 +223,7 @@ def test_frozen_parameter_may_be_overwritten() -> None:
         ([1.0, 2.0], False),
     ],
 )
-def test_copy_is_compared_in_dtype_of_model(copy: list[float], equal: bool) -> None:
+def test_optimizer_copy_and_weight_are_compared_in_dtype_of_weight(copy: list[float], equal: bool) -> None:
     assert has_equal_values(torch.tensor([1.0, 2.0, 0.0], dtype=torch.bfloat16), torch.tensor(copy)) is equal
 
 

@@ -88,7 +88,7 @@ def assert_tiled(by_rank: list[list[Part]], placed: Placed, values_of: Any = sta
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_pieces_of_all_ranks_cover_each_full_tensor(world: World, name: str) -> None:
+def test_stepped_tensors_of_all_ranks_cover_each_full_tensor(world: World, name: str) -> None:
     placed = PLACED[name]
     by_rank = world.run(LAYOUTS[placed.layout].topology.world_size, pieces_of, placed)
     assert_tiled([own for own, *_ in by_rank], placed)
@@ -97,7 +97,7 @@ def test_pieces_of_all_ranks_cover_each_full_tensor(world: World, name: str) -> 
     assert {counted for *_, counted in by_rank} == {sum(weighted for _, _, weighted, _ in by_rank)}
 
 
-def test_wrong_region_of_piece_is_detected(world: World) -> None:
+def test_coverage_check_detects_wrong_region_of_stepped_tensor(world: World) -> None:
     by_rank = [own for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"])]
     moved = next(part for part in by_rank[1] if part.region is not None and part.region.start > 0)
     assert moved.region is not None
@@ -106,7 +106,7 @@ def test_wrong_region_of_piece_is_detected(world: World) -> None:
         assert_tiled(by_rank, PLACED["ZeRO-1"])
 
 
-def test_zero_pieces_are_smaller_than_full_parameters(world: World) -> None:
+def test_zero1_rank_of_two_steps_about_half_of_all_elements(world: World) -> None:
     total = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     for own, *_ in world.run(2, pieces_of, PLACED["ZeRO-1"]):
         assert 0.25 * total < sum(part.value.numel() for part in own) < 0.75 * total
@@ -127,7 +127,7 @@ def uneven_pieces(shard_states: bool) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("shard_states", [False, True])
-def test_pieces_of_uneven_shards_have_no_region(world: World, shard_states: bool) -> None:
+def test_stepped_tensors_of_uneven_shards_have_no_region(world: World, shard_states: bool) -> None:
     for told in world.run(4, uneven_pieces, shard_states):
         assert told
         assert all(unknown == (name == "odd") for name, unknown in told)

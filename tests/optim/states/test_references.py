@@ -76,7 +76,7 @@ SLICED = [
 
 @pytest.mark.parametrize(("mode", "micros"), [("fp32", 1), ("fp32", 3), (NaiveFp16(init_scale=64.0), 2)])
 @pytest.mark.parametrize(("layout", "how"), SLICED)
-def test_zero_gradient_slices_match_reference(
+def test_gradient_slices_with_zero1_and_zero2_match_reference(
     world: World, layout: str, how: Sharded, mode: Mode | Precision, micros: int
 ) -> None:
     by_rank = world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, mode, micros, False)
@@ -85,7 +85,7 @@ def test_zero_gradient_slices_match_reference(
 
 
 @pytest.mark.parametrize(("layout", "how"), SLICED[:5])
-def test_zero_gradient_slices_with_wrong_scale_are_detected(world: World, layout: str, how: Sharded) -> None:
+def test_gradient_slices_differ_from_reference_with_wrong_divisor(world: World, layout: str, how: Sharded) -> None:
     for found in world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, "fp32", 1, True):
         assert min(found) > 0.4
 
@@ -121,7 +121,7 @@ def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("how", [Sharded("data"), Sharded("data", gradients=True)])
-def test_zero_step_matches_reference(world: World, how: Sharded, kind: str) -> None:
+def test_step_with_zero1_and_zero2_matches_reference(world: World, how: Sharded, kind: str) -> None:
     assert max(world.run(2, stepped_off, how, kind, 1.0)) < 1e-14
     assert min(world.run(2, stepped_off, how, kind, 1.001)) > 1e-14, "gradients with a wrong scale must be detected"
 
@@ -168,7 +168,7 @@ def test_offloaded_step_is_bitwise_identical_to_reference(
     assert world.run(2, offloaded_off, "tensor", fraction, mode, kind, 1.0) == [0.0, 0.0]
 
 
-def test_offloaded_step_with_wrong_gradient_scale_is_detected(world: World) -> None:
+def test_offloaded_step_differs_from_reference_with_wrong_gradient_scale(world: World) -> None:
     assert min(world.run(2, offloaded_off, "tensor", 1.0, "fp32", "sgd", 1.001)) > 0
 
 
@@ -193,7 +193,7 @@ MESHES = [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 2), ("data", 2
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("weights", [[[3.0, 5.0], [7.0, 1.0]], [[0.5], [0.0]], [[0.0, 0.0], [0.0, 0.0]]])
 @pytest.mark.parametrize("axes", MESHES)
-def test_inverse_weight_of_window_matches_reference(
+def test_inverse_weight_of_accumulation_window_matches_reference(
     world: World, axes: Any, weights: list[list[float]], as_tensor: bool
 ) -> None:
     size = Topology(roles=None, **dict(axes)).world_size
@@ -202,7 +202,7 @@ def test_inverse_weight_of_window_matches_reference(
 
 
 @pytest.mark.parametrize("axes", MESHES)
-def test_missing_micro_batch_in_window_weight_is_detected(world: World, axes: Any) -> None:
+def test_inverse_weight_differs_from_reference_that_omits_a_micro_batch(world: World, axes: Any) -> None:
     size = Topology(roles=None, **dict(axes)).world_size
     found = world.run(size, inverse_on, axes, [[3.0, 5.0], [7.0, 1.0]], False)
     assert found != [pytest.approx(reference_inverse_weight([[3.0, 5.0], [7.0]]), rel=1e-3)] * size

@@ -174,7 +174,7 @@ def test_wrapping_optimizer_again_uses_new_remainders(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("options", [{"accumulation_steps": 4}, {"max_norm": PerParameter(0.05)}], ids=str)
-def test_split_masters_match_float32_masters_with_windows_and_clip_rules(options: dict[str, Any]) -> None:
+def test_split_masters_match_float32_masters_with_accumulation_and_clip_rules(options: dict[str, Any]) -> None:
     assert same(learned(True, 20, **options)[0], learned(False, 20, **options)[0])
 
 
@@ -352,7 +352,7 @@ def turned(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["remainder", "exp_avg"])
-def test_fingerprints_detect_flipped_bit_in_remainder(world: World, what: str) -> None:
+def test_fingerprints_detect_flipped_bit_in_remainder_or_exp_avg(world: World, what: str) -> None:
     assert [kind.endswith(what) for kind in world.run(2, turned, what)] == [True, True]
 
 
@@ -652,7 +652,7 @@ def tied_masters(path: str, is_split: bool) -> Tensor:
         return masters_of(optimizer)[0].clone()
 
 
-def test_masters_halfway_between_bfloat16_values_load_exactly(tmp_path: Path) -> None:
+def test_float32_masters_halfway_between_bfloat16_load_unchanged_as_split_masters(tmp_path: Path) -> None:
     written = tied_masters(str(tmp_path), False)
     assert torch.equal(tied_masters(str(tmp_path), True), written)
 

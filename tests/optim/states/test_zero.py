@@ -74,7 +74,9 @@ def fifty_replicated_steps(world: World, axes: Axes) -> tuple[dict[str, Tensor],
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("options", [ZERO1, ZERO2], ids=["zero1", "zero2"])
 @pytest.mark.parametrize("axes", [DATA2, DATA4, BOTH, REPLICAS], ids=str)
-def test_fifty_zero_steps_match_replicated_steps(world: World, axes: Axes, options: dict[str, Any]) -> None:
+def test_fifty_steps_with_zero1_and_zero2_match_replicated_states(
+    world: World, axes: Axes, options: dict[str, Any]
+) -> None:
     expected, norms = fifty_replicated_steps(world, axes)
     sharded = {"max_norm": 0.3, **options}
     for found, measured, _ in world.run(size_of(axes), train, axes, "fp32", "sgd", 50, sharded):
@@ -108,7 +110,7 @@ def test_zero_matches_replicated_steps_in_every_precision(world: World, mode: st
 
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
-def test_norms_with_zero_equal_norms_of_replicated_states(world: World, p: float, reduction: str) -> None:
+def test_norms_with_zero2_equal_norms_of_replicated_states(world: World, p: float, reduction: str) -> None:
     options = {"max_norm": 1e6, "norm_type": p, "reduction": reduction, "per_parameter_norms": True}
     _, norms, each = world.run(4, train, BOTH, "fp32", "plain sgd", 2, options)[0]
     for _, found, found_each in world.run(4, train, BOTH, "fp32", "plain sgd", 2, {**options, **ZERO2}):
@@ -215,7 +217,7 @@ def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
 
-def test_zero_with_ddp_reduces_shorter_last_window(world: World) -> None:
+def test_zero1_with_ddp_and_shorter_last_window_matches_own_reduction(world: World) -> None:
     expected = world.run(2, train_tail, False, {})[0]
     for found in world.run(2, train_tail, True, ZERO1):
         for one, other in zip(found, expected, strict=True):

@@ -60,7 +60,7 @@ def cover(options: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("options", [{}, ZERO2, {"offload": 0.5}, {**ZERO1, "offload": 0.5}], ids=str)
-def test_pieces_match_model_and_cover_each_parameter(world: World, options: dict[str, Any]) -> None:
+def test_stepped_tensors_match_model_and_cover_each_parameter(world: World, options: dict[str, Any]) -> None:
     covered = world.run(2, cover, options)
     if "shard_states" not in options:
         covered = covered[:1]
@@ -101,7 +101,7 @@ def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_overflow_in_one_zero_slice_skips_step_on_all_ranks(world: World, gradients: bool) -> None:
+def test_overflow_in_gradient_slice_of_one_rank_skips_step_on_all_ranks(world: World, gradients: bool) -> None:
     for found, unchanged, skipped in world.run(2, overflow, {**ZERO1, "shard_gradients": gradients}):
         assert found == [0.0, 1.0, 0.0]
         assert unchanged
@@ -213,7 +213,7 @@ def changed_from_outside(mode: str) -> str:
         return f"{float(model.gain.detach()):.1f}"
 
 
-def test_weights_changed_by_other_code_are_used_or_rejected(world: World) -> None:
+def test_weights_changed_by_other_code_are_used_in_fp32_and_raise_in_bf16(world: World) -> None:
     assert world.run(2, changed_from_outside, "fp32") == ["2.5", "2.5"]
     for text in world.run(2, changed_from_outside, "bf16"):
         assert "was changed since the last step" in text

@@ -48,7 +48,7 @@ def cost(shards: bool, gradients: bool, mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_zero_memory_and_collectives_per_step(world: World, mode: str) -> None:
+def test_zero_on_four_ranks_needs_quarter_of_state_memory_and_expected_collectives(world: World, mode: str) -> None:
     whole = world.run(4, cost, False, False, mode)[0]
     numel = sum(param.numel() for param in wide_model().parameters())
     assert whole["states"] == pytest.approx(8 * numel, rel=0.001)

@@ -32,7 +32,7 @@ def answers(kind: str, refuses: bool) -> Callable[[], Any]:
 def run_of(
     kind: str, accumulate: int | None = None
 ) -> tuple[list[tuple[bool, float, float, float]], tuple[int, int], list[float]]:
-    """Return (moved, vetoed, found_inf, skipped) per step, the counts of skipped and vetoed steps, and the loss
+    """Return (moved, rejected, found_inf, skipped) per step, the counts of skipped and rejected steps, and the loss
     scales."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
@@ -73,7 +73,7 @@ def test_commit_is_called_once_per_window(world: World, accumulate: int) -> None
 
 
 def run_clipped_by_hand() -> list[tuple[bool, float]]:
-    """Return (moved, vetoed) per step, with gradients clipped twice before each step."""
+    """Return (moved, rejected) per step, with gradients clipped twice before each step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
 
@@ -133,7 +133,7 @@ def test_exception_in_commit_counts_as_rejection_on_other_ranks(world: World, wh
 
 
 def continued(way: str, path: Path) -> list[tuple[int, int]]:
-    """Return (skipped, vetoed) counts of a run, of a run resumed from its state, and after one more rejected step."""
+    """Return (skipped, rejected) counts of a run, of a run resumed from its state, and after one more rejected step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
 
         def run_of_vetoes() -> Run:
@@ -193,7 +193,7 @@ def counted(kind: str) -> list[Any]:
         return seen
 
 
-def test_commit_needs_no_collective_or_host_read(world: World) -> None:
+def test_commit_needs_no_collective_or_host_synchronization(world: World) -> None:
     """A CPU tensor is read without waiting; a device tensor is not read."""
     runs = [world.run(2, counted, kind) for kind in ("none", "bool", "tensor")]
     assert runs[0] == runs[1] == runs[2]

@@ -92,7 +92,7 @@ UNCOMPARED: dict[str, Any] = {"check_replicas": False}  # the model lacks all-re
 @pytest.mark.parametrize(
     "options", [UNCOMPARED, {**UNCOMPARED, "states": Sharded("data")}, {**UNCOMPARED, "bucket_bytes": 64}]
 )
-def test_undeclared_ddp_over_tensor_shards_raises(world: World, options: dict[str, Any]) -> None:
+def test_ddp_over_tensor_shards_not_passed_as_data_parallel_raises(world: World, options: dict[str, Any]) -> None:
     topology = Topology(data=2, tensor=2)
     for text in world.run(4, stepped_by_unnamed_ddp, topology, ("data", "tensor"), options):
         assert "a DistributedDataParallel over the ranks [0, 1, 2, 3] wraps" in text
@@ -100,7 +100,7 @@ def test_undeclared_ddp_over_tensor_shards_raises(world: World, options: dict[st
         assert "wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes" in text
 
 
-def test_undeclared_ddp_over_data_axes_is_accepted(world: World) -> None:
+def test_ddp_over_data_axes_not_passed_as_data_parallel_is_accepted(world: World) -> None:
     topology = Topology(data=2, tensor=2)
     assert world.run(4, stepped_by_unnamed_ddp, topology, ("data",), UNCOMPARED) == ["no error"] * 4
 

@@ -257,7 +257,7 @@ def test_step_with_no_gradient_on_any_rank_raises(world: World, cause: str, said
 
 @pytest.mark.parametrize("options", [ZERO2, OVERLAP], ids=["ZeRO-2", "overlap"])
 @pytest.mark.parametrize("one_rank", [False, True])
-def test_gradients_reduced_during_backward_count_as_gradients(
+def test_step_after_reduction_during_backward_does_not_raise_for_missing_gradients(
     world: World, options: dict[str, Any], one_rank: bool
 ) -> None:
     cause = "none on rank 1" if one_rank else "nothing"
@@ -348,7 +348,7 @@ def late_gradient(fused: bool) -> list[float]:
         return [float(value) for param in (a, b) for value in param.detach()]
 
 
-def test_momentum_of_parameter_starts_with_its_first_gradient(world: World) -> None:
+def test_fused_momentum_of_parameter_with_late_first_gradient_matches_unfused(world: World) -> None:
     fused, plain = (world.run(2, late_gradient, kind) for kind in (True, False))
     for one, other in zip(fused, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-6)

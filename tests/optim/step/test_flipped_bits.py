@@ -187,7 +187,7 @@ def overhead(every: int | None) -> list[list[str]]:
         return logs
 
 
-def test_fingerprints_need_no_additional_collective_or_host_read(world: World) -> None:
+def test_fingerprints_need_no_additional_collective_or_host_synchronization(world: World) -> None:
     for with_watch, without in zip(world.run(6, overhead, 2), world.run(6, overhead, None), strict=True):
         assert list(map(len, with_watch)) == list(map(len, without))
         assert min(map(len, without)) > 0

@@ -95,7 +95,7 @@ def stepped(kind: str, topology: Topology, width: int, tied: bool, options: dict
         ("3-D", CUBE, 8, False),
     ],
 )
-def test_grid_model_matches_dense_model(
+def test_model_of_2d_2_5d_or_3d_layers_matches_dense_model(
     world: World, kind: str, topology: Topology, width: int, tied: bool, reduction: str
 ) -> None:
     world.run(topology.world_size, stepped, kind, topology, width, tied, {"reduction": reduction})
@@ -126,7 +126,7 @@ def one_parameter() -> tuple[tuple[str, ...], str, int]:
         return LogicalParameters(model, registry).names, "".join(pieces), len(pieces)
 
 
-def test_table_sharded_on_diagonal_is_one_parameter(world: World) -> None:
+def test_head_weight_sharded_on_diagonal_ranks_is_one_logical_parameter(world: World) -> None:
     dense = Lm(None, None, 6, False)
     names, places, counts = zip(*world.run(4, one_parameter), strict=True)
     assert all(set(found) == dict(dense.named_parameters()).keys() for found in names)
@@ -184,7 +184,7 @@ def copies_differ(topology: Topology, axis: str) -> tuple[str, bool]:
     ("topology", "axis"),
     [(Topology(weight=2, input=2, output=2), "weight"), (Topology(data=2, input=2, weight=1, output=2), "data")],
 )
-def test_diverged_replicas_of_table_on_diagonal_are_found(world: World, topology: Topology, axis: str) -> None:
+def test_diverged_replicas_of_weight_on_diagonal_ranks_are_found(world: World, topology: Topology, axis: str) -> None:
     text = f"head.weight: the parameter differs along axis '{axis}'"
     assert world.run(8, copies_differ, topology, axis) == [(text, True), (text, False), (text, False), (text, True)] * 2
 
@@ -215,6 +215,6 @@ def wrongly_held() -> str:
         return str(error.value)
 
 
-def test_table_on_rank_off_the_diagonal_is_rejected_on_every_rank(world: World) -> None:
+def test_diagonal_weight_on_rank_off_the_diagonal_is_rejected_on_every_rank(world: World) -> None:
     messages = world.run(4, wrongly_held)
     assert all("but P(None, 'output', owned={'input': 'output'}) places it" in message for message in messages)

@@ -56,7 +56,7 @@ def made(name: str, options: dict[str, Any], weight: Tensor | None = None) -> tu
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*MAKE, *OTHERS])
-def test_lazy_gradients_give_same_step_as_resolved_gradients(name: str, mode: str, kind: str) -> None:
+def test_gradients_with_lazy_negative_bit_give_same_step_as_resolved_gradients(name: str, mode: str, kind: str) -> None:
     if name in OTHERS and mode == "half states":
         pytest.skip("uses other random numbers")
     found = []
@@ -73,7 +73,7 @@ def test_lazy_gradients_give_same_step_as_resolved_gradients(name: str, mode: st
     close(*found)
 
 
-def test_zero_gradient_without_memory_gives_same_step() -> None:
+def test_zero_gradient_without_memory_gives_same_step_as_zeros_in_memory() -> None:
     found = []
     for lazy in (True, False):
         param, optimizer = made("AdamW", {})
@@ -87,7 +87,7 @@ def test_zero_gradient_without_memory_gives_same_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "not fused"])
-def test_parameter_with_negative_bit_is_stepped_correctly(name: str) -> None:
+def test_parameter_with_negative_bit_is_stepped_like_plain_parameter(name: str) -> None:
     found = []
     for lazy in (True, False):
         param, optimizer = made(name, {}, LAZY["negative bit"](values()) if lazy else values())
@@ -98,7 +98,7 @@ def test_parameter_with_negative_bit_is_stepped_correctly(name: str) -> None:
     close(*found)
 
 
-def test_parameter_that_gets_negative_bit_between_steps_is_stepped_correctly() -> None:
+def test_parameter_that_gets_negative_bit_between_steps_is_stepped_like_plain_parameter() -> None:
     with using("auto"):
         found = []
         for lazy in (True, False):
@@ -112,7 +112,7 @@ def test_parameter_that_gets_negative_bit_between_steps_is_stepped_correctly() -
         close(*found)
 
 
-def test_state_with_negative_bit_is_updated_correctly() -> None:
+def test_state_with_negative_bit_is_updated_like_plain_state() -> None:
     found = []
     for lazy in (True, False):
         param, optimizer = made("SGD, Nesterov", {})
@@ -126,7 +126,7 @@ def test_state_with_negative_bit_is_updated_correctly() -> None:
     close(*found)
 
 
-def test_learning_rate_tensor_with_negative_bit_is_read_correctly() -> None:
+def test_learning_rate_tensor_with_negative_bit_gives_same_step_as_plain_tensor() -> None:
     found = []
     for rate in (torch._neg_view(torch.tensor(-0.01)), torch.tensor(0.01)):
         param, optimizer = made("Adam, tensor rate", {})
@@ -143,7 +143,7 @@ def test_learning_rate_tensor_with_negative_bit_is_read_correctly() -> None:
     ]
 
 
-def test_clipping_functions_clip_lazy_gradients_correctly() -> None:
+def test_clipping_functions_clip_lazily_negated_gradients_like_resolved_gradients() -> None:
     registry = ProcessGroupRegistry(Topology())
     clips: list[Callable[[nn.Parameter], object]] = [
         lambda param: clip_grad_norm_([param], 0.7, registry),
@@ -194,5 +194,5 @@ def lazy_on_ranks(options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"states": Sharded("data")}])
-def test_lazy_gradients_are_reduced_correctly(world: World, options: dict[str, Any]) -> None:
+def test_lazily_negated_gradients_are_reduced_like_resolved_gradients(world: World, options: dict[str, Any]) -> None:
     assert world.run(2, lazy_on_ranks, options) == [0.0, 0.0]

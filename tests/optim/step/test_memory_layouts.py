@@ -142,7 +142,7 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_loaded_states_match_elements_of_parameters_in_other_layouts(
+def test_resumed_run_with_non_contiguous_parameters_is_bitwise_identical(
     name: str, mode: str, event: str, tmp_path: Path
 ) -> None:
     options = MODES[mode]
@@ -152,7 +152,7 @@ def test_loaded_states_match_elements_of_parameters_in_other_layouts(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_loaded_states_match_elements_next_to_parameter_with_gaps(mode: str, tmp_path: Path) -> None:
+def test_resumed_run_next_to_parameter_with_memory_gaps_is_bitwise_identical(mode: str, tmp_path: Path) -> None:
     for name in ("AdamW", "SGD, Nesterov"):
         check_resumed(Model(MODES[mode], gaps=True), name, MODES[mode], "checkpoint", tmp_path / name)
 
@@ -169,7 +169,7 @@ def check_resumed(model: Model, name: str, options: Mapping[str, Any], event: st
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "half states"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_changed_to_other_layout_keep_states_per_element(name: str, mode: str) -> None:
+def test_parameters_changed_to_other_memory_format_are_stepped_like_unchanged_ones(name: str, mode: str) -> None:
     """As ``model.to(memory_format=torch.channels_last)`` after the optimizer was made."""
     found = []
     for changes in (True, False):
@@ -184,7 +184,7 @@ def test_parameters_changed_to_other_layout_keep_states_per_element(name: str, m
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_existing_torch_states_match_elements_after_layout_change(name: str) -> None:
+def test_existing_torch_states_get_strides_of_parameters_with_changed_memory_format(name: str) -> None:
     """The torch optimizer steps, the parameters change their layout, and then the optimizer is wrapped."""
     found = []
     for changes in (True, False):
@@ -233,13 +233,15 @@ def laid_out_anew_on_ranks(mode: str, name: str, gradients_too: bool) -> list[fl
 
 @pytest.mark.parametrize("gradients_too", [False, True])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split masters"])
-def test_zero_shards_follow_parameters_changed_to_other_layout(world: World, mode: str, gradients_too: bool) -> None:
+def test_zero1_and_zero2_after_memory_format_change_match_contiguous_run(
+    world: World, mode: str, gradients_too: bool
+) -> None:
     for name in ("AdamW", "SGD, Nesterov"):
         for far in world.run(2, laid_out_anew_on_ranks, mode, name, gradients_too):
             assert max(far) < 1e-6, (name, far)
 
 
-def test_replaced_view_with_other_strides_at_same_address_is_detected() -> None:
+def test_transposed_view_at_same_address_gives_steps_of_contiguous_copy() -> None:
     """The memory is the same, but the elements have another order."""
     for states in ((), Offloaded()):
         found = []

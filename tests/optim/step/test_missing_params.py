@@ -105,7 +105,7 @@ def test_on_missing_params_must_be_raise_or_warn() -> None:
         ParallelOptimizer(adamw(Net()), ProcessGroupRegistry(Topology(data=1)), on_missing_params="ignore")  # type: ignore[call-overload]
 
 
-def test_single_process_names_parameters_of_an_adapter() -> None:
+def test_adapter_added_after_optimizer_raises_with_names_in_single_process() -> None:
     booster = Booster()
     net = Net()
     model, optimizer, *_ = booster.boost(net, adamw(net))
@@ -154,7 +154,7 @@ def replaced_before(model: Net, registry: ProcessGroupRegistry) -> ParallelOptim
 
 
 @pytest.mark.parametrize("make", [frozen, combined, several, replaced_before])
-def test_frozen_parameters_and_those_of_other_optimizers_do_not_count(
+def test_frozen_parameters_and_those_of_other_optimizers_do_not_count_as_missing(
     make: Callable[[Net, ProcessGroupRegistry], ParallelOptimizer[Any]],
 ) -> None:
     model, registry = Net(), ProcessGroupRegistry(Topology(data=1))
@@ -178,5 +178,5 @@ def gathered(unused: bool) -> str:
         return "stepped"
 
 
-def test_gathered_parameters_of_fully_shard_do_not_count(world: World) -> None:
+def test_gathered_parameters_of_fully_shard_do_not_count_as_missing(world: World) -> None:
     assert world.run(2, gathered, True) == ["stepped"] * 2

@@ -101,7 +101,7 @@ def assert_dense(world: World, mesh: str, kind: str, options: dict[str, Any], ru
 @pytest.mark.default_cases(8)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "pipe" not in mesh])
-def test_every_optimizer_steps_all_shards_of_tensor_or_none(world: World, mesh: str, kind: str) -> None:
+def test_every_optimizer_with_missing_shard_gradients_matches_dense_model(world: World, mesh: str, kind: str) -> None:
     assert assert_dense(world, mesh, kind, {}, [0.7]) < 1e-6
 
 
@@ -120,16 +120,18 @@ def test_every_optimizer_steps_all_shards_of_tensor_or_none(world: World, mesh: 
     ids=str,
 )
 @pytest.mark.default_cases(8)
-def test_every_state_placement_steps_all_shards_of_tensor(world: World, mesh: str, options: dict[str, Any]) -> None:
+def test_every_placement_and_option_with_missing_shard_gradients_matches_dense_model(
+    world: World, mesh: str, options: dict[str, Any]
+) -> None:
     assert assert_dense(world, mesh, "fused AdamW", options, [0.7]) < (0.02 if "precision" in options else 1e-6)
 
 
 @pytest.mark.parametrize("rule", [PerParameter(0.5), ByGroup((0.5,)), {"experts": 0.3, "*": ByNorm(0.6)}], ids=str)
-def test_every_clip_rule_uses_norm_of_all_shards(world: World, rule: Any) -> None:
+def test_clip_rules_with_missing_shard_gradients_match_dense_model(world: World, rule: Any) -> None:
     assert assert_dense(world, "expert=2", "fused AdamW", {}, [rule]) < 1e-6
 
 
-def test_missing_shards_are_stepped_if_a_pipeline_stage_lacks_the_tensor(world: World) -> None:
+def test_shards_without_gradient_are_stepped_if_a_pipeline_stage_lacks_the_tensor(world: World) -> None:
     topology = MESHES["pipe=2,expert=2"]
     found = world.run(4, steps, topology, "fused AdamW", {}, [None], torch.float32)
     ((dense, _),) = world.run(1, steps, Topology(), "fused AdamW", {}, [None], torch.float32)
@@ -139,7 +141,7 @@ def test_missing_shards_are_stepped_if_a_pipeline_stage_lacks_the_tensor(world: 
             torch.testing.assert_close(parts["experts"], dense["experts"].chunk(2)[at["expert"]], rtol=0, atol=1e-6)
 
 
-def test_shards_diverge_from_dense_model_if_missing_shards_are_not_counted(world: World) -> None:
+def test_shards_diverge_from_dense_model_if_those_without_gradient_are_not_stepped(world: World) -> None:
     """Negative control."""
     for kind, least in (("fused AdamW", 0.1), ("SGD with momentum", 0.1)):
         found = world.run(2, steps_without_counts, kind)

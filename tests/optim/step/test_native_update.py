@@ -104,7 +104,7 @@ def test_parameter_with_gaps_is_stepped_without_writing_between_elements(name: s
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD, dampening"])
-def test_channels_last_parameters_and_gradients_are_stepped_correctly(calls: Calls, name: str) -> None:
+def test_channels_last_parameters_and_gradients_are_stepped_as_by_unfused_torch(calls: Calls, name: str) -> None:
     """States may be channels_last too, and gradients may have other strides than their parameter; torch's fused
     kernels alone would pair wrong elements."""
     found = []
@@ -144,7 +144,7 @@ def test_betas_can_be_tuple_list_or_tensor(betas: Any) -> None:
     assert numbers_in(optimizer.param_groups[0], ADAM) == [0.01, 0.7, 0.95, 1e-8, 0.1, 1.0, 0.0]
 
 
-def test_momentum_set_to_zero_leaves_momentum_buffers_unchanged() -> None:
+def test_momentum_set_to_zero_gives_weights_and_buffers_of_torch() -> None:
     """As in torch, the buffers are then no longer used."""
     found = []
     for kernels in KERNELS:
@@ -160,7 +160,7 @@ def test_momentum_set_to_zero_leaves_momentum_buffers_unchanged() -> None:
     close(found[0], found[1])
 
 
-def test_smaller_view_at_same_address_is_detected(calls: Calls) -> None:
+def test_step_of_smaller_view_at_same_address_writes_only_to_view(calls: Calls) -> None:
     """Cached rows describe the previous memory of a parameter."""
     whole = torch.ones(4, 6)
     param = nn.Parameter(whole)
@@ -176,7 +176,7 @@ def test_smaller_view_at_same_address_is_detected(calls: Calls) -> None:
     assert calls.rows == 4  # for the view with gaps, of a dense copy
 
 
-def test_deleted_state_is_created_again() -> None:
+def test_step_after_deleting_momentum_buffers_matches_torch() -> None:
     found = []
     for kernels in KERNELS:
         with using(kernels):

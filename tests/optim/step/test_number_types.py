@@ -134,7 +134,7 @@ def test_threshold_of_wrong_type_set_later_is_rejected(
     ],
     ids=["bool", "text", "tensor"],
 )
-def test_weight_of_wrong_type_leaves_window_unchanged(weight: Any, text: str) -> None:
+def test_micro_batch_weight_of_wrong_type_raises_and_leaves_window_unchanged(weight: Any, text: str) -> None:
     model = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()))
     for _ in range(2):
@@ -150,7 +150,7 @@ def losses(loss: Tensor) -> list[Any]:
     return [[loss], (loss, loss), loss.item(), {"loss": loss}, "loss"]
 
 
-def test_loss_of_wrong_type_leaves_window_unchanged() -> None:
+def test_loss_of_wrong_type_raises_and_leaves_window_unchanged() -> None:
     model = small()
     optimizer = ParallelOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()), accumulation_steps=1

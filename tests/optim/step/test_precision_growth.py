@@ -79,7 +79,9 @@ def grow(name: str, mode: str, clip: bool, update_first: bool) -> list[Step]:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("name", "mode"), [*(("tensor", mode) for mode in DYNAMIC), ("grid, bias on all", "O2")])
-def test_update_in_step_with_growing_loss_scale_is_correct(world: World, name: str, mode: str, clip: bool) -> None:
+def test_update_in_step_with_growing_loss_scale_matches_dense_update(
+    world: World, name: str, mode: str, clip: bool
+) -> None:
     for steps in world.run(SCENARIOS[name].topology.world_size, grow, name, mode, clip, False):
         assert [step.grew for step in steps] == [False, True, False, True]
         for step in steps:
@@ -88,7 +90,7 @@ def test_update_in_step_with_growing_loss_scale_is_correct(world: World, name: s
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_loss_scale_updated_before_step_is_detected(world: World, clip: bool) -> None:
+def test_loss_scale_updated_before_step_gives_wrong_update_and_norm(world: World, clip: bool) -> None:
     for steps in world.run(2, grow, "tensor", "fp16", clip, True):
         assert [step.grew for step in steps] == [False, True, False, True]
         for step in steps:

@@ -65,7 +65,7 @@ def test_gradients_states_and_masters_have_documented_dtypes_in_every_mode(mode:
     )
 
 
-# Collectives and host reads -------------------------------------------------------------------------------------------
+# Collectives and host synchronization ---------------------------------------------------------------------------------
 
 
 def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) -> tuple[Counter[str], bool]:
@@ -99,7 +99,7 @@ def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) 
 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp16_naive", "bf16", "O2", "O1", "O3", "bf16 stochastic"])
-def test_step_in_every_mode_needs_one_collective_and_no_host_read(world: World, mode: str) -> None:
+def test_step_in_every_precision_needs_one_collective_and_no_host_synchronization(world: World, mode: str) -> None:
     # Not SGD in O3: see test_fused_sgd_steps_all_elements_of_half_precision_parameters.
     other = "adamw" if mode == "O3" else "sgd"
     for kind, norm_type, expected in (("adamw", 2.0, "all_reduce"), (other, float("inf"), "all_gather_single")):
@@ -112,7 +112,7 @@ def test_half_precision_step_needs_no_more_collectives_than_fp32(world: World, m
     assert world.run(4, cost, name, mode, "adamw", 2.0, False) == [({"all_reduce": 3}, False)] * 4
 
 
-def test_host_read_in_step_is_detected(world: World) -> None:
+def test_step_of_unfused_optimizer_is_detected_as_host_synchronization(world: World) -> None:
     assert [read for _, read in world.run(2, cost, "tensor", "O2", "adamw, not fused", 2.0)] == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""Unusual orders of calls in a window give the right numbers, or an error that says what to do."""
+"""Unusual orders of calls in an accumulation window give the documented result, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_exception_handled_before_window_does_not_reset_window() -> None:
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(torch.nan), torch.tensor(-1.0)])
-def test_invalid_weight_tensor_skips_step(weight: Tensor) -> None:
+def test_nan_or_negative_micro_batch_weight_tensor_skips_step(weight: Tensor) -> None:
     w = parameter("w")
     optimizer = ParallelOptimizer(sgd([w]), alone())
     optimizer.backward(w.sum(), weight=weight)

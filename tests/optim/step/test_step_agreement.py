@@ -170,7 +170,7 @@ def one_more_for_tensor_rank() -> list[tuple[int, str]]:
     return Run({"data": 2, "tensor": 2}, make_one_more, every=every, weight=2.0).errors
 
 
-def test_weighted_windows_are_compared_within_data_coordinate(world: World) -> None:
+def test_weighted_windows_are_compared_among_ranks_of_equal_data_coordinate(world: World) -> None:
     for ((step, text),) in world.run(4, one_more_for_tensor_rank):
         assert step == BAD + LAG
         assert "the number of micro-batches at data=1 is 2 on rank 2 and 3 on rank 3. Every rank must call" in text
@@ -182,7 +182,7 @@ def unchanged(mesh: dict[str, int]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_equal_windows_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
+def test_steps_with_equal_windows_on_all_ranks_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
     assert world.run(4 if len(mesh) == 2 else 2, unchanged, mesh) == [([], 0, 0)] * (4 if len(mesh) == 2 else 2)
 
 
@@ -374,7 +374,7 @@ def same_schedule(mesh: dict[str, int]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_equal_schedules_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
+def test_steps_with_equal_schedules_on_all_ranks_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
     assert world.run(4 if len(mesh) == 2 else 2, same_schedule, mesh) == [([], 0, 0)] * (4 if len(mesh) == 2 else 2)
 
 
@@ -637,7 +637,7 @@ def equal_clips() -> tuple[Any, ...]:
     return run.errors, sum(run.disagreed), run.skipped
 
 
-def test_equal_clip_thresholds_are_not_skipped(world: World) -> None:
+def test_steps_with_equal_clip_thresholds_on_all_ranks_are_not_skipped(world: World) -> None:
     assert world.run(2, equal_clips) == [([], 0, 0)] * 2
 
 
@@ -658,7 +658,7 @@ def managed_clips() -> tuple[list[str], float]:
         return texts, optimizer.skipped_steps
 
 
-def test_explicit_clip_on_one_rank_inside_managed_window_is_detected(world: World) -> None:
+def test_explicit_clip_on_one_rank_within_accumulation_window_raises(world: World) -> None:
     for (text,), skipped in world.run(2, managed_clips):
         assert "explicit clipping is none on rank 0 and clip_grad_by_norm(0.5) on rank 1" in text
         assert skipped == 1
@@ -678,7 +678,7 @@ def explicit_costs() -> tuple[int, int]:
         return sum(seen.values()), optimizer.skipped_steps
 
 
-def test_comparing_explicit_clips_needs_no_collective_or_host_read(world: World) -> None:
+def test_comparing_explicit_clips_needs_no_collective_or_host_synchronization(world: World) -> None:
     assert world.run(2, explicit_costs) == [(2, 0)] * 2
 
 
@@ -700,7 +700,7 @@ def weights_run(mesh: dict[str, int], kinds: tuple[str, str], difference: float)
 
 @pytest.mark.parametrize("kinds", [("number", "number"), ("tensor", "tensor"), ("tensor", "number")], ids=str)
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}], ids=str)
-def test_weights_that_differ_within_data_coordinate_skip_step(
+def test_micro_batch_weights_that_differ_at_equal_data_coordinate_skip_step_and_raise(
     world: World, mesh: dict[str, int], kinds: tuple[str, str]
 ) -> None:
     size = 4 if len(mesh) == 2 else 2
@@ -720,7 +720,9 @@ def test_weights_that_differ_within_data_coordinate_skip_step(
     [({"data": 2}, 0.5), ({"tensor": 2}, 0.0), ({"data": 2, "tensor": 2}, 0.0), ({"pipe": 2, "data": 2}, 0.5)],
     ids=str,
 )
-def test_weights_may_differ_between_data_ranks(world: World, mesh: dict[str, int], difference: float) -> None:
+def test_micro_batch_weights_may_differ_between_data_ranks(
+    world: World, mesh: dict[str, int], difference: float
+) -> None:
     for errors, _, skipped, _ in world.run(
         4 if len(mesh) == 2 else 2, weights_run, mesh, ("number", "tensor"), difference
     ):
@@ -749,7 +751,9 @@ def owned_norm(mesh: dict[str, int], steps: int | None) -> float:
 
 @pytest.mark.parametrize("steps", WINDOWS_OF)
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}, {"tensor": 3}], ids=str)
-def test_backward_none_on_model_ranks_gives_correct_norm(world: World, mesh: dict[str, int], steps: int | None) -> None:
+def test_backward_none_on_ranks_without_owned_parameter_gives_norm_of_owner(
+    world: World, mesh: dict[str, int], steps: int | None
+) -> None:
     size = 4 if len(mesh) == 2 else mesh["tensor"]
     assert world.run(size, owned_norm, mesh, steps) == [pytest.approx(5.0, rel=1e-12)] * size
 
@@ -776,7 +780,7 @@ def test_backward_none_on_data_rank_counts_as_zero(world: World, steps: int | No
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-def test_weights_give_mean_over_all_samples(world: World, steps: int | None) -> None:
+def test_micro_batch_weights_give_mean_over_all_samples(world: World, steps: int | None) -> None:
     assert world.run(2, mean_with_gaps, steps, True) == [[pytest.approx(-(3.0 + 6.0 + 12.0) / 6, rel=1e-6)]] * 2
 
 

@@ -1,4 +1,4 @@
-"""Collectives and host reads of a step, schedulers, hooks and state dicts."""
+"""Collectives and host synchronization of a step, schedulers, hooks and state dicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scenarios import SCENARIOS, backward, batch
 from torch import nn
 from world import World
 
-# Collectives and host reads -------------------------------------------------------------------------------------------
+# Collectives and host synchronization ---------------------------------------------------------------------------------
 
 
 def count_collectives(name: str, options: dict[str, Any]) -> list[Counter[str]]:
@@ -51,7 +51,7 @@ def count_collectives(name: str, options: dict[str, Any]) -> list[Counter[str]]:
         ),  # over data; over data x tensor for partial gradients; norm
     ],
 )
-def test_norm_needs_one_collective_per_step(
+def test_step_needs_one_collective_for_norm_besides_gradient_reductions(
     world: World, name: str, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
     for counts in world.run(SCENARIOS[name].topology.world_size, count_collectives, name, options):
@@ -76,7 +76,7 @@ def step_without_reading(name: str, kind: str, fused: bool, options: dict[str, A
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_fused_step_needs_no_host_read(world: World, kind: str) -> None:
+def test_fused_step_needs_no_host_synchronization(world: World, kind: str) -> None:
     fused = {"adagrad": torch.optim.Adagrad}.get(kind, torch.optim.AdamW)([nn.Parameter(torch.ones(1))], fused=True)
     if not getattr(fused, "_step_supports_amp_scaling", False):
         pytest.skip(
@@ -88,11 +88,11 @@ def test_fused_step_needs_no_host_read(world: World, kind: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"clip_value": 0.01}, {"norm_type": float("inf"), "max_norm": 0.1}, {"per_parameter_norms": True}]
 )
-def test_step_with_clip_and_norm_options_needs_no_host_read(world: World, options: dict[str, Any]) -> None:
+def test_step_with_clip_and_norm_options_needs_no_host_synchronization(world: World, options: dict[str, Any]) -> None:
     assert all(world.run(4, step_without_reading, "data x sequence parallel", "adamw", True, options))
 
 
-def test_step_of_unfused_optimizer_reads_on_host(world: World) -> None:
+def test_step_of_unfused_optimizer_synchronizes_with_host(world: World) -> None:
     assert not any(world.run(2, step_without_reading, "tensor", "adamw", False, {}))
 
 

@@ -76,7 +76,7 @@ def test_step_count_mode_ignores_tensors_counted_by_hooks() -> None:
     assert float(optimizer.state[param]["step"]) == 0.0
 
 
-def test_step_count_mode_ignores_other_ways_of_counting() -> None:
+def test_step_count_mode_ignores_counts_incremented_by_a_tensor() -> None:
     """A future torch might subtract the skipped step but count in another way."""
     param = nn.Parameter(torch.ones(2))
     optimizer, found_inf = torch.optim.Adam([param], fused=True), torch.ones(())

@@ -209,7 +209,7 @@ def experts(axis: str, options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("axis", ["expert", "data", "cp"])
-def test_gradients_are_reduced_after_backward_if_model_communicates_over_the_axis(world: World, axis: str) -> None:
+def test_zero2_and_overlap_match_plain_run_if_model_communicates_over_data_axis(world: World, axis: str) -> None:
     """ "expert" by its role, "data" by a spec, "cp" by its name."""
     plain = world.run(2, experts, axis, {})
     assert world.run(2, experts, axis, ZERO2) == plain

@@ -91,7 +91,7 @@ def test_torch_grad_scaler_on_wrapped_optimizer_raises() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_guarded_optimizer_still_uses_compiled_loops(fused: bool) -> None:
+def test_wrapped_fused_optimizer_still_uses_compiled_loops(fused: bool) -> None:
     model = small()
     inner = adamw(model, fused=fused)
     optimizer = ParallelOptimizer(inner, alone(), max_norm=0.5)
@@ -180,7 +180,7 @@ def test_zero_grad_of_wrapped_optimizer_clears_model_gradients() -> None:
     assert once == float(other.step().total_norm)
 
 
-def test_zero_grad_of_wrapped_optimizer_waits_for_window_end() -> None:
+def test_zero_grad_of_wrapped_optimizer_is_ignored_within_accumulation_window() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone(), accumulation_steps=2)
@@ -229,7 +229,7 @@ def test_param_group_added_to_wrapped_optimizer_is_reduced(world: World) -> None
         assert torch.equal(value, torch.full((3,), 1 - 0.1 * 1.5))
 
 
-def test_wrapped_optimizer_is_unguarded_after_wrapper_is_deleted() -> None:
+def test_wrapped_optimizer_can_be_stepped_after_wrapper_is_deleted() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone())
@@ -248,7 +248,7 @@ def test_wrapped_optimizer_is_unguarded_after_wrapper_is_deleted() -> None:
     assert model.weight.grad is None
 
 
-def test_optimizer_wrapped_twice_is_guarded_once() -> None:
+def test_optimizer_wrapped_twice_has_one_step_hook_that_raises() -> None:
     model = small()
     inner = adamw(model)
     first = ParallelOptimizer(inner, alone())
@@ -262,7 +262,7 @@ def test_optimizer_wrapped_twice_is_guarded_once() -> None:
     second.step()
 
 
-def test_copies_of_wrapped_optimizer_are_unguarded() -> None:
+def test_copies_of_wrapped_optimizer_can_be_stepped() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone())
@@ -278,7 +278,7 @@ def test_copies_of_wrapped_optimizer_are_unguarded() -> None:
         inner.step()
 
 
-def test_failed_construction_leaves_optimizer_unguarded() -> None:
+def test_torch_optimizer_can_be_stepped_after_failed_wrapping() -> None:
     model = small()
     inner = adamw(model)
     with pytest.raises(ValueError, match="max_norm"):
@@ -294,11 +294,11 @@ def sharded_states_by_torch() -> bool:
         return bool(TorchStates(optimizer).state_dict()["state"])
 
 
-def test_torch_states_with_zero_pass_the_guard(world: World) -> None:
+def test_torch_states_with_zero1_can_be_created_for_wrapped_optimizer(world: World) -> None:
     assert world.run(2, sharded_states_by_torch) == [True, True]
 
 
-def test_train_and_eval_of_wrapped_optimizer_update_model_weights() -> None:
+def test_eval_of_wrapped_optimizer_updates_model_weights() -> None:
     class Averaging(torch.optim.SGD):
         elementwise = True
 

@@ -88,7 +88,7 @@ def test_torch_clipping_of_replicas_warns_once(world: World, change: Change) -> 
     [({"accumulation_steps": 2}, 2), (ZERO1, 1), ({"on_nonfinite": "raise"}, 1)],
     ids=["window", "zero1", "raise"],
 )
-def test_torch_clipping_warns_with_windows_zero_and_on_nonfinite_raise(
+def test_torch_clipping_warns_with_accumulation_zero1_and_on_nonfinite_raise(
     world: World, options: dict[str, Any], micro_batches: int
 ) -> None:
     for said in world.run(2, said_in_steps, clip, options, micro_batches):
@@ -245,7 +245,7 @@ def _local(param: Tensor) -> Tensor:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("mode", ["plain", "zero1"])
 @pytest.mark.parametrize("part", [1, 2])
-def test_plain_backward_in_managed_window_raises_in_next_micro_batch(
+def test_plain_backward_within_accumulation_window_raises_in_next_micro_batch(
     world: World, mode: str, precision: str, part: int
 ) -> None:
     for texts, steps, _ in world.run(2, managed, mode, precision, (1, part)):
@@ -258,14 +258,14 @@ def test_plain_backward_in_managed_window_raises_in_next_micro_batch(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_managed_window_with_optimizer_backward_does_not_raise(world: World, mode: str) -> None:
+def test_accumulation_window_with_optimizer_backward_does_not_raise(world: World, mode: str) -> None:
     for precision in ("fp32", "bf16") if mode not in ("fsdp", "ddp") else ("fp32",):
         for texts, steps, _ in world.run(2, managed, mode, precision, None):
             assert (texts, steps) == ([], 5)
 
 
 @pytest.mark.parametrize("change", [mask, clip, clip_value])
-def test_gradients_changed_in_managed_window_do_not_count_as_backward(change: Change) -> None:
+def test_gradients_changed_within_accumulation_window_do_not_count_as_backward(change: Change) -> None:
     model = small()
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=2)
@@ -276,7 +276,7 @@ def test_gradients_changed_in_managed_window_do_not_count_as_backward(change: Ch
         optimizer.zero_grad()
 
 
-def test_plain_backward_in_managed_window_is_detected_after_freezing_last_parameter() -> None:
+def test_plain_backward_within_accumulation_window_raises_after_freezing_last_parameter() -> None:
     model = small()
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=3)
@@ -288,7 +288,7 @@ def test_plain_backward_in_managed_window_is_detected_after_freezing_last_parame
         optimizer.backward(model(torch.ones(2, 4)).sum())
 
 
-def test_plain_backward_between_managed_windows_is_allowed() -> None:
+def test_plain_backward_between_accumulation_windows_is_allowed() -> None:
     """The hook that detects it exists only within a window."""
     model = small()
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)

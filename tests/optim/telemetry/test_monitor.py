@@ -1,4 +1,4 @@
-"""Monitor: correct values per report, one host read per report and none in between, on any mesh."""
+"""Monitor: correct values per report, one host synchronization per report and none in between, on any mesh."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_micro_batches_do_not_count_as_steps_in_report(clock: list[float]) -> No
     assert reports[0].per_second == pytest.approx(2.0)
 
 
-def test_monitor_reads_on_host_once_per_report() -> None:
+def test_monitor_synchronizes_with_host_once_per_report() -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=5)
     names = {f"layer{index}": torch.tensor(float(index), dtype=torch.float64) for index in range(6)}

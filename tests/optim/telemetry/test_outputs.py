@@ -332,7 +332,7 @@ def test_report_command_rejects_lines_without_numbers(
     assert r"run\x1b[31m.jsonl is no report" in error
 
 
-def test_page_escapes_titles_and_names() -> None:
+def test_html_report_escapes_titles_and_names() -> None:
     text = page("<b>&", [{"step": 1, "x/<script>": 1.0}])
     assert "<b>&</" not in text
     assert "x/<script>" not in text

@@ -68,7 +68,7 @@ def beyond_a_plain_step(layout: Layout, options: dict[str, Any]) -> list[Counter
         return [count - counts[1] for count in counts[2:]]
 
 
-def test_measured_step_needs_one_more_collective_and_no_host_read(world: World) -> None:
+def test_measured_step_needs_few_more_collectives_and_no_host_synchronization(world: World) -> None:
     ways: list[tuple[Layout, dict[str, Any], int]] = [
         (GRID, {}, 1),
         (BOTH, {"by": "parameter"}, 1),
@@ -382,7 +382,7 @@ def on_ranks_of_a_mode() -> list[float]:
         return [float(value) for value in last(telemetry).values]
 
 
-def test_noise_scale_does_not_depend_on_loss_scale(world: World) -> None:
+def test_noise_scale_with_fp16_matches_formula_of_unscaled_gradients(world: World) -> None:
     """The gradient of a weight is 1 on one rank and 2 on the other: mean square 5/2, square of the mean 9/4."""
     found, other = world.run(2, on_ranks_of_a_mode)
     assert found == other

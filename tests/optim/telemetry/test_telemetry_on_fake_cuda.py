@@ -82,7 +82,7 @@ def test_measured_step_on_cuda_needs_no_host_synchronization(
     assert [log.waits for log in logs[2:]] == [[]] * 4
 
 
-def test_host_read_in_measurement_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_synchronization_in_measurement_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = Telemetry._figures
 
     def read(self: Telemetry, rows: Tensor, *others: Any) -> Any:

@@ -206,6 +206,6 @@ def running() -> Any:
         return parts(layout, optimizer)
 
 
-def test_nested_states_and_counts_of_wrapped_optimizer_are_saved(world: World) -> None:
+def test_nested_states_and_counts_of_wrapped_optimizer_resume_from_state_dict(world: World) -> None:
     layout = LAYOUTS["tensor"]
     assert largest_error(world.run(2, running), alone(layout, odd, 6)) == 0

@@ -66,7 +66,7 @@ def test_exchange_in_several_rounds_matches_dense_update_and_reuses_buffers(
         assert all(of_rank[index][2] for of_rank in by_rank), make
 
 
-def test_buffers_have_size_of_largest_use_and_are_kept_on_cpu_only() -> None:
+def test_exchange_buffers_have_size_of_largest_use_and_are_kept_on_cpu_only() -> None:
     buffers, cpu = Buffers(), torch.device("cpu")
     first = buffers.flat("sent", 10, torch.float32, cpu)
     assert buffers.flat("sent", 4, torch.float64, cpu).data_ptr() == first.data_ptr()

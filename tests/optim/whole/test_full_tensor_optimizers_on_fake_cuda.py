@@ -116,6 +116,6 @@ class Reads(Muon):
         return super().updates(slots)
 
 
-def test_host_read_in_full_tensor_optimizer_is_detected() -> None:
+def test_host_synchronization_in_full_tensor_optimizer_is_detected() -> None:
     with pytest.raises(DataDependentOutputException):
         steps(Reads, {}, torch.float32)

@@ -86,7 +86,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def test_optimizers_on_bare_shards_fail_the_fully_shard_comparison(world: World) -> None:
+def test_optimizers_that_treat_shards_as_full_tensors_differ_from_dense_update(world: World) -> None:
     for bare, make in ((bare_shampoo, shampoo), (bare_adafactor, adafactor)):
         found, expected = world.run(2, trained, 1, {"bare": bare})[0]["bare"], alone(LAYOUT, make)
         assert max(apart(found[name], expected[name, 0]) for name in NAMES) > 1e-3

@@ -188,7 +188,7 @@ def unbound(params: Iterable[Any]) -> Muon:
 
 
 @pytest.mark.parametrize("name", ["tensor", "grid", "fused blocks", "sequence", "2.5-D", "3-D"])
-def test_muon_on_bare_shards_fails_the_comparison(world: World, name: str) -> None:
+def test_muon_that_treats_shards_as_matrices_differs_from_dense_update(world: World, name: str) -> None:
     layout = WHOLE_LAYOUTS[name]
     by_rank = world.run(layout.topology.world_size, trained, layout, unbound)
     assert largest_error(by_rank, alone(layout, muon)) > 1e-3
@@ -265,7 +265,7 @@ def test_muon_with_fully_shard_matches_dense_update(world: World, tensor: int) -
             torch.testing.assert_close(found[name], param.detach(), rtol=EXACT, atol=EXACT)
 
 
-# Collectives, host reads, skipped steps
+# Collectives, host synchronization, skipped steps
 # ---------------------------------------------------------------------------------
 
 
@@ -283,7 +283,7 @@ def test_muon_step_needs_at_most_two_all_to_alls(world: World) -> None:
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
-def test_muon_step_needs_no_host_read(world: World, state: str) -> None:
+def test_muon_step_needs_no_host_synchronization(world: World, state: str) -> None:
     world.run(4, without_host_reads, LAYOUTS["data x tensor"], [muon], STATES[state])
 
 
@@ -435,7 +435,7 @@ def test_copied_muon_continues_identically() -> None:
         assert torch.equal(one, other)
 
 
-def test_muon_keeps_frozen_parameters_and_treats_missing_gradients_as_zeros(world: World) -> None:
+def test_muon_keeps_frozen_parameters_and_steps_matrix_with_gradient_on_one_rank(world: World) -> None:
     frozen, moved = world.run(2, frozen_and_missing)[0]
     assert frozen
     assert moved

@@ -60,7 +60,7 @@ def test_newton_schulz_on_gram_matrix_has_similar_rounding_error(name: str, dtyp
 
 
 @pytest.mark.parametrize("name", ["down to 1e-8", "rank 4", "rank 1 and noise"])
-def test_gram_iteration_without_restart_fails_the_error_comparison(name: str) -> None:
+def test_gram_iteration_without_restart_has_over_three_times_the_error(name: str) -> None:
     x = SPECTRA[name](*LONG).bfloat16()
     x = x / x.norm()
     exact = on_matrix(x.double(), COEFFICIENTS, 5)
@@ -202,7 +202,7 @@ def test_muon_of_long_matrices_matches_published_iteration_on_every_layout(world
             assert seen["all_to_all_single"] in ((2, 4) if case == "ZeRO-2" else (2,)), case
 
 
-def test_newton_schulz_on_bare_shards_fails_the_comparison(world: World) -> None:
+def test_newton_schulz_on_shards_as_matrices_differs_from_published_iteration(world: World) -> None:
     published, _ = plain()
     axes, specs, options = CASES["split on the long side"]
     for rank, (found, _) in enumerate(world.run(2, stepped, axes, specs, options, False)):
@@ -211,7 +211,7 @@ def test_newton_schulz_on_bare_shards_fails_the_comparison(world: World) -> None
             assert error(found[name], expected) > 1e-3, name
 
 
-def test_bfloat16_muon_is_as_accurate_as_torch() -> None:
+def test_bfloat16_muon_error_is_at_most_three_times_that_of_torch() -> None:
     wide = nn.Parameter(torch.randn(LONG, generator=torch.Generator().manual_seed(0)))
     moved = {}
     for kind in (Muon, torch.optim.Muon):

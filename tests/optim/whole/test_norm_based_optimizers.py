@@ -222,7 +222,7 @@ def unbound(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def test_norm_based_optimizers_on_bare_shards_fail_the_comparison(world: World) -> None:
+def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_dense(world: World) -> None:
     layout = LAYOUTS["grid"]
     by_rank = world.run(4, each_trained, layout, [partial(unbound, name) for name in NAMES], {}, 6)
     for index, make in enumerate(EACH):
@@ -252,7 +252,7 @@ def test_norm_based_optimizers_need_one_or_two_collectives_per_rank_set(world: W
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
-def test_step_of_norm_based_optimizers_needs_no_host_read(world: World, state: str) -> None:
+def test_step_of_norm_based_optimizers_needs_no_host_synchronization(world: World, state: str) -> None:
     world.run(4, without_host_reads, LAYOUTS["data x tensor"], EACH, STATES[state])
 
 

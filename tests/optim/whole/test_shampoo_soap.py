@@ -138,7 +138,7 @@ def test_parameter_without_gradient_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("kind", list(MAKES))
-def test_optimizers_on_bare_shards_fail_the_comparison(world: World, kind: str) -> None:
+def test_optimizers_that_treat_shards_as_full_tensors_differ_from_dense_update(world: World, kind: str) -> None:
     for name in ("tensor", "grid"):
         layout = WHOLE_LAYOUTS[name]
         by_rank = world.run(layout.topology.world_size, trained, layout, unbound(kind))
@@ -181,7 +181,7 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
     return counts[0] - counts[1], len(set(peers)), kept
 
 
-def test_step_needs_two_all_to_alls_per_peer_set_and_each_state_has_one_owner(world: World) -> None:
+def test_step_needs_two_all_to_alls_per_rank_set_and_one_owner_per_state(world: World) -> None:
     cases = [
         (kind, LAYOUTS[name], STATES[state])
         for kind in repetitions(list(MAKES), "steps", default=2)
@@ -211,7 +211,7 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
-def test_step_with_or_without_new_bases_needs_no_host_read(world: World) -> None:
+def test_step_with_or_without_new_bases_needs_no_host_synchronization(world: World) -> None:
     cases = [
         (kind, LAYOUTS["data x tensor"], STATES[state])
         for kind in repetitions(("soap", "shampoo"), "reads")
@@ -408,7 +408,7 @@ def stepped_alone(kind: str) -> str:
         return str(caught.value)
 
 
-def test_states_of_unbound_shards_are_rejected_on_every_rank(world: World) -> None:
+def test_optimizer_stepped_without_wrapper_on_one_rank_is_rejected_on_every_rank(world: World) -> None:
     for kind in MAKES:
         one, other = world.run(2, stepped_alone, kind)
         assert one == other

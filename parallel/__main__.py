@@ -14,7 +14,7 @@ from .mesh.topology import Topology
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table of a topology, and with ``--svg`` write a picture of the shards to a file.
+    """Print the table of the topology in the arguments, and with ``--svg`` write a picture of each rank's shards to a file.
 
     For incorrect arguments, it writes a message to stderr and exits with code 2.
 

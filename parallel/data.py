@@ -38,7 +38,7 @@ from .mesh.value_checks import wrong
 
 
 class Batch(list[int]):
-    """Indices of the samples of a batch, with the seed and the epoch, which determine random draws in loading; picklable.
+    """Sample indices of a batch, with the seed and the epoch that determine random draws while samples load; picklable.
 
     Args:
         indices: Indices into the dataset.
@@ -63,8 +63,8 @@ class ShardedBatchSampler(Sampler[Batch]):
         drop_last: True: skip the last step if it has fewer than B * D samples. False: keep it as a smaller step.
         seed: Seed of the random orders.
     Raises:
-        ValueError: ``batch_size`` or ``seed`` is out of range; or a batch would be empty: N < D, or B = 1 and N is not a
-            multiple of D, or with ``drop_last`` N < B * D.
+        ValueError: ``batch_size`` is not an integer >= 1, or ``seed`` is not an integer; or a batch would be empty. With
+            ``drop_last`` a batch is empty if N < B * D; otherwise if N < D, or if B = 1 and N is not a multiple of D.
 
     Attributes:
         epoch: Epoch of the next iteration.
@@ -115,13 +115,14 @@ class ShardedBatchSampler(Sampler[Batch]):
 def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> list[int]:
     """Return the bounds of the steps of an epoch, as numbers of samples: the start of each step, and the end of the last.
 
-    If the last step has fewer samples than there are data coordinates, the previous step leaves the missing samples to it.
+    If the last step would have fewer samples than there are data coordinates, samples of the previous step are moved to it,
+    so that each coordinate gets one. This is impossible with ``batch_size=1`` or without a previous step.
 
     Args:
         samples: Number of samples of the epoch.
         batch_size: Number of samples per batch of a coordinate.
         ranks: Number of data coordinates.
-        drop_last: Skip an incomplete last step.
+        drop_last: True: skip an incomplete last step. False: keep it as a smaller step.
     Raises:
         ValueError: A batch would be empty.
     """
@@ -199,9 +200,8 @@ def prepare_dataloader(
         The loader; one iteration over it is one epoch.
     Raises:
         TypeError: On every rank: the dataset has no length.
-        ValueError: On every rank: a batch would be empty (fewer samples than data coordinates, or ``batch_size=1`` and a
-            number of samples that is not a multiple of the data coordinates); an argument is out of range; or arguments
-            differ between ranks.
+        ValueError: On every rank: a batch would be empty (see `ShardedBatchSampler`); ``batch_size`` or ``seed`` is out of
+            range; ``sampler`` or ``batch_sampler`` is given; or arguments differ between ranks.
     Collectives: object all-gathers over the world in this call; none in iteration.
     Host synchronization: yes, in this call; none in iteration.
     """
@@ -235,7 +235,7 @@ def _make_sampler(
 
 
 class ShardedDataLoader(DataLoader[T]):
-    """torch DataLoader in which an iteration is an epoch, and whose position can be saved; see `prepare_dataloader`.
+    """DataLoader of torch: one iteration over it is one epoch, and its position can be saved; see `prepare_dataloader`.
 
         for images, labels in loader:       # one epoch; after `load_state_dict` the rest of the saved epoch
             ...
@@ -286,7 +286,7 @@ class ShardedDataLoader(DataLoader[T]):
         return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
     def state_after(self, epoch: int, batches: int) -> dict[str, int]:
-        """Return what `state_dict` returns after ``batches`` batches of ``epoch``, for loops that count batches themselves.
+        """Return the result of `state_dict` after ``batches`` batches of ``epoch``, for loops that count batches themselves.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -354,7 +354,7 @@ class ShardedDataLoader(DataLoader[T]):
 
 
 class Fetched(list[Any]):
-    """The samples of a batch, and the seed of random draws in ``collate_fn``."""
+    """The loaded samples of a batch, with the seed for random draws in ``collate_fn``."""
 
     def __init__(self, samples: Sequence[Any], seed: int) -> None:
         super().__init__(samples)
@@ -364,7 +364,8 @@ class Fetched(list[Any]):
 class SeededDataset(Dataset[T]):
     """Wrapper that seeds the CPU generators before the wrapped dataset loads a sample, and restores them afterwards.
 
-    All other attributes are those of the wrapped dataset.
+    Only `__getitems__`, which torch's loader calls once per batch, seeds the generators; indexing the dataset does not. All
+    other attributes are those of the wrapped dataset.
     """
 
     def __init__(self, wrapped: Dataset[T]) -> None:

@@ -134,7 +134,7 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
 
 
 def _signs(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers of which a variable is set, except launchers that did not start this process.
+    """Return the launchers that have a variable set, except launchers that did not start this process.
 
     A launcher's variables may be set because another launcher runs under it, or sets the same variables.
     """
@@ -210,7 +210,7 @@ def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
         ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
     )
     job = ".".join(environ.get(name, "") for name in names)
-    # Below 32768: from there on, the operating system assigns ports to other connections.
+    # A port below 32768, because the operating system assigns ports from 32768 on to other connections.
     return 20_000 + crc32(job.encode()) % 10_000
 
 
@@ -235,7 +235,8 @@ def get_dist_logger(
         logger.info("step %d", step)        # [12:00:00 rank 0 INFO] step 1
 
     The logger reads the rank for each message, so this function may be called before `init_distributed`. Child loggers, for
-    example ``meshstep.optim``, use the same handlers. A second call with the same name replaces the configuration.
+    example ``meshstep.optim``, use the same handlers. Handlers of the root logger do not get the messages. A second call
+    with the same name replaces the configuration.
 
     Args:
         name: Name of the logger. Default: the logger of this library.
@@ -320,10 +321,11 @@ def init_distributed(
         launch = init_distributed()         # under torchrun, mpirun or srun, or in one process
         model.to(launch.device)
 
-    With NCCL it also sets the current CUDA device, and the environment variable ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless
-    it is set. Without variables of a launcher, the default group has this process alone, and no port is opened. If the
-    default process group exists already, the function returns its description and changes nothing. It also works after
-    torchrun has restarted the ranks of a node (``--max-restarts``); then load the newest checkpoint.
+    With NCCL, the function also sets the current CUDA device, and sets the environment variable
+    ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless this variable is set. Without variables of a launcher, the default group has
+    this process alone, and no port is opened. If the default process group exists already, the function returns its
+    description and changes nothing. The function also works after torchrun has restarted the ranks of a node
+    (``--max-restarts``); then load the newest checkpoint.
 
     Args:
         backend: As in `torch.distributed.init_process_group`. None: NCCL if CUDA is available, else gloo.
@@ -357,12 +359,12 @@ def init_distributed(
 
 def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, device: torch.device | None) -> None:
     # Without device_id, torch chooses the device by LOCAL_RANK, or by the rank modulo the number of devices. Under
-    # Slurm this may be the device of another process. With device_id, torch also creates the NCCL communicator in this
+    # Slurm, this device may belong to another process. With device_id, torch also creates the NCCL communicator in this
     # call.
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
-    # Under torchrun the agent may serve the store already; only torch's env:// method can connect to it.
+    # torchrun's agent may already serve the store; only torch's env:// method can connect to the agent's store.
     agent = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     url = "env://" if agent else place.url
     ranks: dict[str, Any] = {

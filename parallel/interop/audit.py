@@ -1,4 +1,4 @@
-"""Comparison of declared layouts with the values and gradients of the parameters after a backward.
+"""Compare declared layouts with the values and gradients of the parameters after a backward.
 
     declare_by_flags(model, registry)
     loss_of(model).backward()
@@ -6,12 +6,11 @@
 
     mlp.bias: declared P(), replicated over 'tensor', but the values differ: ...
 
-A wrong declaration changes no shape, but it contradicts the values and gradients. Compare the ranks along an axis on which
-they see the same samples, after one backward. Their values and gradients determine the layout of a parameter over this
-axis:
+A wrong declaration changes no shape, but it contradicts the values and gradients. Take an axis whose ranks see the same
+samples. After one backward, the values and gradients on these ranks determine the layout of a parameter over the axis:
 
     values      gradients     layout                              correct declaration
-    differ                    sharded                             sharded
+    differ      any           sharded                             sharded
     equal       differ        replicated, partial gradient        partial
     equal       equal         replicated, complete gradient       neither sharded nor partial
 
@@ -36,13 +35,14 @@ from .local_parameters import local_parameter, local_tensor, spec_of
 Kind = Literal["split", "partial", "copy"]
 
 _PROJECTIONS, _CHUNK = 4, 2**20
-# Relative tolerances. Ranks sum replicated gradients in different orders; partial gradients differ by about 1.
+# Tolerances relative to the norm. Replicated gradients differ slightly between ranks, because ranks sum in different orders;
+# partial gradients differ by about 1.
 _EQUAL = {torch.float64: 1e-6, torch.float32: 1e-3}
 _EQUAL_IN_HALF = 5e-2
 
 
 class Sketch(NamedTuple):
-    """Fingerprint of a local tensor: its 2-norm, its dot products with fixed vectors of 1 and -1, and if it is constant.
+    """Fingerprint of a local tensor: its 2-norm, and its dot products with fixed vectors of 1 and -1.
 
     Attributes:
         norm: The 2-norm.
@@ -78,7 +78,7 @@ class Sketch(NamedTuple):
 
 
 class AuditedParameter(NamedTuple):
-    """Spec of a parameter, and fingerprints of its value and gradient on one rank; ``within`` is the relative tolerance."""
+    """A parameter on one rank: its spec, fingerprints of value and gradient (or None), and the relative tolerance."""
 
     spec: P
     value: Sketch
@@ -94,7 +94,7 @@ class Disagreement:
         name: The parameter's name.
         axis: The mesh axis.
         spec: The declared spec.
-        declared: The declared layout along the axis: "split", "partial" or "copy".
+        declared: The declared layout along the axis: "split" (sharded), "partial" (partial gradient) or "copy" (replicated).
         found: The observation that contradicts the declaration.
         what_to_do: Possible causes and corrections.
     """
@@ -133,14 +133,14 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     """Compare the declared layouts of all parameters with their values and gradients, and return the contradictions.
 
     All axes except pipeline axes are compared. Call it on all ranks after a backward, before the gradient reduction. If a
-    parameter has no ``grad``, its ``main_grad`` is read. Along data axes, and without gradients, only values are compared,
-    because the ranks along data axes see different samples.
+    parameter has no ``grad``, its ``main_grad`` is read. Along data axes only values are compared, because their ranks see
+    different samples; so are parameters without gradients.
 
         print(audit(model, registry))
 
     Args:
         model: A model with declared parameters (`declare`, `declare_by_flags`). A parameter is not compared along its owned
-            and tied axes.
+            and tied axes, or along an axis on which some ranks do not have it.
         registry: The process groups.
     Returns:
         The disagreements. ``print`` shows one line per disagreement.
@@ -185,7 +185,7 @@ def _compare_ranks(
 
 
 def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
-    """Return an observation that contradicts the declared layout ``kind``, and possible causes; None if nothing does."""
+    """Return (observation that contradicts the declared layout ``kind``, possible causes); None if nothing contradicts it."""
     same_values = _all_equal([param.value for param in audited], audited[0].within)
     gradients = [param.gradient for param in audited if param.gradient is not None]
     comparable = len(gradients) == len(audited) and not other_samples and any(gradient.norm for gradient in gradients)

@@ -1,4 +1,4 @@
-"""DeepSpeed on a registry's process groups: an ``mpu`` object as Megatron defines it, and flags for exact gradient norms.
+"""DeepSpeed on a registry's process groups: an ``mpu`` object like Megatron's, and flags for exact gradient norms.
 
     mark_model_parallel(model.parameters(), registry)
     engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), config=config)
@@ -15,14 +15,14 @@ on all ranks, it cannot describe a bias that is sharded over one axis and replic
 is then 4% too small or 10% too large. `mark_model_parallel` sets the flag to True on one rank per shard. DeepSpeed's
 norm is then exact, if the optimizer reads the flags:
 
-    config                                     optimizer within               reads flags
-    float32, stage 0                           the one that was given         yes
+    config                                     the engine's optimizer         reads flags
+    float32, stage 0                           the user's optimizer           yes
     ZeRO stages 1 and 2, any dtype             DeepSpeedZeroOptimizer         yes
     bfloat16, stage 1, float32 accumulation    BF16_Optimizer                 yes
     half precision, stage 0                    FP16_UnfusedOptimizer          no: the norm is 4% to 66% too small
     stage 3, FusedAdam in half precision       others                         unknown
 
-`check_engine` rejects the last two rows. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
+`check_engine` rejects the last two rows if there is model parallelism. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
 engine. The engine then averages the gradients over the data axes, and the optimizer clips. Pass ``average_data=False`` to
 the optimizer, and leave ``gradient_clipping`` out of the engine's config. In half precision, call
 `meshstep.optim.broadcast_weights` before you create the optimizer: the engine broadcasts the weights of data rank 0 only
@@ -48,7 +48,7 @@ _READ_FLAGS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 
 
 class ModelParallelUnit:
-    """Ranks, sizes and process groups of a registry under the method names of Megatron's ``mpu``.
+    """Object for the ``mpu`` argument of DeepSpeed: ranks, sizes and process groups of a registry, by Megatron's names.
 
         engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), ...)
 
@@ -137,9 +137,9 @@ def model_parallel_axes(topology: Topology) -> tuple[str, ...]:
 
 
 def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:
-    """Return True on the one rank per shard that counts the shard in DeepSpeed's norm.
+    """Return True if the rank at ``coordinate`` counts its shard in DeepSpeed's norm; one rank per shard does.
 
-    It is the first of those ranks of its model-parallel group that hold the same shard.
+    This is the first of the ranks of a model-parallel group that hold the same shard.
 
     Args:
         spec: The parameter's spec.
@@ -198,9 +198,9 @@ def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
         engine: The engine that ``deepspeed.initialize`` returned.
         registry: The process groups, with the topology of the parameters' specs.
     Raises:
-        ValueError: On every rank: the engine was created without a `ModelParallelUnit` of this topology; its optimizer is
-            not known to read the flags; a parameter has no flag; or the engine clips gradients that `ParallelOptimizer`
-            clips too.
+        ValueError: On every rank: the engine clips gradients that `ParallelOptimizer` clips too. If the model-parallel
+            group has more than one rank, also: the engine was created without a `ModelParallelUnit` of this topology; its
+            optimizer is neither a `ParallelOptimizer` nor known to read the flags; or a parameter has no flag.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     on_all_ranks(lambda: _check_engine(engine, registry), registry)

@@ -8,7 +8,7 @@ into one. ``registry.device_mesh("data")`` creates a mesh on the registry's grou
     ... of a plain shard declared P("tensor", None)     (Shard(0),)                    P(("tensor", "data"))
     ... of a DTensor that is Shard(0) over tensor       (_StridedShard(0), Shard(0))   P(("tensor", "data"))
     ColwiseParallel and RowwiseParallel weights         (Shard(0),) and (Shard(1),)    P("tensor") and P(None, "tensor")
-    SequenceParallel norm, declared partial over it     (Replicate(),)                 P(partial="tensor")
+    SequenceParallel norm, declared partial (tensor)    (Replicate(),)                 P(partial="tensor")
 
 The placements determine the layout over the axes of the DTensor's mesh. A declaration determines the layout over all
 other axes. A DTensor without a declaration is an error if its mesh lacks a model axis of the topology. `fully_shard` and
@@ -61,13 +61,13 @@ def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
 
 
 def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Check that each mesh dim of a DTensor consists of axes of the topology, and return the axes of dims with other names.
+    """Check that each mesh dim of a DTensor consists of axes of the topology, and return the axes of dims that are no axes.
 
     Args:
         tensor: A DTensor.
         topology: Provides the axes.
     Returns:
-        Axes per mesh dim, for the mesh dims whose names are no axes or aliases of the topology.
+        Axes per mesh dim, for the mesh dims whose names are neither axes nor aliases of the topology.
     Raises:
         ValueError: This rank is not in the mesh; no axes have the ranks of a mesh dim; or a mesh dim and an axis of the
             same name have different ranks.
@@ -110,7 +110,7 @@ _LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS = (
 )
 
 SEEN = "_meshstep_seen"
-"""Attribute of a DTensor for the cache of `of_each`."""
+"""Name of the attribute in which `of_each` caches its result on a DTensor."""
 
 
 @contextmanager
@@ -160,7 +160,8 @@ def placement_spec(tensor: DTensor) -> P:
     Args:
         tensor: A DTensor.
     Raises:
-        ValueError: The mesh has no dim names, a placement is partial, or a placement is of an unknown kind.
+        ValueError: The mesh has no dim names; a placement is partial or of an unknown kind; or the split factor of a strided
+            shard does not fit the sizes of the mesh dims.
     """
     sizes = dict(zip(mesh_axes(tensor), tensor.device_mesh.shape, strict=True))
     dims: list[list[str]] = [[] for _ in range(tensor.dim())]
@@ -183,7 +184,7 @@ def placement_spec(tensor: DTensor) -> P:
 
 
 def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]) -> None:
-    """Insert ``axis`` after the axes that already split the dim into ``split_factor`` parts."""
+    """Insert ``axis`` after the first axes whose sizes have the product ``split_factor``; ValueError if there are none."""
     parts, position = 1, 0
     while parts < split_factor and position < len(axes):
         parts *= sizes[axes[position]]
@@ -290,9 +291,9 @@ def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
 
 
 def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
-    """Store that the gradient of ``param`` is partial over ``axes`` of its mesh, although no declaration says so.
+    """Store that the gradient of ``param`` is partial over ``axes`` of its mesh, in addition to declared partial axes.
 
-    Axes that do not shard the parameter become partial axes in the spec of its local parameter.
+    Those of the axes that do not shard the parameter become partial axes in the spec of its local parameter.
     """
     piece = local_parameter(param)
     vars(param).pop(SEEN, None)
@@ -312,7 +313,7 @@ def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _add_partial(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
-    """Return the annotation with additional partial axes, except axes that its spec already names.
+    """Return ``annotation`` with ``axes`` as additional partial axes, except axes that its spec already names.
 
     An axis that shards the parameter is therefore not added, because a spec cannot name an axis twice.
     """
@@ -366,16 +367,18 @@ def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
 def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> Tensor | None:
     """Return the local tensor of the DTensor's gradient, in the layout of the local parameter.
 
-    The result shares memory with ``param.grad``. If the placements of the gradient differ from those of the parameter,
-    ``param.grad`` is replaced by a gradient with the parameter's placements, unless it stays partial.
+    If the placements of the gradient differ from those of the parameter, ``param.grad`` is replaced by a gradient with the
+    parameter's placements, unless the gradient stays partial. The result shares memory with the new ``param.grad``; not if
+    ``param`` has no gradient, or if the gradient stays partial and is averaged.
 
     Args:
         param: A DTensor parameter.
         piece: Its local parameter.
         to_sum: Pass True if the caller then sums the result in place over the partial axes in the spec of ``piece``. The
-            new ``param.grad`` then counts as complete. Default: False.
+            new ``param.grad`` is then not marked as partial. Default: False.
     Returns:
-        The local gradient. None if ``param`` has no gradient, unless this rank must take part in a sum with zeros.
+        The local gradient. None if ``param`` has no gradient. With ``to_sum``, a rank without a gradient takes part in the
+            all-reduces below with zeros, and then returns the sum.
     Raises:
         ValueError: The gradient is not a DTensor; it is partial over an axis that is neither declared partial nor stored by
             `settle`; with ``to_sum``, it is declared partial but is complete; or its placements can't be converted.
@@ -552,7 +555,7 @@ def _partial_axes(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _sharded_sum_axes(piece: nn.Parameter) -> list[str]:
-    """Return the stored partial axes that also shard the parameter. No spec can describe both, so they are summed here."""
+    """Return the axes stored by `settle_sums` that also shard the parameter; a spec cannot describe both for one axis."""
     return [axis for axis in settled_sums(piece) if axis not in _partial_axes(piece)]
 
 
@@ -585,7 +588,7 @@ def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
-    """Raise ValueError unless a gradient without sharding over ``axes`` contains this rank's shard in one slice.
+    """Raise ValueError unless this rank's shard is one slice of a gradient that is not sharded over ``axes``.
 
     In each tensor dim, ``axes`` must be the fastest of the axes that shard it.
     """
@@ -600,7 +603,7 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 
 
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the (offset, length) spans of this rank's shard of ``length`` elements, if ``without`` did not shard them."""
+    """Return the (offset, length) spans of this rank's shard of ``length`` elements, as if ``without`` sharded nothing."""
     spec, mesh = placement_spec(param), param.device_mesh
     indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
     spans: tuple[tuple[int, int], ...] = ((0, length),)
@@ -631,7 +634,7 @@ def of_each(
     A plain parameter is its own local parameter.
 
     Args:
-        params: Parameters; some may be DTensors.
+        params: Parameters; some may be DTensors. The gradient and the annotation of a parameter without one are None.
         topology: The mesh axes.
     Raises:
         ValueError: As in `local_parameter` and `local_gradient`.

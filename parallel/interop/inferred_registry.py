@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Inferred(NamedTuple):
-    """A registry, the device meshes from which it was inferred, and the default process group at that time."""
+    """A registry, the device meshes from which it was inferred, and the default process group at that time (or None)."""
 
     world: object
     meshes: tuple[DeviceMesh, ...]
@@ -30,7 +30,7 @@ class _Inferred(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The mesh dims that contain one rank, and the (placements, shape) pairs of its parameters."""
+    """The mesh dims of one rank's device meshes, and a (placements, shape) pair for each of the rank's parameters."""
 
     dims: list[Dim]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -64,7 +64,8 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     The first call with these meshes calls `infer_registry`. Later calls return the same registry object.
 
     Raises: As in `infer_registry`, in the first call.
-    Collectives: those of `infer_registry` in the first call, which must be the first call on every rank; else none.
+    Collectives: those of `infer_registry` in the first call with these meshes, which all ranks must make at the same point;
+    none in later calls.
     Host synchronization: in the first call.
     """
     meshes = _meshes_of(params)
@@ -73,13 +74,15 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
         if known.world is world and len(known.meshes) == len(meshes) and all(map(is_, known.meshes, meshes)):
             return known.registry
     registry = infer_registry(params)
-    _known[:] = [known for known in _known if known.world is world]  # registries of earlier default groups are useless
+    _known[:] = [known for known in _known if known.world is world]  # registries of earlier default groups are invalid
     _known.append(_Inferred(world, meshes, registry))
     return registry
 
 
 def registry_for(model: nn.Module) -> ProcessGroupRegistry:
-    """Return the registry of `infer_registry` for a model, and declare parameters without a declaration as replicated.
+    """Return the registry of `infer_registry` for a model, and declare its undeclared parameters ``P()``, as replicated.
+
+    For a DTensor, this declares it replicated over all axes outside its device mesh.
 
     For a Transformers model that `from_pretrained` has sharded, `transformers.registry_of` is called instead.
 
@@ -99,7 +102,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
 
 
 def averaging_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules within ``model`` that average gradients, except modules inside other such modules.
+    """Return the modules within ``model`` that average gradients, except those inside another module that does.
 
     These are `DistributedDataParallel` modules, and modules to which `fully_shard` was applied.
     """
@@ -121,14 +124,14 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 
 
 def _view(params: Sequence[Tensor]) -> _View:
-    """Return the view of this rank. Raises ValueError if a mesh has no dim names."""
-    # Dims with equal names and ranks count as one dim, even if they are dims of different meshes.
+    """Return the `_View` of this rank. Raises ValueError if a mesh has no dim names."""
+    # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
     dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(_meshes_of(params)))
     return _View(list(dims), tuple((str(getattr(param, "placements", "")), tuple(param.shape)) for param in params))
 
 
 def _topology(views: Sequence[_View]) -> Topology:
-    """Return the topology with the common refinement of all mesh dims, and axes for ranks that no mesh connects."""
+    """Return the topology whose axes are the common refinement of all mesh dims; ranks that no mesh connects get an axis."""
     roles: dict[str, Role] = {}
 
     def name_of(ranks: Sequence[int]) -> str:
@@ -142,7 +145,7 @@ def _topology(views: Sequence[_View]) -> Topology:
 
 
 def _with_unique_names(views: Sequence[Sequence[Dim]]) -> list[list[Dim]]:
-    """Return the dims, renamed if several dims have the same name but groups of different sizes or strides.
+    """Return the mesh dims per rank. Dims with equal names but groups of different sizes or strides get different names.
 
     `check_mesh` later finds the axes of a renamed dim by its ranks.
     """

@@ -38,7 +38,7 @@ def fully_sharded(model: nn.Module) -> list[Any]:
 
 
 def _param_groups(module: Any) -> list[Any]:
-    """Return the private objects of torch that gather the parameters of a `fully_shard` module; there is no public API."""
+    """Return torch's private parameter groups of a `fully_shard` module. torch has no public function for it."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
@@ -93,8 +93,8 @@ def spec_of(param: Tensor, topology: Topology | None = None) -> P:
 
     Args:
         param: Any parameter.
-        topology: Replace aliases and names of mesh dims in the spec by axes of this topology. None: return the names in
-            the declaration and in the DTensor's mesh unchanged.
+        topology: If given, aliases and names of mesh dims in the spec are replaced by axes of this topology. None: the
+            names in the declaration and in the DTensor's mesh are returned unchanged.
     Raises:
         ValueError: The parameter has no spec, a DTensor's placements contradict the declaration, or its mesh does not
             match the topology.
@@ -153,6 +153,7 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
             False.
     Raises:
         ValueError: A layout or gradient is not supported; see `meshstep.parallel.interop.dtensor`.
+    Collectives: with ``to_sum`` all-reduces of partial gradients of sharded DTensors, when the block starts; else none.
     """
     if not has_dtensors(params):
         yield list(params)
@@ -194,7 +195,7 @@ def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
         params: As in `sums_seen`.
         seen: The result of `sums_seen` on each rank.
     Returns:
-        True if the spec of a parameter changed.
+        True if an axis was stored that was not stored before.
     """
     if not has_dtensors(params):
         return False

@@ -1,4 +1,4 @@
-"""Read layouts from Megatron-core's parameter flags, and process groups from its `parallel_state`; for version 0.16.
+"""Layouts from the parameter flags of Megatron-core 0.16, and a registry on the process groups of its `parallel_state`.
 
     registry = registry_of()                    # on parallel_state's groups, or on a ProcessGroupCollection
     declare_by_flags(model, registry)
@@ -6,7 +6,7 @@
 
 Megatron describes a parameter's layout by attributes of the parameter, by its module, and by its name:
 
-    tensor_model_parallel, partition_dim, partition_stride   sharded over tensor; with stride n: n blocks, each sharded
+    tensor_model_parallel, partition_dim, partition_stride   sharded over tensor; stride n: n blocks, each one sharded
     sequence_parallel, if it is set in the config too        partial gradient over tensor (sum)
     "q_layernorm" or "k_layernorm" in the name, if the       partial gradient over tensor (sum), without any flag
         config has qk_layernorm
@@ -39,7 +39,7 @@ from ..mesh.topology import Role, Topology, axes_along
 Ranks = tuple[int, ...]
 Axes = tuple[str, ...]
 
-# Name of each group in this module, and its name in a ProcessGroupCollection.
+# Per group: its name in this module, and its attribute in a ProcessGroupCollection.
 _DENSE: Mapping[str, str] = {"pipe": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
 _EXPERT: Mapping[str, str] = {"expert_data": "expt_dp", "expert": "ep", "expert_tensor": "expt_tp"}
 _EMBEDDING: Mapping[str, str] = {"embedding": "embd"}
@@ -61,8 +61,8 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
             ``parallel_state``.
     Raises:
         RuntimeError: ``parallel_state`` is not initialised.
-        ValueError: On every rank: the ranks of a group are not evenly spaced, the dense and the expert mesh have no common
-            axes, or ``groups`` lacks tp, pp or dp.
+        ValueError: The ranks of a group are not evenly spaced; the dense and the expert mesh have no common axes; or
+            ``groups`` lacks tp, pp or dp. On every rank: a group of some rank does not lie along axes of the registry.
     Collectives: object all-gathers over the world. Host synchronization: yes.
     """
     found = _groups_of(groups, {**_DENSE, **_EXPERT})
@@ -104,7 +104,7 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
 
 
 class Rules:
-    """Translation of Megatron's flags and name rules into specs, for the parameters of a model.
+    """Translates Megatron's flags and name rules into specs, for the parameters of a model.
 
     Args:
         model, registry, groups: As in `declare_by_flags`.
@@ -132,7 +132,7 @@ class Rules:
         self._conditional = any(getattr(config, "has_cond_embedder", False) for config in configs)
 
     def spec(self, name: str, param: Tensor) -> tuple[P, int]:
-        """Return the layout of a parameter, and the number by which each rank must divide its gradient.
+        """Return the layout of a parameter, and the divisor of its gradient: 1, or the size of tensor for a mean.
 
         Raises:
             ValueError: Flags contradict each other or do not fit the parameter, or a group is missing.
@@ -205,9 +205,9 @@ class Rules:
         return self._topology.role(axis) == "model"
 
     def _stages_of(self, embedding: dist.ProcessGroup | None) -> Ranks:
-        """Return the pipeline stages that hold the embedding: (0, -1) if this rank has no embedding group.
+        """Return the pipeline stages that hold the embedding: (0, -1) with one stage or without embedding group here.
 
-        The result is not used on stages without the embedding.
+        Stages without the embedding do not use the result.
         """
         pipe = self._axes["pipe"]
         if not pipe or embedding is None:
@@ -223,7 +223,7 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
         registry: The process groups.
         name: The group's name for messages.
     Raises:
-        ValueError: No axes have these ranks.
+        ValueError: No axes have these ranks, or this rank is not one of them.
     """
     axes = axes_along(tuple(sorted(ranks)), registry.topology)
     if axes is None or registry.global_rank not in ranks:
@@ -277,7 +277,11 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
 
 
 def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
-    """Return the distance between neighbouring ranks of a group, and this distance times the group's size."""
+    """Return the distance between neighbouring ranks of a group, and this distance times the size of the group.
+
+    Raises:
+        ValueError: The ranks are not evenly spaced.
+    """
     steps = steps_of(ranks)
     if steps is None or len(steps) != 1:
         raise ValueError(
@@ -289,7 +293,7 @@ def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
 
 
 def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dist.ProcessGroup]:
-    """Return Megatron's process groups by their names in this module; groups that this rank does not have are left out.
+    """Return Megatron's process groups by their names in this module, without groups that do not exist on this rank.
 
     Raises:
         RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialised.

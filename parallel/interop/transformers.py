@@ -6,9 +6,9 @@
 The axes are the dims of the model's meshes: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``. Experts may have a separate
 mesh of the same ranks (``efsdp``, ``ep``). ``fsdp`` and ``ep`` are then aliases of their common axes.
 
-The model's tensor-parallel plan says which parameters are sharded. A parameter that the plan does not shard is not a
-DTensor, and is replicated over ``tp``. A norm with ``replicated_with_grad_allreduce`` in the plan (q and k norms of Qwen3)
-is replicated too, but on each rank its gradient has only the terms of this rank's heads. Transformers all-reduces the
+The model's tensor-parallel plan defines which parameters are sharded. A parameter that the plan does not shard is not a
+DTensor, and is replicated over ``tp``. A norm layer with ``replicated_with_grad_allreduce`` in the plan (q and k norms of
+Qwen3) is replicated too, but on each rank its gradient has only the terms of this rank's heads. Transformers all-reduces the
 accumulated gradient in a hook after every backward, which sums the gradients of earlier micro-batches again. `registry_of`
 removes the hook and declares the gradient partial (``P(partial="tp")``). It is then summed once, at the end of the
 accumulation window (the micro-batches between two steps).
@@ -39,7 +39,7 @@ _RELEASED = "_meshstep_released"  # attribute of a module whose hook was removed
 def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     """Return a registry on a sharded Transformers model's device meshes, and annotate its parameters with specs and names.
 
-    The call removes the hooks of Transformers that sum gradients of norms (see the module docstring). From then on,
+    The call removes the hooks of Transformers that sum gradients of norm layers (see the module docstring). From then on,
     `ParallelOptimizer` or `sync_gradients` must sum these gradients; any other optimizer would use incomplete gradients.
     The call also corrects gradients that `fully_shard` would divide twice (`divide_once`).
 
@@ -49,11 +49,11 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     Args:
         model: A sharded Transformers model, or a module that contains one (``torch.compile``, PEFT, a module of your own).
             Parameters outside the Transformers model, such as adapters, are declared replicated, unless they are DTensors.
-            Declarations of parameters that exist already are kept.
+            Existing declarations are kept.
     Raises:
         ValueError: ``model`` contains no sharded model, or more than one; no module or parameter has a name of the
-            tensor-parallel plan; or a module whose hook must be removed has another forward than the one that Transformers
-            set. The model is unchanged in these cases.
+            tensor-parallel plan; or the forward that Transformers set on a module with a hook was replaced. The model is
+            unchanged in these cases.
     Collectives: none. Host synchronization: none.
     """
     sharded = sharded_model(model)
@@ -116,7 +116,7 @@ def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int,
 
 
 def _summed_modules(model: Any) -> dict[nn.Module, Any]:
-    """Return the modules whose gradients Transformers sums over ``tp`` in a hook, each with the forward that adds the hook.
+    """Return the modules whose gradients a hook of Transformers sums over ``tp``, each with the forward that adds the hook.
 
     The forward is None if `registry_of` has already removed the hook. The modules are found by their forward. The names in
     the plan are used only to detect modules whose forward was replaced.

@@ -30,9 +30,9 @@ class Annotation:
             and over no other axis.
         full_shape: Shape of the full tensor. None: unknown. It is needed for uneven shards, whose local shapes do not
             determine the full shape.
-        dims: (mesh dim, axes) pairs of those mesh dims whose names are no axes or aliases of the topology.
-        source: ``"layer"`` (set by `annotate`), ``"rule"`` (set by a rule of `declare`) or ``"default"`` (set by the rule
-            ``"*"``, or not declared).
+        dims: (mesh dim, axes) pairs for mesh dims whose names are neither axes nor aliases of the topology.
+        source: Origin of the layout: ``"layer"`` (set by `annotate`), ``"rule"`` (set by a rule of `declare`) or
+            ``"default"`` (set by the rule ``"*"`` of `declare`, or by an optimizer for an undeclared parameter).
     """
 
     spec: P
@@ -124,7 +124,8 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
 
     * A full name always sets the layout.
     * A pattern does not change parameters whose layer has declared them (`annotate`).
-    * The pattern ``"*"`` applies to parameters that no layer and no other rule has declared, in this or an earlier call.
+    * The pattern ``"*"`` applies only to parameters without a layout: those that no layer, no more specific rule and no
+      earlier call has declared.
 
     If the function raises, no layout is changed.
 

@@ -96,7 +96,7 @@ def page(title: str, width: float, height: float, parts: Iterable[str], style: s
 
 # Picture --------------------------------------------------------------------------------------------------------------
 
-MOST = 64  # ranks
+MOST = 64  # largest number of ranks in a picture
 CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900
 BAR = 14  # height of a tensor of one dim, in pixels
 HEAD, FOOT = 48, 52  # pixels of a panel above its grids (title and spec) and below (text)
@@ -138,7 +138,7 @@ def parameters(topology: Topology) -> list[Shown]:
 
 
 def held(shown: Shown, topology: Topology, rank: int) -> Cells:
-    """Return the cells of the full tensor that a rank holds. Along each dim there is one cell per shard."""
+    """Return the cells of the full tensor that a rank holds; along each dim, the tensor has one cell per shard."""
     coordinate = topology.coordinate(rank)
     if not shown.spec.holds(coordinate, topology):
         return frozenset()
@@ -149,7 +149,7 @@ def held(shown: Shown, topology: Topology, rank: int) -> Cells:
 
 
 def cells_of(shown: Shown, topology: Topology) -> tuple[int, ...]:
-    """Return the number of cells per dim."""
+    """Return the number of cells per tensor dim: the number of shards along the dim."""
     return tuple(topology.size(*topology.expand_aliases(*shown.spec.dim_axes(dim))) for dim in range(shown.dims))
 
 
@@ -189,13 +189,13 @@ def draw(topology: Topology) -> str:
 
 
 def blocks_of(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes larger than 1 in two tuples: first the slower axes, then the two fastest, which span a block."""
+    """Return the axes larger than 1 in two tuples: the slower axes, and the two fastest, which span a block of cards."""
     axes = tuple(axis for axis in topology.axes if topology.size(axis) > 1)
     return axes[:-2], axes[-2:]
 
 
 def block_shape(topology: Topology) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a block."""
+    """Return the number of rows and the number of columns of a block of cards."""
     _, fast = blocks_of(topology)
     sizes = [topology.size(axis) for axis in fast]
     return (1, 1) if not sizes else (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
@@ -214,7 +214,7 @@ def panel_size(topology: Topology) -> tuple[float, float]:
 
 
 def blocks_across(topology: Topology) -> tuple[int, int]:
-    """Return the number of blocks side by side, and the number of lines of blocks."""
+    """Return the number of blocks of cards side by side, and the number of such rows of blocks in a panel."""
     rows, columns = block_shape(topology)
     count = topology.world_size // (rows * columns)
     most = max(1, int((WIDTH - 2 * MARGIN) // (columns * (CARD + BETWEEN) + 34)))
@@ -223,7 +223,7 @@ def blocks_across(topology: Topology) -> tuple[int, int]:
 
 
 def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator[str]:
-    """Iterate over the SVG elements of a panel: title, spec, one card per rank, and the numbers of shards and replicas."""
+    """Iterate over a panel's SVG elements: title, spec, a card per rank, the number of shards and replicas, partial axes."""
     slow, fast = blocks_of(topology)
     rows, columns = block_shape(topology)
     across, _ = blocks_across(topology)

@@ -88,7 +88,7 @@ class Region:
             shape: Shape of the rank's shard.
             spec: Layout of the tensor.
             topology: Provides the sizes of the axes.
-            coordinate: Index per axis of the rank.
+            coordinate: The rank's index on each axis.
             name: Name of the tensor in errors.
         Raises:
             ValueError: ``spec`` gives a shard with another shape than ``shape``; or the size of a block is not a multiple
@@ -132,7 +132,7 @@ class Region:
         return full
 
     def run(self, start: int, numel: int) -> Region:
-        """Return the part of this region that has ``numel`` elements, from element ``start`` of its run on."""
+        """Return the region of ``numel`` consecutive elements of this region's run, from the run's element ``start`` on."""
         return replace(self, start=self.start + start, stop=self.start + start + numel)
 
     def parts(self, tensor: Tensor) -> dict[Shape, Tensor]:
@@ -142,7 +142,7 @@ class Region:
             tensor: The entire shard in its shape; or the elements of the run in row-major order, in any shape.
         Returns:
             Tensor per rectangle. The key is the rectangle's offset in the full tensor. The tensors are views of ``tensor``
-            if it is contiguous.
+            if it is contiguous. A region without elements has no rectangles, unless the full tensor has no elements either.
         """
         if tensor.shape == self.shape:
             if not self.numel:
@@ -204,7 +204,8 @@ class Region:
 def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) -> Tensor:
     """Reorder a tensor of concatenated shards into the full tensor; differentiable.
 
-    The orders differ if the dim consists of blocks, because each shard has elements of every block.
+    Concatenated shards are in another order than the full tensor if the dim consists of blocks, because each shard has
+    elements of every block.
 
     Args:
         tensor: All shards, concatenated along ``dim``.
@@ -266,7 +267,7 @@ def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 def local_shape(
     full_shape: Sequence[int], spec: P, topology: Topology, coordinate: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of a rank's shard of a tensor.
+    """Return the shape of a rank's shard of a tensor. Owned and tied axes are ignored, as if every rank held a shard.
 
         local_shape((8, 6), P("row", "col"), Topology(row=2, col=3))    # (4, 2)
 
@@ -360,8 +361,8 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     Raises:
         ValueError: The shard of an owner is None; the shapes of the shards do not fit the spec; or the spec has an unknown
             axis or too many entries.
-    Collectives: two all-gathers over the sharded axes: of the shapes, and of the shards. If the spec has owned axes, before
-    them two broadcasts over the owned axes: of the shard's shape and dtype, and of the shard.
+    Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes, two
+    broadcasts over the owned axes precede them: of the shard's shape and dtype, then of the shard. None over one rank.
     Host synchronization: yes.
     """
     spec = spec.resolve(registry.topology)
@@ -442,9 +443,9 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
         registry: Provides this rank's coordinate.
         axis: The mesh axis that shards the dim.
     Returns:
-        The indices into this rank's shard, with 0 in place of indices into shards of other ranks; and a bool mask that is
-        True at these places. An index out of range of the full dim becomes out of range of the shard on every rank, so that
-        a lookup fails as in the dense model.
+        The indices into this rank's shard, with 0 in place of indices that belong to other ranks; and a bool mask that is
+        True at these positions. An index outside the full dim becomes an index outside the shard on every rank, so that a
+        lookup fails as in the dense model.
     """
     ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
@@ -495,7 +496,7 @@ def _join_uneven(
     axes: tuple[str, ...],
     topology: Topology,
 ) -> Tensor:
-    """Join shards over ``axes`` of any shapes, with the ``coordinates`` of their ranks, and return the full tensor.
+    """Join shards of any shapes into the full tensor. ``coordinates`` has the coordinate of the rank of each shard.
 
     The length of a dim of the full tensor is the sum of the shards' lengths along the axes that shard the dim.
     """
@@ -514,7 +515,7 @@ def _join_uneven(
 
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
-    """Yield the spans of each shard of dim ``dim``, which has ``length`` in the full tensor, in the order of the shards."""
+    """Yield the spans of each shard of tensor dim ``dim``, in order; ``length`` is the dim's length in the full tensor."""
     axes = spec.resolve(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

@@ -40,7 +40,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Part of an entry of a spec: ``axes`` shard each block of the dim; the block lengths have the ratio ``sizes``."""
+    """Part of a spec entry: ``axes`` shard each block of the dim separately. ``sizes`` is the ratio of the block lengths."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -117,7 +117,7 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
 
 
 def _narrow(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
-    """Return the spans of elements ``start`` to ``start + length`` of the concatenated ``spans``."""
+    """Return the spans of elements ``start`` to ``start + length`` of the concatenated ``spans``; an empty span if none."""
     found: list[Span] = []
     for offset, numel in spans:
         first, last = max(start, 0), min(start + length, numel)
@@ -128,7 +128,7 @@ def _narrow(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge adjacent spans, drop empty spans, and return the rest; one empty span if all are empty."""
+    """Merge adjacent spans, drop empty spans, and return the result; one empty span if all are empty."""
     found: list[Span] = []
     for offset, length in spans:
         if found and (not length or sum(found[-1]) == offset):
@@ -142,7 +142,7 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 # Entries --------------------------------------------------------------------------------------------------------------
 
-# An entry of a spec gives the axes that shard a tensor dim: one after the other, jointly, or block by block.
+# An entry of a spec has the axes that shard one tensor dim. They shard it one after the other, jointly, or block by block.
 
 Together = tuple[str, ...]
 """Axes that shard a dim jointly, like one axis whose size is the product of their sizes."""
@@ -344,13 +344,13 @@ class P:
         return self.entries[dim] if dim < len(self.entries) else ()
 
     def block_sizes(self, axis: str) -> tuple[int, ...]:
-        """Return the ratio of the lengths of the blocks that ``axis`` shards; (1,) if it shards a dim as one block."""
+        """Return the ratio of the lengths of the blocks that ``axis`` shards; (1,) if it shards one block or no dim."""
         return dict(self.blocks).get(axis, (1,))
 
     def joint_dim_axes(self, dim: int) -> tuple[Together, ...]:
-        """Return the axes that shard tensor dim ``dim`` in tuples, each of axes that shard it jointly; slowest first.
+        """Return tuples of axes that shard tensor dim ``dim``, slowest first; axes in one tuple shard it jointly.
 
-        An axis that shards the dim alone is a tuple of one axis.
+        An axis that does not shard the dim jointly with others is a tuple of one axis.
         """
         found: list[Together] = []
         for axis in self.dim_axes(dim):
@@ -445,7 +445,7 @@ class P:
             raise ValueError(f"{self} on {topology!r}: {problem}") from None
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
-        """Return the (offset, length) spans of the full dim ``dim`` that are in the shard of the rank at ``coordinate``.
+        """Return the spans of tensor dim ``dim`` that the rank at ``coordinate`` holds, as (offset, length) in the full dim.
 
         A length that is not a multiple of the axes' sizes is sharded as `torch.chunk` does: one axis after the other,
         except that the axes of an alias or a nested tuple shard it jointly.
@@ -501,7 +501,7 @@ class P:
         return tuple(axis for axis in topology.axes if axis in distinct)
 
     def replica_axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the axes over which the parameter is replicated, without owned and tied axes."""
+        """Return the axes over which the parameter is replicated, except its owned and tied axes."""
         spec = self.resolve(topology)
         excluded = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
         return tuple(axis for axis in topology.axes if axis not in excluded)

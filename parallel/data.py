@@ -286,7 +286,7 @@ class ShardedDataLoader(DataLoader[T]):
         return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
     def state_after(self, epoch: int, batches: int) -> dict[str, int]:
-        """Return the result of `state_dict` after ``batches`` batches of ``epoch``, for loops that count batches themselves.
+        """Return the result of `state_dict` after ``batches`` batches of ``epoch``, for a loop that counts its batches.
 
         Args:
             epoch: Number of the epoch, from 0.

@@ -35,8 +35,8 @@ from .local_parameters import local_parameter, local_tensor, spec_of
 Kind = Literal["split", "partial", "copy"]
 
 _PROJECTIONS, _CHUNK = 4, 2**20
-# Tolerances relative to the norm. Replicated gradients differ slightly between ranks, because ranks sum in different orders;
-# partial gradients differ by about 1.
+# Tolerances relative to the norm. Replicated gradients differ slightly between ranks, because ranks sum in different
+# orders; partial gradients differ by about 1.
 _EQUAL = {torch.float64: 1e-6, torch.float32: 1e-3}
 _EQUAL_IN_HALF = 5e-2
 
@@ -94,7 +94,7 @@ class Disagreement:
         name: The parameter's name.
         axis: The mesh axis.
         spec: The declared spec.
-        declared: The declared layout along the axis: "split" (sharded), "partial" (partial gradient) or "copy" (replicated).
+        declared: The declared layout along the axis: "split" (sharded), "partial" (gradient) or "copy" (replicated).
         found: The observation that contradicts the declaration.
         what_to_do: Possible causes and corrections.
     """
@@ -185,7 +185,7 @@ def _compare_ranks(
 
 
 def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
-    """Return (observation that contradicts the declared layout ``kind``, possible causes); None if nothing contradicts it."""
+    """Return (observation that contradicts the declared layout ``kind``, possible causes); None if nothing does."""
     same_values = _all_equal([param.value for param in audited], audited[0].within)
     gradients = [param.gradient for param in audited if param.gradient is not None]
     comparable = len(gradients) == len(audited) and not other_samples and any(gradient.norm for gradient in gradients)

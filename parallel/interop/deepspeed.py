@@ -22,11 +22,12 @@ norm is then exact, if the optimizer reads the flags:
     half precision, stage 0                    FP16_UnfusedOptimizer          no: the norm is 4% to 66% too small
     stage 3, FusedAdam in half precision       others                         unknown
 
-`check_engine` rejects the last two rows if there is model parallelism. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
-engine. The engine then averages the gradients over the data axes, and the optimizer clips. Pass ``average_data=False`` to
-the optimizer, and leave ``gradient_clipping`` out of the engine's config. In half precision, call
-`meshstep.optim.broadcast_weights` before you create the optimizer: the engine broadcasts the weights of data rank 0 only
-after the optimizer has copied its master weights from the model.
+With model parallelism, `check_engine` rejects the last two rows.
+
+`meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0 engine. The engine then averages the gradients
+over the data axes, and the optimizer clips. Pass ``average_data=False`` to the optimizer, and leave ``gradient_clipping``
+out of the engine's config. In half precision, call `meshstep.optim.broadcast_weights` before you create the optimizer: the
+engine broadcasts the weights of data rank 0 only after the optimizer has copied its master weights from the model.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ def placement_spec(tensor: DTensor) -> P:
     Args:
         tensor: A DTensor.
     Raises:
-        ValueError: The mesh has no dim names; a placement is partial or of an unknown kind; or the split factor of a strided
-            shard does not fit the sizes of the mesh dims.
+        ValueError: The mesh has no dim names; a placement is partial or of an unknown kind; or the split factor of a
+            strided shard does not fit the sizes of the mesh dims.
     """
     sizes = dict(zip(mesh_axes(tensor), tensor.device_mesh.shape, strict=True))
     dims: list[list[str]] = [[] for _ in range(tensor.dim())]

@@ -131,7 +131,7 @@ def _view(params: Sequence[Tensor]) -> _View:
 
 
 def _topology(views: Sequence[_View]) -> Topology:
-    """Return the topology whose axes are the common refinement of all mesh dims; ranks that no mesh connects get an axis."""
+    """Return the topology of the common refinement of all mesh dims, with an axis for ranks that no mesh connects."""
     roles: dict[str, Role] = {}
 
     def name_of(ranks: Sequence[int]) -> str:

@@ -8,10 +8,10 @@ mesh of the same ranks (``efsdp``, ``ep``). ``fsdp`` and ``ep`` are then aliases
 
 The model's tensor-parallel plan defines which parameters are sharded. A parameter that the plan does not shard is not a
 DTensor, and is replicated over ``tp``. A norm layer with ``replicated_with_grad_allreduce`` in the plan (q and k norms of
-Qwen3) is replicated too, but on each rank its gradient has only the terms of this rank's heads. Transformers all-reduces the
-accumulated gradient in a hook after every backward, which sums the gradients of earlier micro-batches again. `registry_of`
-removes the hook and declares the gradient partial (``P(partial="tp")``). It is then summed once, at the end of the
-accumulation window (the micro-batches between two steps).
+Qwen3) is replicated too, but on each rank its gradient has only the terms of this rank's heads. Transformers all-reduces
+the accumulated gradient in a hook after every backward, which sums the gradients of earlier micro-batches again.
+`registry_of` removes the hook and declares the gradient partial (``P(partial="tp")``). The gradient is then summed once, at
+the end of the accumulation window (the micro-batches between two steps).
 """
 
 from __future__ import annotations

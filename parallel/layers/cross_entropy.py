@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
         target: [...], integers in 0..classes-1 or ``ignore_index``; replicated.
         registry: The process groups.
         axis: The mesh axis that shards the classes. Default: "tensor".
-        ignore_index: Targets with this value are ignored. The mean over no targets is NaN, as in torch. Default: -100.
+        ignore_index: Targets with this value are ignored. If all are ignored, the mean is NaN, as in torch. Default: -100.
         reduction: "mean" over the targets that are not ignored, "sum", or "none". Default: "mean".
         label_smoothing: Fraction of each target that is distributed over all classes, in [0, 1]. Default: 0.0.
     Returns:
@@ -88,7 +88,7 @@ def cross_entropy_2d(
         col: The axis that shards the classes. Default: "col".
         classes: Number of classes over all ranks, required if it is not divisible by the size of ``col``. Default None:
             every rank along ``col`` has the same number of classes.
-        ignore_index: Targets with this value are ignored. The mean over no targets is NaN, as in torch. Default: -100.
+        ignore_index: Targets with this value are ignored. If all are ignored, the mean is NaN, as in torch. Default: -100.
         reduction: "mean" over the targets of the full batch that are not ignored, "sum" over the full batch, or "none".
             Default: "mean".
         label_smoothing: As in `vocab_parallel_cross_entropy`. Default: 0.0.
@@ -180,7 +180,7 @@ class _Sharding:
         return packed[:-2].view(maximum.shape)
 
     def locate_targets(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor, int]:
-        """Return the target indices in this rank's classes, a mask of targets on other ranks, and the number of classes."""
+        """Return indices of targets among this rank's classes, a mask of targets on other ranks, the number of classes."""
         if self.class_axis is None:
             return target, torch.zeros_like(target, dtype=torch.bool), num_local
         classes = num_local * self.registry.size(self.class_axis) if self.classes is None else self.classes

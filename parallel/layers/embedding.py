@@ -80,7 +80,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class Embedding2D(nn.Module):
-    """Embedding table whose rows are sharded over ``row`` and its columns over ``col``.
+    """Embedding table whose rows are sharded over the axis ``row``, and whose columns are sharded over the axis ``col``.
 
     The batch is sharded over ``row`` too: the ids are all-gathered over ``row`` for the lookup, and the result is
     reduce-scattered.
@@ -88,8 +88,8 @@ class Embedding2D(nn.Module):
         embedding = Embedding2D(32000, 512, registry)
 
     Args:
-        num_embeddings, embedding_dim: Sizes of the full table. Sizes that are not divisible are sharded as
-            `torch.chunk` does, but every rank must get at least one row and column.
+        num_embeddings, embedding_dim: Sizes of the full table. Sizes that are not multiples of the axes' sizes are sharded
+            as `torch.chunk` does, but every rank must get at least one row and column.
         registry: The process groups.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
@@ -137,7 +137,7 @@ class Embedding2D(nn.Module):
 
 
 def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
-    """Return the embeddings of ids whose rows this rank holds, and zeros for other ids: [...] -> [..., features]."""
+    """Return the embeddings [..., features] of ``ids`` [...]: zeros for ids whose rows other ranks hold."""
     if registry.size(axis) == 1:
         return F.embedding(ids, weight)
     index, is_remote = local_index(ids, vocabulary, registry, axis)
@@ -152,8 +152,9 @@ class Classifier2D(nn.Module):
         loss = cross_entropy_2d(head(hidden), target, registry)
 
     Args:
-        in_features, classes: Sizes of the full layer. Sizes that are not divisible are sharded as `torch.chunk` does,
-            but every rank must get at least one feature and class. Pass ``classes`` to `cross_entropy_2d` in that case.
+        in_features, classes: Sizes of the full layer. Sizes that are not multiples of the axes' sizes are sharded as
+            `torch.chunk` does, but every rank must get at least one feature and class. `cross_entropy_2d` then needs the
+            argument ``classes``.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: False.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
@@ -165,9 +166,9 @@ class Classifier2D(nn.Module):
         input [batch/rows, ..., in/cols] -> output [batch/rows, ..., classes/cols], as `cross_entropy_2d` expects.
         weight [classes/rows, in/cols] P(row, col), as in `Embedding2D`; bias [classes/cols] P(col), replicated over
             row.
-        Under autocast the operands are cast to its dtype before they are broadcast.
+        Under autocast the operands are cast to the autocast dtype before they are broadcast.
     Raises:
-        ValueError: A rank would get no elements of the weight, or the input does not have this column's features.
+        ValueError: A rank would get no elements of the weight, or the last dim of the input is not in/cols.
     Collectives: in forward a broadcast and a reduction per panel; in backward three broadcasts and a reduction per
     panel (see `summa_transposed`; a q x q grid has q panels). The bias adds an all-reduce over row in backward.
     Host synchronization: none.

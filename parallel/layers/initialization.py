@@ -30,7 +30,7 @@ def draw_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Return weight [out_features, in_features] and bias [out_features] with the distribution of `nn.Linear`.
 
-    The distribution is uniform in +-1/sqrt(in_features).
+    The distribution is uniform in +-1/sqrt(in_features). With ``bias=False``, the second result is None.
     """
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -55,14 +55,14 @@ def draw_embedding(
 def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter:
     """Return a new parameter with this rank's shard of a full weight, annotated with ``spec``.
 
-    Sizes that are not divisible are sharded as `torch.chunk` does.
+    A dim that is not a multiple of its axes' sizes is sharded as `torch.chunk` does.
 
     Args:
         full: The full weight.
         spec: Its layout.
         registry: The process groups.
     Raises:
-        ValueError: On every rank: a rank would get an empty shard, or blocks are not divisible.
+        ValueError: On every rank: a rank would get an empty shard, or a block is not a multiple of the axes' sizes.
     """
     _check_shards(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))
@@ -71,7 +71,7 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
 
 
 def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
-    """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter by the spec; None on other ranks."""
+    """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter (see `P.holds`); None on other ranks."""
     if spec.holds(registry.coordinate, registry.topology):
         return keep_shard(full, spec, registry)
     _check_shards(full, spec, registry.topology)
@@ -81,8 +81,8 @@ def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> n
 def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tensor:
     """Return ``param`` on an owner rank, and an uninitialized tensor of the same shape on other ranks.
 
-    The result requires grad on every rank, even if the owner's parameter is frozen. Other ranks do not know that it is
-    frozen, and all ranks must take part in the reduction in backward.
+    The result requires grad on every rank, even if the owner's parameter is frozen: all ranks must take part in the
+    reduction in backward, and ranks without the parameter cannot detect that it is frozen.
 
     Args:
         param: The parameter on an owner rank; None on other ranks.

@@ -77,20 +77,20 @@ class LayerNorm2D(SplitLayerNorm):
         norm = LayerNorm2D(512, registry)
 
     Args:
-        features: Size of the full last dim. If it is not divisible, it is sharded as `torch.chunk` does, but every rank
-            must get at least one feature.
+        features: Size of the full last dim. If it is not a multiple of the size of col, it is sharded as `torch.chunk`
+            does, but every rank must get at least one feature.
         registry: The process groups.
         eps: Added to the variance. Default: 1e-5.
         bias: If True, the layer has a bias. Default: True.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
-        device, dtype: Of weight and bias, which start at one and zero. Default None: torch's defaults.
+        device, dtype: Of weight and bias, whose initial values are one and zero. Default None: torch's defaults.
 
     Shapes:
         input and output [batch/rows, ..., features/cols]. The output has the input's dtype; half precision is computed
             in float32. weight, bias [features/cols] P(col).
     Raises:
-        ValueError: A rank would get no features, or the input does not have this column's features.
+        ValueError: A rank would get no features, or the last dim of the input is not features/cols.
     Collectives: in forward an all-gather over col of the mean and variance of each rank's features; or two all-reduces, if
     the number of features is not divisible by the size of col. In backward an all-reduce over col of two means, and an
     all-reduce over row of the gradients of weight and bias.

@@ -13,7 +13,8 @@ panels if the length is divisible by both r and c.
 A rank holds at most its own blocks and two panels of each operand. While a panel is multiplied, the broadcast of the
 next panel or the reduction of the previous panel runs.
 
-The ranks of a row differ along the axis `col`, so "along the row" means the process group over ``col``, and vice versa.
+The ranks of a row differ along the axis `col`. "Along the row" therefore means the process group over ``col``, and "along
+the column" the process group over ``row``.
 Collectives of both groups run concurrently, started in the same order on all ranks; see
 docs/explanation/COLLECTIVES.md.
 
@@ -87,8 +88,8 @@ def summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None) -> Tensor:
         inner: k, the length of the full summed dim. Default None: the length of ``a`` along it, times the number of columns
             of the grid.
     Collectives: in forward a broadcast per panel along each axis. In backward a broadcast along one axis and a
-    reduction along the other, per panel and per operand that requires gradients. None along an axis of size 1.
-    Host synchronization: none. Differentiable once.
+    reduction along the other, per panel and per operand that requires gradients. No collectives along an axis of size 1.
+    Host synchronization: none.
     """
     if grid.size == 1:
         return a @ b
@@ -119,7 +120,7 @@ class _Summa(torch.autograd.Function):
         by_row, by_col = grid.panels(ctx.inner)
         panels_a, panels_b = _panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row)
         grad_a, grad_b = _Reduction(1, grid, grid.col), _Reduction(0, grid, grid.row)
-        # The two products are interleaved, so that their collectives overlap: a quarter faster than one after the other.
+        # The two products are interleaved, so that their collectives overlap. This is a quarter faster than two loops.
         for of_row, of_col in zip(by_row, by_col, strict=True):
             if need_a:
                 grad_a.add(of_col, grad @ next(panels_b).t())
@@ -138,8 +139,8 @@ def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None)
         outer: n, the number of rows of B. Default None: the number of rows of ``b``, times the number of rows of the grid.
     Collectives: in forward a broadcast along one axis and a reduction along the other, per panel. In backward, per
     panel: broadcasts along both axes for the gradient of ``a``; a broadcast and a reduction for the gradient of ``b``.
-    None along an axis of size 1.
-    Host synchronization: none. Differentiable once.
+    No collectives along an axis of size 1.
+    Host synchronization: none.
     """
     if grid.size == 1:
         return a @ b.t()
@@ -187,7 +188,7 @@ def autocast(tensor: Tensor) -> Tensor:
 
 
 def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: str) -> Iterator[Tensor]:
-    """Yield each panel on every rank along ``axis``. The broadcast of the next panel has then already started.
+    """Yield the panels, each on every rank along ``axis``. Before a panel is yielded, the broadcast of the next starts.
 
     Args:
         block: This rank's block.
@@ -221,7 +222,7 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
 
 
 class _Reduction:
-    """Sums of terms over the ranks along ``axis``. Each term is reduced to one owner rank.
+    """Sums terms over the ranks along ``axis``. The sum of each term goes to one owner rank.
 
     An owner rank concatenates its sums along ``dim``. A reduction runs while the next term is computed.
     """

@@ -5,9 +5,9 @@
 Between such pairs of layers, activations are replicated over the axis. With ``sequence_parallel=True`` they are sharded
 along dim 1 instead, the sequence of [batch, seq, feature]. The column layer all-gathers the sequence, the row layer
 reduce-scatters it, and all modules between the pairs process seq/t tokens. The gradients of their replicated parameters
-are then partial over the axis. `LayerNorm1D` and the row layer's bias declare this in their spec (``P(partial=axis)``),
-and the optimizer sums the gradients. Any other parameter that the model uses between the pairs needs the same spec; or the
-model passes it through `copy_to`, which sums its gradient in backward.
+are then partial over the axis: they must still be summed. `LayerNorm1D` and the row layer's bias declare this in their spec
+(``P(partial=axis)``), and the optimizer sums the gradients. Any other parameter that the model uses between the pairs needs
+the same spec; or the model passes it through `copy_to`, which sums its gradient in backward.
 
 References: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -43,7 +43,7 @@ def _check_sequence(input: Tensor, layer: str) -> None:
 
 
 class _SplitLinear(nn.Module):
-    """Linear layer with shards of weight and bias by ``weight_spec`` and ``bias_spec``; without bias if that is None."""
+    """Linear layer with weight and bias sharded by ``weight_spec`` and ``bias_spec``. ``bias_spec=None``: no bias."""
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class ColumnParallelLinear(_SplitLinear):
         in_features, out_features: Sizes of the full layer; out_features must be divisible by t.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: True.
-        blocks: Number of equal layers in this layer, or the ratio of their sizes; each of them is sharded. Examples: 2
-            for gate and up; (4, 1, 1) for q, k and v with four query heads per key head. Split the output with
+        blocks: Number of equal layers that are fused in this layer, or the ratio of their sizes; each of them is sharded.
+            Examples: 2 for gate and up; (4, 1, 1) for q, k and v with four query heads per key head. Split the output with
             ``layer(x).split(layer.block_features, -1)``. Default: 1.
         axis: The mesh axis that shards the layer. Default: "tensor".
         gather_output: If True, the output has all features on every rank. All ranks must then do the same computation with
             the output, because backward keeps only this rank's slice of the gradient. Default: False.
-        sequence_parallel: If True, the input is sharded along dim 1. Default: False.
+        sequence_parallel: If True, the input is sharded along dim 1, the sequence. Default: False.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
 
@@ -160,7 +160,7 @@ class RowParallelLinear(_SplitLinear):
         axis: The mesh axis that shards the layer. Default: "tensor".
         input_is_parallel: If True, the input has only this rank's features, as `ColumnParallelLinear` returns them. If
             False, the input has all features on every rank, and the layer takes this rank's slice. Default: True.
-        sequence_parallel: If True, the output is sharded along dim 1. Default: False.
+        sequence_parallel: If True, the output is sharded along dim 1, the sequence. Default: False.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
 

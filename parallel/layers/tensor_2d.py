@@ -7,7 +7,7 @@ over ``col``. Conversion between a full activation and this rank's block:
     full = gather_from(gather_from(local, registry, "col", dim=-1), registry, "row", dim=0)
 
 For data that needs no gradient, use `shard(full, P("row", None, "col"), registry)`. If the number of features is not
-divisible by the size of ``col``, they are sharded as `torch.chunk` does: pass ``uneven=True`` to `scatter_to` over
+divisible by the size of ``col``, the features are sharded as `torch.chunk` does: pass ``uneven=True`` to `scatter_to` over
 "col", and ``length=`` to `gather_from` over "col". A parameter of your own that is combined with the features, such as
 a position embedding, has the spec P(None, "col"). Pass it through `copy_to` over ``row``, which sums its gradient over
 the rows of the grid, because every row has a different part of the batch.
@@ -84,17 +84,17 @@ class Linear2D(nn.Module):
         layer = Linear2D(256, 1024, registry)
 
     Args:
-        in_features, out_features: Sizes of the full layer. Sizes that are not divisible are sharded as `torch.chunk`
-            does, but every rank must get at least one feature of each.
+        in_features, out_features: Sizes of the full layer. Sizes that are not multiples of the axes' sizes are sharded as
+            `torch.chunk` does, but every rank must get at least one row and column of the weight.
         registry: The process groups.
-        bias: Layout of the bias, which is sharded over col. "column": also replicated over row; backward sums its gradient
-            over row. "all": also sharded over row. "row0": only ranks with coordinate 0 on row hold it, and the attribute
-            ``bias`` is None on other ranks. None: no bias. Default: "column".
-        blocks: Number of equal layers in this layer, or the ratio of their sizes; each of them is sharded over col. The
-            output has this column's features of each block, in order. Default: 1.
+        bias: Layout of the bias, which is always sharded over col. "column": replicated over row; backward sums its
+            gradient over row. "all": sharded over row too. "row0": only ranks with coordinate 0 on row hold it, and the
+            attribute ``bias`` is None on other ranks. None: no bias. Default: "column".
+        blocks: Number of equal layers that are fused in this layer, or the ratio of their sizes; each of them is sharded
+            over col. The output has this rank's features of each block, in order. Default: 1.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
-        depth: The mesh axis of several grids (2.5-D). The parameters are replicated over depth, with partial gradients
-            that the optimizer sums: the specs below with ``partial=depth``. Default None: a single grid.
+        depth: The mesh axis along which there are several grids (2.5-D). The parameters are replicated over depth, with
+            partial gradients that the optimizer sums: the specs below get ``partial=depth``. Default None: a single grid.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
             (the weight transposed). Default None: torch's defaults.
 
@@ -103,10 +103,10 @@ class Linear2D(nn.Module):
         weight [in/rows, out/cols] P(row, col).
         bias [out/cols] P(col), [out/cols/rows] P((col, row)) or [out/cols] P(col, owned={row: 0}).
         With several blocks, blocks(col, ...) replaces col.
-        Under autocast the operands are cast to its dtype before they are broadcast.
+        Under autocast the operands are cast to the autocast dtype before they are broadcast.
     Raises:
-        ValueError: A rank would get no elements of a parameter, or blocks are not divisible. The bias layout or an axis is
-            unknown. The input does not have this column's features.
+        ValueError: A rank would get no elements of a parameter; a block is not a multiple of the size of col; the bias
+            layout or an axis is unknown; or the last dim of the input is not in/cols.
     Collectives: in forward a broadcast per panel along each axis; in backward two broadcasts and two reductions per
     panel (see `summa`; a q x q grid has q panels). The bias adds collectives over row. "column": an all-reduce in
     backward. "all": an all-gather in forward and a reduce-scatter in backward. "row0": a broadcast in forward and a

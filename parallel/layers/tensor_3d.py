@@ -1,6 +1,6 @@
 """3-D tensor parallelism: a cube of ranks, on which activations and weights are sharded over all three axes.
 
-`Linear3D` gathers or reduces one tensor over each axis, and the axis has the name of this tensor:
+Over each axis `Linear3D` gathers or reduces one tensor, and the axis is named after this tensor:
 
     X W = Y       x = all-gather of the input's shards over `input`     [batch/weight, in/output]
                   w = all-gather of the weight's shards over `weight`   [in/output, out/input]
@@ -56,12 +56,12 @@ class Linear3D(nn.Module):
         down = Linear3D(256, 64, registry, input="output", output="input")
 
     Args:
-        in_features, out_features: Sizes of the full layer. Sizes that are not divisible are sharded as `torch.chunk`
-            does, but every rank must get at least one feature of each.
+        in_features, out_features: Sizes of the full layer. Sizes that are not multiples of the axes' sizes are sharded as
+            `torch.chunk` does, but every rank must get at least one row and column of the weight.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: True.
-        input, weight, output: The mesh axes. Exchange ``input`` and ``output`` in every second layer, as above. Defaults:
-            "input", "weight", "output".
+        input, weight, output: The mesh axes. Exchange ``input`` and ``output`` in every second layer, as in the example.
+            Defaults: "input", "weight", "output".
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
             (the weight transposed). Default None: torch's defaults.
 
@@ -69,8 +69,8 @@ class Linear3D(nn.Module):
         input [batch/(weight*input), ..., in/output] -> output [batch/(weight*output), ..., out/input].
         weight [in/output/weight, out/input] P((output, weight), input); bias [out/input] P(input), replicated over
             weight and output. Backward sums its gradient.
-        Under autocast the operands are cast to its dtype before they are gathered. Backward keeps the gathered input
-            [batch/weight, ..., in/output] and weight [in/output, out/input].
+        Under autocast the operands are cast to the autocast dtype before they are gathered. Backward keeps the gathered
+            input [batch/weight, ..., in/output] and weight [in/output, out/input].
     Raises:
         ValueError: A rank would get no elements of a parameter; the input does not have in/output features; or the gathered
             batch is not divisible by the size of output.
@@ -128,8 +128,8 @@ class LayerNorm3D(SplitLayerNorm):
         norm = LayerNorm3D(64, registry)
 
     Args:
-        features: Size of the full last dim. If it is not divisible, it is sharded as `torch.chunk` does, but every rank
-            must get at least one feature.
+        features: Size of the full last dim. If it is not a multiple of the size of ``output``, it is sharded as
+            `torch.chunk` does, but every rank must get at least one feature.
         registry: The process groups.
         eps: Added to the variance. Default: 1e-5.
         bias: If True, the layer has a bias. Default: True.
@@ -204,8 +204,8 @@ class Embedding3D(DiagonalTable):
         embedding = Embedding3D(32000, 64, registry)
 
     Args:
-        num_embeddings, embedding_dim: Sizes of the full table. Features that are not divisible are sharded as
-            `torch.chunk` does, but every rank must get at least one feature.
+        num_embeddings, embedding_dim: Sizes of the full table. If ``embedding_dim`` is not a multiple of the size of
+            ``output``, it is sharded as `torch.chunk` does, but every rank must get at least one feature.
         registry: The process groups.
         input, weight, output: The mesh axes, as in the `Linear3D` that follows. ``input`` must be at least as large as
             ``output``. Defaults: "input", "weight", "output".
@@ -253,8 +253,8 @@ class Classifier3D(DiagonalTable):
         loss = cross_entropy_3d(head(hidden), target, registry)
 
     Args:
-        in_features, classes: Sizes of the full layer. Features that are not divisible are sharded as `torch.chunk`
-            does, but every rank must get at least one feature.
+        in_features, classes: Sizes of the full layer. If ``in_features`` is not a multiple of the size of ``output``, it is
+            sharded as `torch.chunk` does, but every rank must get at least one feature.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: False.
         input, weight, output: The mesh axes, as in a `Linear3D` with the same input. ``input`` must be at least as large
@@ -267,12 +267,12 @@ class Classifier3D(DiagonalTable):
             `cross_entropy_3d` expects.
         weight [classes, in/output] P(None, output, owned={input: output}); None on ranks whose ``input`` and ``output``
             index differ. bias [classes] P().
-        Under autocast the operands are cast to its dtype.
+        Under autocast the operands are cast to the autocast dtype.
     Raises:
-        ValueError: A rank would get no features, ``output`` is larger than ``input``, or the input does not have
-            in/output features.
+        ValueError: A rank would get no features; the axis ``output`` is larger than the axis ``input``; or the input does
+            not have in/output features.
     Collectives: in forward a broadcast over input and an all-reduce over output. In backward a reduce over input, an
-    all-reduce over ``weight`` on ranks that hold the weight, and an all-reduce over both axes for the bias.
+    all-reduce over weight on ranks that hold the weight, and for the bias an all-reduce over weight and input.
     Host synchronization: none.
     """
 

@@ -223,7 +223,7 @@ def blocks_across(topology: Topology) -> tuple[int, int]:
 
 
 def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator[str]:
-    """Iterate over a panel's SVG elements: title, spec, a card per rank, the number of shards and replicas, partial axes."""
+    """Iterate over a panel's SVG elements: title, spec, a card per rank, number of shards and replicas, partial axes."""
     slow, fast = blocks_of(topology)
     rows, columns = block_shape(topology)
     across, _ = blocks_across(topology)

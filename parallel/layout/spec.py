@@ -40,7 +40,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Part of a spec entry: ``axes`` shard each block of the dim separately. ``sizes`` is the ratio of the block lengths."""
+    """Part of a spec entry: ``axes`` shard each block of the dim separately; ``sizes`` is the ratio of block lengths."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -445,7 +445,7 @@ class P:
             raise ValueError(f"{self} on {topology!r}: {problem}") from None
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
-        """Return the spans of tensor dim ``dim`` that the rank at ``coordinate`` holds, as (offset, length) in the full dim.
+        """Return the (offset, length) spans of the full dim ``dim`` that the rank at ``coordinate`` holds.
 
         A length that is not a multiple of the axes' sizes is sharded as `torch.chunk` does: one axis after the other,
         except that the axes of an alias or a nested tuple shard it jointly.

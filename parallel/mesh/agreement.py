@@ -1,4 +1,7 @@
-"""Checks that all ranks run together: an error on one rank is raised on every rank, so that no rank waits for another."""
+"""Functions that every rank calls at the same point, to gather objects, compare settings and raise errors together.
+
+An error on one rank is raised on every rank, so that no rank waits for a failed rank.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ _SAME_KIND: dict[str, type[Exception]] = {
 def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -> None:
     """Raise ValueError on every rank if a setting has different values on two ranks.
 
-    Every rank must call this function at the same point. A rank may lack a setting; it is then not compared there.
+    Every rank must call this function at the same point. A setting is compared only between the ranks that have it.
 
     Args:
         settings: Value per name. Two values count as equal if `describe` returns the same text for both.
@@ -121,7 +124,7 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
 
 
 def described(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the text that `describe` returns for each setting, by name, for `check_all_say_the_same`."""
+    """Return the result of `describe` for each setting, by name, for `check_all_say_the_same`."""
     return {name: describe(value) for name, value in settings.items()}
 
 
@@ -145,8 +148,8 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 def describe(value: object, depth: int = 4) -> str:
     """Return a text that is equal on two ranks if their values are equal, for comparing arguments between ranks.
 
-    The text has no memory addresses. 1 and 1.0 have the same text. An object is shown by its type name and attributes, and
-    a tensor of more than 16 elements by its shape alone.
+    The text has no memory addresses. 1 and 1.0 have the same text. An object is shown by its type name and attributes, a
+    function or module by its name or type name alone, and a tensor of more than 16 elements by its shape alone.
 
     Args:
         value: Any object.

@@ -202,7 +202,7 @@ class Call(NamedTuple):
 
     Args:
         name: Name of the function or method, or of the constructed class.
-        number: 1 for the first call of this name in its thread, 2 for the second, and so on.
+        number: 1 for the first call of this name in its thread since the default group was created, 2 for the second, ...
     """
 
     name: str
@@ -444,7 +444,7 @@ def calling_module() -> str:
 
 
 def receiver_of_caller(method: Callable[..., object]) -> Any:
-    """Return the ``self`` of ``method`` if ``method`` called the caller of this function; else None.
+    """Return the ``self`` argument of ``method`` if ``method`` called the caller of this function; else None.
 
     The local variables of other functions are not read, because reading them would keep them alive.
     """
@@ -453,7 +453,7 @@ def receiver_of_caller(method: Callable[..., object]) -> Any:
 
 
 def format_thread_stack(thread: int | None) -> str:
-    """Return the stack of a thread of this process as text; ``thread`` is its `threading.Thread.ident`."""
+    """Return the stack of the thread with identifier ``thread`` as text; "an unknown place" if it has ended."""
     frame = sys._current_frames().get(thread or 0)
     return "an unknown place" if frame is None else "".join(traceback.format_stack(frame))
 

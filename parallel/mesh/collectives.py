@@ -16,10 +16,12 @@ Choose between `gather_from` and `all_gather_to` by the next computation. If it 
 has the full gradient and keeps its shard: use `gather_from`. If it differs between ranks, each rank has a partial gradient,
 which must be summed: use `all_gather_to`.
 
-* Every rank of the group must call the function. The shapes must be equal on all ranks, except for `all_to_all`.
+* Every rank of the group must call the function. The shapes must be equal on all ranks, except for uneven shards and for
+  `all_to_all`.
 * The tensor must require grad on all ranks of the group, or on none.
 * The backward consists of the same maps, so it can be differentiated again.
-* Over a group of size 1 the functions return the tensor itself, and ``torch.distributed`` need not be initialised.
+* Over a group of size 1 the functions return the tensor itself (with ``uneven=True`` or ``length=`` a view of it), and
+  ``torch.distributed`` need not be initialised.
 * The dtype is unchanged, also under autocast: sums are computed in the dtype of the tensor.
 * Over several axes, shards are in the order of the group: row-major over the axes in the order of the topology.
 * By default shards are equal. With ``uneven=True`` or ``length=`` they are the chunks of `torch.chunk` over one axis.
@@ -98,7 +100,7 @@ Map_ = TypeVar("Map_", bound=Callable[..., Tensor])
 
 
 def _collective(function: Map_) -> Map_:
-    """Decorate a map, so that `track_call` tracks it as the call ``over.call``; not while torch.compile traces it."""
+    """Decorate a map, so that `track_call` tracks it as the call ``over.call``, except while torch.compile traces it."""
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
@@ -118,11 +120,12 @@ class Cut:
     sizes: list[int]
 
 
-# The maps return a new tensor, are not differentiable by themselves, and need a group of more than one rank.
+# The maps are not differentiable by themselves, and need a group of more than one rank. They return a new tensor, except
+# that the results of `identity`, of `own_slice` and of `broadcast` on the root may share memory with the argument.
 
 
 def identity(tensor: Tensor, over: Over) -> Tensor:
-    """Return a view of all of ``tensor``. It is not ``tensor`` itself, which an autograd function must not return."""
+    """Return a view of all elements of ``tensor``, because an autograd function must not return ``tensor`` itself."""
     return tensor.view_as(tensor)
 
 
@@ -168,7 +171,7 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
-    """Return the root's tensor. Other ranks pass any tensor of the same shape and dtype."""
+    """Return the root's tensor on every rank. Other ranks pass any tensor of the same shape and dtype as ``tensor``."""
     if over.rank == over.root:
         # Detached: otherwise torch 2.13 gives the gradient the parameter's grad_dtype on the root, but not on other ranks.
         received = tensor.detach().contiguous()
@@ -281,7 +284,7 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
 
 
 def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
-    """Apply a map that concatenates shards. For uneven shards, pad the shard, and narrow the result to ``length``."""
+    """Apply a map that concatenates shards. If ``length`` is given, pad the shard, and narrow the result to ``length``."""
     if length is None:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(length, over)
@@ -295,7 +298,7 @@ def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over
 
 
 def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
-    """Apply a map that splits a dim. If ``uneven``, pad the dim before, and narrow the result to this rank's chunk."""
+    """Apply a map that splits a dim. If ``uneven``, first pad the dim, and then narrow the result to this rank's chunk."""
     if not uneven:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(tensor.size(over.dim), over)
@@ -304,7 +307,7 @@ def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, unev
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
-    """Return two lengths of chunks that `torch.chunk` makes of ``length``: of the first chunk, and of this rank's chunk.
+    """Return the lengths of the first chunk and of this rank's chunk, if `torch.chunk` splits ``length`` over the group.
 
     Raises:
         ValueError: ``over`` has several axes.
@@ -458,7 +461,7 @@ def all_to_all(
 
         # Send tokens to the ranks of their experts:
         all_to_all(tokens, registry, "expert", split_dim=0, split_sizes=sent, concat_sizes=received)
-        # From all heads of this rank's tokens to some heads of all tokens:
+        # Exchange all heads of this rank's tokens for some heads of all tokens:
         all_to_all(heads, registry, "cp", split_dim=1, concat_dim=2)
 
     Args:

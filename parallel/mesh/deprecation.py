@@ -1,4 +1,4 @@
-"""Former public names, which work for one more version. Using one issues a DeprecationWarning at the user's line."""
+"""Former public names, which work for one more version. Their use issues a DeprecationWarning at the line of the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def warn_deprecated(old: str, advice: str) -> None:
 
 
 def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module, which returns renamed classes and functions by their former names and warns.
+    """Return a module's ``__getattr__``. For a former name, it warns and returns the renamed class or function.
 
     Args:
         module: Name of the module.
@@ -48,7 +48,8 @@ def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
         class GradStats: ...
 
     Reading or setting a former name reads or sets the attribute with the new name, and warns. If a subclass defines a
-    method or an attribute with a former name, it overrides the one with the new name, and the class definition warns.
+    method or an attribute with a former name, it also overrides the method or attribute with the new name, and the
+    definition of the subclass warns.
 
     Args:
         renamed: New name by former name.

@@ -31,7 +31,7 @@ def random_state() -> dict[str, Any]:
 
 
 def cpu_random_state() -> dict[str, Any]:
-    """Return the states of the CPU generators, in the form that `random_state` returns.
+    """Return the states of the CPU generators (Python, torch, NumPy), in the form that `random_state` returns.
 
     Host synchronization: none.
     """
@@ -61,7 +61,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 def check_random_state(state: object) -> None:
     """Raise ValueError if `set_random_state` can't restore ``state``. The global generators stay unchanged.
 
-    Each state is restored into a temporary generator. States that `set_random_state` would ignore are not restored.
+    The check restores each state into a temporary generator. It skips states that `set_random_state` would ignore.
     """
     fields({"python": items(check_count, list_of(check_count), anything), "cpu": anything})(state, "the random state")
     assert isinstance(state, dict)

@@ -104,9 +104,9 @@ def refined(
     other axis is named after the first dim of which it is a factor, with its position in that dim: ``data_1``.
 
     Args:
-        views: Per global rank, the mesh dims at this rank, as `agreed_dims` returns them.
-        name_of: Returns the name of an axis that is a factor of no mesh dim. It gets the ranks of the axis's first group.
-            None (default): such an axis is an error.
+        views: Per global rank, the dims of the meshes that contain this rank, as `agreed_dims` returns them.
+        name_of: Returns the name of an axis that is a factor of no mesh dim, from the ranks of the axis's first group. None
+            (default): such an axis is an error.
     Returns:
         Size per axis, slowest axis first; and axes per alias, in order.
     Raises:

@@ -144,7 +144,7 @@ def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | No
 
 
 def _default_timeout() -> timedelta | None:
-    """Return the current timeout of the default group, or None if the group has no timeout (torch's fake backend).
+    """Return the default group's current timeout, the longest of its backends; None without one (torch's fake backend).
 
     Without an explicit timeout, torch would give new groups the backend's default of several minutes.
     """
@@ -198,8 +198,8 @@ def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
 
 # Default group --------------------------------------------------------------------------------------------------------
 
-# A registry has as many ranks as the default process group. A job may have several registries. Each has a name, which is
-# the same on all ranks.
+# A registry has as many ranks as the default process group. A job may have several registries. Each registry has a name,
+# which is the same on all ranks.
 
 _fake_registries = itertools.count()
 
@@ -605,7 +605,9 @@ class ProcessGroupRegistry:
         return registry
 
     def adopt(self, *groups: dist.ProcessGroup) -> None:
-        """Use existing process groups for their members, unless the registry already has a group with these members.
+        """Use existing process groups instead of creating groups with the same members.
+
+        A group is ignored if the registry already has a group with its members.
 
         Args:
             groups: Process groups that contain this rank. `close` does not destroy them.
@@ -616,7 +618,8 @@ class ProcessGroupRegistry:
     def close(self, *, abort: bool = False) -> None:
         """Destroy the process groups that this registry created; not the default group, nor groups passed to `adopt`.
 
-        A closed registry returns no groups. A second call has no effect.
+        A closed registry returns no groups. A second call has no effect. If the default group was destroyed or replaced
+        after this registry was constructed, no group is destroyed.
 
         Groups are destroyed in the sorted order of their members, which is the same order on all ranks.
 
@@ -637,7 +640,8 @@ class ProcessGroupRegistry:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the topology, the timeout and the backend.
 
-        Unpickling returns an open registry of this process with the same three arguments, or else constructs a new one.
+        Unpickling returns an open registry of this process with the same topology, timeout and backend, or else constructs
+        a new registry.
         """
         return _of_topology, (self.topology, self._timeout, self._backend)
 

@@ -159,7 +159,7 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
 
 
 def _groups(topology: Topology, rank: int | None) -> list[str]:
-    """Return one line per axis, per alias, and per set of axes over which gradients are reduced."""
+    """Return the lines of the table of groups: a header, a line per axis and alias, and lines for several axes by role."""
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}
     together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
@@ -193,7 +193,7 @@ def _members(group: Sequence[int], rank: int | None = None) -> str:
 
 
 def _elide(size: int, limit: int, keep: int | None = None, head: int | None = None) -> list[int | None]:
-    """Return the indices 0..size-1, with None for each gap if there are more than ``limit``.
+    """Return the indices 0..size-1; if there are more than ``limit``, only some of them, with None for each gap.
 
     Args:
         size: Number of indices.

@@ -17,7 +17,7 @@ Check = Callable[[object, str], None]
 
 
 def wrong(field: str, value: object, expected: str) -> ValueError:
-    """Return a ValueError for ``field``.
+    """Return, without raising it, a ValueError that names ``field``, ``value`` and a description of a correct value.
 
     Args:
         field: Name of the field.
@@ -125,7 +125,7 @@ def fields(checks: Mapping[str, Check]) -> Check:
     """Return a check for a dict that has at least the keys of ``checks``.
 
     Args:
-        checks: By key, the check of its value. The values of other keys are not checked.
+        checks: Per key, the check of its value. The values of other keys are not checked.
     """
 
     def check_fields(value: object, field: str) -> None:
@@ -144,12 +144,12 @@ def check_like(value: object, like: object, field: str) -> None:
 
         like                                  accepted value
         bool                                  a bool or None
-        None                                  None, a bool, a number, a string, or a list of these
+        None                                  any value except a dict; numbers in it must not be NaN
         number, or tensor of one element      a number or a tensor of one element; NaN only if like is NaN
         string                                a string
         tensor                                a tensor of the same shape
-        dict with string keys                 a dict with at least these keys; values are checked by key
-        any other dict                        a dict; its other keys and values are checked like the first item
+        dict with string keys                 a dict with at least these keys; each value is checked like that of its key
+        any other dict                        a dict; keys and values that are not in like are checked like its first item
         list or tuple                         a list or tuple of the same length, checked item by item
         any other type                        an object of the same type
 

@@ -1,4 +1,4 @@
-"""`Ranks`, the interface to call a function on several ranks; its error; and the serialization of calls."""
+"""`Ranks`, the interface to call a function on several ranks; `RanksError`; and the serialization of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 Own = TypeVar("Own", bound="Ranks")
 
 TIMEOUT = 180.0  # seconds per call
-CASES_A_CALL = 25  # cases per call of `run_each`, so that a call takes much less than its timeout
+CASES_A_CALL = 25  # cases of `run_each` per call of `run`, so that each call takes much less than its timeout
 
 
 class Ranks(ABC):
@@ -94,7 +94,11 @@ class Ranks(ABC):
 
 
 def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Call ``function`` for each case on this rank, with torch's global seed 0, and return the results."""
+    """Call ``function`` for each case on this rank, each time with torch's global seed 0, and return the results.
+
+    Raises:
+        RuntimeError: ``function`` raised an error, which is the cause. The message has the arguments of the case.
+    """
     results = []
     for args in cases:
         torch.manual_seed(0)

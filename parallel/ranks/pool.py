@@ -90,7 +90,7 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
         tasks: Connection from which each pickled `Task` is received, and to which its pickled `Reply` is sent.
         stack: Connection to which the stacks of this process are written at each signal ``SIGUSR1``, even while C++ code
             runs.
-        initializer: Called once, before the first task. None: no call.
+        initializer: Called once, before the function of the first task. None: no call.
         folder: Folder with temporary files of the parent process. It is removed if the parent exits. None: no folder.
     """
     _end_with_parent(folder)
@@ -341,7 +341,7 @@ class RankPool(Ranks):
 
 
 def _read(stack: Connection) -> str:
-    """Read the stacks that a worker writes to the connection, until it has written nothing for 0.3 seconds."""
+    """Return the text that a worker writes to ``stack``, until it writes nothing for 0.3 seconds (at first 3 seconds)."""
     parts: list[bytes] = []
     while wait([stack], timeout=0.3 if parts else 3.0):
         parts.append(os.read(stack.fileno(), 1 << 16))
@@ -351,7 +351,7 @@ def _read(stack: Connection) -> str:
 
 
 def _main_thread(stacks: str) -> str:
-    """Return the frames of the main thread in ``stacks`` without frames of the pool, most recent call first."""
+    """Return the main thread's frames in ``stacks`` without frames of the pool, latest call first; else all stacks."""
     blocks = [block for block in stacks.split("\n\n") if "in serve\n" in f"{block}\n"]
     if not blocks:
         return stacks.strip() or "(the process did not respond)"

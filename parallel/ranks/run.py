@@ -247,7 +247,9 @@ class LaunchedRanks(Ranks):
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
 
     def gather_outcomes(self, outcome: str) -> dict[int, str]:
-        """Exchange the outcomes of a finished test between all processes, and return the failure texts by rank.
+        """Exchange the outcomes of a finished test between all processes, and return them by rank, empty for a pass.
+
+        If some processes do not respond in time, only their ranks are returned, each with a failure text.
 
         If another process still waits in `run` for this process, `run` raises RanksError there before its timeout.
 

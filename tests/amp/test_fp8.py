@@ -35,7 +35,7 @@ FORMATS = {E4M3: (4, 3, 448.0), E5M2: (5, 2, 57344.0)}  # bits of exponent and m
 
 
 def magnitudes(format: torch.dtype) -> Tensor:
-    """All finite values >= 0 of the format by code, in float64, from its definition."""
+    """Return all finite values >= 0 of the format by code, in float64, from its definition."""
     exponent_bits, mantissa_bits, largest = FORMATS[format]
     bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
     values = []

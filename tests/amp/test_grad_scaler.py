@@ -115,13 +115,13 @@ def steps_without_gradients(kind: str, bad: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
-def test_rank_without_gradients_takes_part_in_grad_scaler_update(world: World, kind: str) -> None:
+def test_ranks_without_gradients_get_the_grad_scale_of_other_ranks(world: World, kind: str) -> None:
     assert world.run(4, steps_without_gradients, kind, True) == [[SCALE / 2, SCALE / 2, SCALE]] * 4
     assert world.run(4, steps_without_gradients, kind, False) == [[SCALE, SCALE * 2, SCALE * 2]] * 4
 
 
 def two_optimizers(kinds: tuple[str, str]) -> tuple[list[bool], float]:
-    """The first optimizer has an overflow on rank 1 only, the second has none."""
+    """Step two optimizers; the first has an overflow on rank 1 only. Return which of them stepped, and the scale."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         scaler, params = GradScaler(registry, SCALE), [parameters(0), parameters(1)]
         optimizers = [optimizer_of(kind, each) for kind, each in zip(kinds, params, strict=True)]

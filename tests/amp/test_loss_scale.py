@@ -33,7 +33,7 @@ def float32(value: float) -> float:
 
 
 def trace(scale: LossScale, overflows: list[bool]) -> list[float]:
-    """The scale after each step."""
+    """Return the scale after each step."""
     values = []
     for overflow in overflows:
         scale.update(torch.tensor(float(overflow)))
@@ -205,7 +205,7 @@ def test_constant_scale_stays_constant_and_is_restored() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scale: pickle.loads(pickle.dumps(scale))])
-def test_copied_loss_scale_is_independent(copied: Any) -> None:
+def test_copied_loss_scale_is_independent_of_the_original(copied: Any) -> None:
     scale = DynamicLossScale(init_scale=8.0)
     twin = copied(scale)
     trace(twin, [True])

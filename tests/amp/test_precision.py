@@ -289,7 +289,7 @@ def test_half_precision_batch_norm_on_cpu_matches_float64(
     assert model(x).dtype == row.outputs
 
 
-def test_exported_state_dict_is_plain_float32() -> None:
+def test_exported_state_dict_loads_into_float32_and_prepared_models() -> None:
     precision, model = ApexFp16("O2"), Net()
     precision.prepare(model)
     exported = precision.export_state_dict(model)

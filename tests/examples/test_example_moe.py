@@ -66,7 +66,10 @@ def test_moe_run_resumes_with_experts_on_other_axes(world: World, one_process: t
 
 
 def experts_without_tokens(topology: Topology, axes: tuple[str, ...]) -> list[float]:
-    """All tokens choose the first two of 4 experts, within their capacity."""
+    """Compare a mixture with the dense one, if all tokens choose the first two of 4 experts, within their capacity.
+
+    Return the sum of the absolute gradients of each expert weight on this rank.
+    """
     moe, layers = example("models.moe"), example("models.layers")
     shape = moe.MixtureShape(experts=4, top_k=2, capacity=2.0)
     with ProcessGroupRegistry(topology) as registry:

@@ -36,5 +36,5 @@ def arguments(**options: Any) -> dict[str, Any]:
 
 
 def link_of(optimizer: ParallelOptimizer, kind: type[AnyTransform]) -> AnyTransform:
-    """The transform of this kind in the optimizer's chain."""
+    """Return the transform of this kind in the optimizer's chain."""
     return next(transform for transform in optimizer._states.transforms if isinstance(transform, kind))

@@ -19,7 +19,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def axes_of(topology: Topology) -> Axes:
-    """The axes of the topology with their sizes, in the topology's order."""
+    """Return the axes of the topology with their sizes, in the topology's order."""
     return tuple(zip(topology.axes, topology.sizes, strict=True))
 
 
@@ -47,7 +47,8 @@ class Case:
         return Topology(roles=None, **dict(self.axes))
 
     def full_gradient(self, index: int, stage: tuple[int, ...]) -> Tensor:
-        """The logical gradient of which the ranks of pipeline stage ``stage`` hold shards; zeros if it is missing."""
+        """Return the logical gradient of which the ranks of pipeline stage ``stage`` hold shards; zeros if it is
+        missing."""
         param = self.params[index]
         stage = (
             () if any(axis in self.topology.pipe_axes for axis, _ in (*param.spec.tied, *param.spec.owned)) else stage
@@ -65,7 +66,7 @@ class Case:
         return self.params[index].spec.holds(self.topology.coordinate(rank), self.topology)
 
     def piece(self, index: int, rank: int) -> Tensor:
-        """The shard of the gradient that ``rank`` holds, split unevenly like torch.chunk; some shards are empty."""
+        """Return the shard of the gradient that ``rank`` holds, split like torch.chunk; some shards are empty."""
         full = self.full_gradient(index, self.stage_of(rank))
         return slice_of(full, self.params[index].spec, self.topology, rank)
 
@@ -87,8 +88,8 @@ class Case:
 
 
 def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
-    """The shard of ``full`` that ``rank`` holds. A dim that does not divide is split like torch.chunk, so the last
-    shards may be empty.
+    """Return the shard of ``full`` that ``rank`` holds. A dim that does not divide is split like torch.chunk, so the
+    last shards may be empty.
 
     Block sizes must divide evenly.
     """
@@ -111,7 +112,7 @@ def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
 
 
 def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str, nn.Parameter]]:
-    """The declared parameters that this rank holds, with their complete gradients."""
+    """Return the declared parameters that this rank holds, with their complete gradients."""
     from meshstep.optim.gradients.in_place import mark_complete
 
     found = []

@@ -27,7 +27,7 @@ def content(value: Any) -> Any:
 
 
 def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bool = True) -> nn.Module:
-    """A model of linear layers with these names and a buffer; identical at every call."""
+    """Return a model of linear layers with these names and a buffer; identical at every call."""
     torch.manual_seed(1)
     model = nn.ModuleDict({name: nn.Linear(shape, 2) for name in names})
     if buffer:
@@ -38,7 +38,7 @@ def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bo
 def optimizer_of(
     model: nn.Module, groups: Callable[[nn.Module], Any] = nn.Module.parameters, precision: Any = "fp32", **options: Any
 ) -> ParallelOptimizer:
-    """An optimizer on one rank over the param groups that ``groups`` makes of the model; ``kind=`` sets torch's
+    """Return an optimizer on one rank over the param groups that ``groups`` makes of the model; ``kind=`` sets torch's
     optimizer class."""
     kind = options.pop("kind", torch.optim.AdamW)
     if precision != "fp32":

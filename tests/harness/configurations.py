@@ -253,7 +253,7 @@ class Case:
     """One complete training run.
 
     Args:
-        resumed: The setting after the checkpoint; if it is the same setting, results must match bit for bit. None: no
+        resumed: The setting after the checkpoint; if it is the same, results must be bitwise identical. None: no
             checkpoint.
         saved_at: The number of steps before the checkpoint.
         stepped_before: Whether the optimizer that loads the checkpoint has already made steps.
@@ -304,7 +304,7 @@ class Case:
         return [name for name in MODEL if self.resumed is None or name not in UNEVEN]
 
     def has(self, name: str, step: int) -> bool:
-        """Whether the optimizer has the parameter in this step."""
+        """Return whether the optimizer has the parameter in this step."""
         return self.added is None or self.added <= step or not _is_added(name)
 
     def is_frozen(self, name: str, step: int) -> bool:
@@ -320,7 +320,7 @@ class Case:
         return self.setting if self.resumed is None or step < self.saved_at else self.resumed
 
     def draw(self, *key: object) -> int:
-        """A pseudo-random number below 2**32."""
+        """Return a pseudo-random number below 2**32."""
         return zlib.crc32(repr((self.seed, *key)).encode())
 
 
@@ -328,14 +328,14 @@ class Case:
 
 
 def weight(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) -> int:
-    """The weight of the micro-batch on this data coordinate; 0: the micro-batch is empty."""
+    """Return the weight of the micro-batch on this data coordinate; 0: the micro-batch is empty."""
     where = tuple(at[axis] for axis in setting.at.topology.data_axes)
     drawn = case.draw("weight", step, micro, where) % 4 if any(where) or micro else 1
     return drawn if setting.weighted or not setting.managed else min(drawn, 1)
 
 
 def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> bool:
-    """Whether the shard of the rank at ``at`` is in no loss of this micro-batch; each replica may decide
+    """Return whether the shard of the rank at ``at`` is in no loss of this micro-batch; each replica may decide
     differently."""
     if not case.has(name, step) or case.is_frozen(name, step):
         return True
@@ -349,8 +349,8 @@ def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, 
 
 
 def numbers(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> Tensor:
-    """The constants that this rank's shard is multiplied with. They have the parameters' dtype, but their sums are
-    rounded in float32 and depend on the order of summation."""
+    """Return the constants that this rank's shard is multiplied with. They have the parameters' dtype, but their sums
+    are rounded in float32 and depend on the order of summation."""
     layout, (shape, _) = setting.at, MODEL[name]
     spec, topology = layout.spec(name), layout.topology
     axes = sorted({*topology.data_axes, *spec.partial, *dict(spec.tied)})
@@ -367,13 +367,13 @@ def numbers(case: Case, setting: Setting, name: str, at: Coordinate, step: int, 
 
 
 def start_of(name: str) -> Tensor:
-    """The full parameter before the first step."""
+    """Return the full parameter before the first step."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randint(-8, 9, MODEL[name].shape, generator=generator).double() / 8
 
 
 def written_to(case: Case, name: str) -> Tensor:
-    """The full parameter that the user writes: about half of the elements are zeros of both signs."""
+    """Return the full parameter that the user writes: about half of the elements are zeros of both signs."""
     generator = torch.Generator().manual_seed(case.draw("written", name))
     value = torch.randint(-8, 9, MODEL[name].shape, generator=generator).double() / 8
     return value * torch.randint(0, 2, value.shape, generator=generator)
@@ -383,14 +383,14 @@ def written_to(case: Case, name: str) -> Tensor:
 
 
 def memory_format(case: Case, setting: Setting, name: str, relaid: bool = False) -> str:
-    """The memory format of a rank's shard of the parameter; DTensors are contiguous."""
+    """Return the memory format of a rank's shard of the parameter; DTensors are contiguous."""
     if not setting.memory or name in setting.at.meshes:
         return "contiguous"
     return MEMORY_FORMATS[case.draw("memory", setting.memory, name, relaid) % len(MEMORY_FORMATS)]
 
 
 def laid_out(value: Tensor, how: str) -> Tensor:
-    """A copy of ``value`` in one of `MEMORY_FORMATS`; all but the last are non-overlapping and dense."""
+    """Return a copy of ``value`` in one of `MEMORY_FORMATS`; all but the last are non-overlapping and dense."""
     reverse = tuple(range(value.dim()))[::-1]
     if how == "channels_last" and value.dim() == 4:
         return value.clone(memory_format=torch.channels_last)
@@ -451,7 +451,7 @@ _OFTEN = [
 
 
 def setting_of(rng: random.Random) -> Setting:
-    """The next setting that ``rng`` draws."""
+    """Return the next setting that ``rng`` draws."""
     return Setting(
         layout=rng.choice(sorted(LAYOUTS) + _OFTEN),
         memory=rng.choice([0, rng.randint(1, 9)]),
@@ -522,6 +522,6 @@ CASES = st.integers(0, 2**32 - 1).map(case_of)
 
 
 def data_ranks(setting: Setting) -> int:
-    """The number of ranks that see different samples."""
+    """Return the number of ranks that see different samples."""
     topology = setting.at.topology
     return prod(topology.size(axis) for axis in topology.data_axes)

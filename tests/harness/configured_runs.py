@@ -89,7 +89,7 @@ class Rank:
         annotate(self.model[name], P() if meshed else at.said.get(name, spec), name)
 
     def _piece(self, full: Tensor, name: str) -> Tensor:
-        """This rank's shard of a parameter."""
+        """Return this rank's shard of a parameter."""
         at = self.setting.at
         return slice_of(full, at.spec(name), at.topology, self.registry.global_rank).to(self.case.mode.dtype)
 
@@ -197,7 +197,7 @@ class Rank:
         return optimizer.step()
 
     def averaged(self, name: str) -> int:
-        """The number of ranks of a DTensor's mesh over which torch averages its gradient; the result there is
+        """Return the number of ranks of a DTensor's mesh over which torch averages its gradient; the result there is
         complete."""
         topology = self.setting.at.topology
         meshed = {axis for axes, _ in self.setting.at.meshes.get(name, ()) for axis in axes}
@@ -231,7 +231,7 @@ def _as_dtensor(name: str, piece: Tensor, at: Layout, registry: ProcessGroupRegi
 
 
 def _with_gradient(param: Tensor) -> Tensor:
-    """A parameter through which the local gradient of a DTensor is set."""
+    """Return a parameter through which the local gradient of a DTensor is set."""
     part: Tensor = param.to_local() if has_dtensors((param,)) else param  # type: ignore[attr-defined]
     return part
 
@@ -326,7 +326,7 @@ def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> l
 
 
 def _has_peers(rank: Rank, differing: int) -> bool:
-    """Whether another rank of the pipeline stage holds parameters of group 0 too, so that their options are
+    """Return whether another rank of the pipeline stage holds parameters of group 0 too, so that their options are
     compared."""
     at, topology = rank.setting.at, rank.setting.at.topology
     names = [name for name in rank.case.names if MODEL[name].group == 0]

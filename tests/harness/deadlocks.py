@@ -37,7 +37,7 @@ def serial(programs: Sequence[Program]) -> str | None:
 
 
 def of_kind(program: Program, *kinds: Kind) -> Program:
-    """The events of the program that are of these kinds."""
+    """Return the events of the program that are of these kinds."""
     return [event for event in program if event.kind in kinds]
 
 

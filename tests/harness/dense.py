@@ -25,7 +25,7 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = No
 
 
 def full_grad(param: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """The gradient of the logical parameter; partial gradients are summed, as the optimizer does."""
+    """Return the gradient of the logical parameter; partial gradients are summed, as the optimizer does."""
     grad = None
     if param is not None:
         assert param.grad is not None
@@ -37,7 +37,7 @@ def full_grad(param: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> 
 
 
 def assert_same_parameters(module: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Assert that the full initial weights equal the dense model's bit for bit (same seed)."""
+    """Assert that the full initial weights are bitwise identical to those of the dense model (same seed)."""
     expected = dict(dense.named_parameters())
     assert dict(module.named_parameters()).keys() == expected.keys()
     for name, param in module.named_parameters():
@@ -63,7 +63,7 @@ def assert_layer_is_dense(
     registry: ProcessGroupRegistry,
 ) -> None:
     """Compare a layer on shards, also uneven ones, with the dense layer on the full input: weights, output and
-        gradients.
+    gradients.
 
     Args:
         x: The full input; ids have no gradient.

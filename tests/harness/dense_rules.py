@@ -1,8 +1,8 @@
-"""Reference implementations of the clip rules after their papers, for one process with all norms, in plain Python
-numbers.
+"""Reference implementations of the clip rules, as in their papers, for one process that has all norms.
 
-A reference gets the norm of every logical parameter and returns the factor for each one, or None to skip the step. Its
-memory between steps is in `state`, in the format of `ParallelOptimizer.clip_state`, with numbers of parameters by key.
+They compute with Python floats. A reference gets the norm of every logical parameter and returns the factor for each
+one, or None to skip the step. Its values between steps are in `state`, in the format of
+`ParallelOptimizer.clip_state`, with numbers of parameters by key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def coefficient(norm: float, most: float) -> float:
 
 
 def threshold(given: object, steps: int) -> float:
-    """The threshold after ``steps`` steps."""
+    """Return the threshold after ``steps`` steps."""
     if isinstance(given, WarmUp):
         return given.start + (given.end - given.start) * min(1.0, steps / given.steps)
     assert isinstance(given, float)

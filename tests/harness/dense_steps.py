@@ -54,7 +54,7 @@ class Dense:
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
-    """Indices into the flat parameter of the elements that the rank at ``at`` holds, in its order. Must not be
+    """Return indices into the flat parameter of the elements that the rank at ``at`` holds, in its order. Must not be
     modified."""
     return _elements(setting.layout, name, setting.at.topology.rank(**at))
 
@@ -96,7 +96,7 @@ def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor
 
 
 def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) -> tuple[Tensor, bool, Tensor]:
-    """The sum over all ranks and micro-batches over which a shard's gradient is summed, whether there is a
+    """Return the sum over all ranks and micro-batches over which a shard's gradient is summed, whether there is a
     gradient, and the sum of the terms' absolute values. A sum over several ranks exists even if no rank has a term."""
     topology, spec = setting.at.topology, setting.at.spec(name)
     summed = {*(axis for axis in topology.data_axes if axis not in spec.named_axes), *spec.partial, *dict(spec.tied)}
@@ -118,7 +118,7 @@ def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) 
 
 
 def whole_weight(case: Case, setting: Setting, step: int) -> int:
-    """The total weight of all micro-batches on all data ranks."""
+    """Return the total weight of all micro-batches on all data ranks."""
     data_axes = setting.at.topology.data_axes
     ranks = {tuple(at[axis] for axis in data_axes): at for at in setting.at.coordinates()}
     return sum(weight(case, setting, at, step, micro) for at in ranks.values() for micro in range(setting.micro))
@@ -200,7 +200,7 @@ class DenseRun:
 
     def put_together(self, pieces: Iterable[tuple[str, Tensor]]) -> bool:
         """Merge shards, given by name and values, into the tensors that the optimizer updates from now on: each gets
-            one number of steps, the smallest positive one among its merged shards.
+        one number of steps, the smallest positive one among its merged shards.
 
         Returns:
             Whether any merged shards had different numbers of steps.

@@ -15,7 +15,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def registry_of(axes: Axes) -> ProcessGroupRegistry:
-    """A registry whose meshes DTensor has not seen: it would reuse an equal mesh of a registry that was closed."""
+    """Return a registry whose meshes DTensor has not seen: it would reuse an equal mesh of a closed registry."""
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
@@ -23,7 +23,7 @@ def registry_of(axes: Axes) -> ProcessGroupRegistry:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor; a plain tensor is returned unchanged."""
+    """Return the local tensor of a DTensor; a plain tensor is returned unchanged."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -43,7 +43,7 @@ class LocalOperations(TorchDispatchMode):
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """A random float64 tensor, the same at every call."""
+    """Return a random float64 tensor, the same at every call."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

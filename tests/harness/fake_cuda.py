@@ -57,7 +57,7 @@ class Log:
 
 @cache
 def _kind(func: Any) -> tuple[str, bool, bool, bool]:
-    """The operator's name, and whether it reads a value, whether it copies, and whether it launches a kernel."""
+    """Return the operator's name, and whether it reads a value, whether it copies, and whether it launches a kernel."""
     name = str(func)
     copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
     return name, name.startswith(_READS), copies, not name.startswith(_NO_LAUNCH)
@@ -91,13 +91,14 @@ class _Logging(TorchDispatchMode):
         return result
 
     def _without_waiting(self, args: Any, kwargs: Any) -> bool:
-        """Whether it is a copy that does not block the host: non_blocking, and from or to pinned memory."""
+        """Return whether the operator is a non_blocking copy from or to pinned memory, so the host does not wait."""
         asked = bool(kwargs.get("non_blocking")) or (len(args) > 2 and args[2] is True)
         return asked and any(tensor.untyped_storage()._cdata in self.pinned for tensor in tensors_of(args))
 
 
 def _place() -> str:
-    """The two innermost stack frames within the library. (`traceback.extract_stack` would read each source file.)"""
+    """Return the two innermost stack frames within the library. (`traceback.extract_stack` would read each source
+    file.)"""
     files = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     inner = [f"{file.split('/meshstep/')[-1]}:{line}" for file, line in files if "/meshstep/" in file][:2]
     return "; ".join(reversed(inner))
@@ -120,8 +121,7 @@ class _Stream:
 
 class _Event(_Stream):
     def record(self, stream: _Stream | None = None) -> None:
-        """Raise an error for the default stream: it belongs to the current device and not to that of the copied
-        tensor."""
+        """Raise an error without a stream: the default stream belongs to the current device, not to the tensor."""
         if stream is None:
             raise AssertionError("Event.record() without a stream: give torch.cuda.current_stream(tensor.device)")
 

@@ -55,7 +55,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         return result
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator on one tensor: its meta tensor determines it."""
+        """Return the result of an operator on one tensor: its meta tensor determines it."""
         device = args[0].fake_device
         with in_kernel_invocation_manager(self):
             views = func(*args, **kwargs)
@@ -68,7 +68,7 @@ class QuickFakeTensorMode(FakeTensorMode):
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors in the arguments or results of an operator."""
+    """Return all tensors in the arguments or results of an operator."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, Mapping):
@@ -79,19 +79,19 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def told_device(tensor: Tensor) -> torch.device | None:
-    """The device that a fake tensor reports without calling dispatch modes; None if it would call them."""
+    """Return the device that a fake tensor reports without calling dispatch modes; None if it would call them."""
     if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
         return tensor.fake_device
     return None
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """The device of a tensor; for a fake tensor without calling dispatch modes where possible."""
+    """Return the device of a tensor; for a fake tensor without calling dispatch modes where possible."""
     return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 
 def _described(tree: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Whether the cache key can describe every value of ``tree``; tensors are appended to ``tensors``."""
+    """Return whether the cache key can describe every value of ``tree``; tensors are appended to ``tensors``."""
     for leaf in tree:
         kind = type(leaf)
         if kind is FakeTensor:

@@ -44,7 +44,7 @@ class Layout:
         return Topology(roles=self.roles or None, **dict(self.axes))
 
     def registry(self) -> ProcessGroupRegistry:
-        """A registry on the layout's mesh."""
+        """Return a registry on the layout's mesh."""
         return registry_of(self.axes) if self.dtensors else ProcessGroupRegistry(self.topology)
 
     @property
@@ -54,7 +54,7 @@ class Layout:
         return (states,) if isinstance(states, StatePlacement) else tuple(states)
 
     def copies(self, parameter: str, rank: int) -> tuple[int, ...]:
-        """The ranks that update identical replicas of a parameter, including ``rank``."""
+        """Return the ranks that update identical replicas of a parameter, including ``rank``."""
         spec, topology = self.specs[parameter], self.topology
         apart = {*spec.sharded_axes, *topology.pipe_axes} - {*dict(spec.tied)}
         apart |= {one.axis for one in self.placements if isinstance(one, Sharded)}
@@ -151,7 +151,7 @@ class Run:
         self.steps += 1
 
     def complete(self) -> None:
-        """Complete the gradients: afterwards replicas hold equal gradients."""
+        """Reduce the gradients, so that replicas hold equal gradients."""
         self.optimizer._completion(self.optimizer._window, self.optimizer._switch)
 
     def step(self, scale: float = 1.0) -> Any:
@@ -159,7 +159,7 @@ class Run:
         return self.optimizer.step()
 
     def tensor(self, what: What, name: str) -> Tensor:
-        """The updated tensor of a parameter, its gradient, one of its states, or the model's own tensor."""
+        """Return the updated tensor of a parameter, its gradient, one of its states, or the model's own tensor."""
         if what == "model":
             return local(self.model.get_parameter(name))
         row = next(row for row in self.optimizer.stepped_tensors() if row.name == name)
@@ -171,7 +171,7 @@ class Run:
         return piece.detach() if what == "parameter" else self.optimizer.state[piece][what]
 
     def everything(self) -> list[Tensor]:
-        """Copies of the updated tensors and of their states. (If these are not the model's tensors, each step
+        """Return copies of the updated tensors and of their states. (If these are not the model's tensors, each step
         overwrites the model's.)"""
         pieces = [piece.tensor for piece in self.optimizer.stepped_tensors()]
         states = [value for piece in pieces for value in self.optimizer.state[piece].values()]
@@ -186,5 +186,5 @@ def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
 
 
 def bits_of(tensors: list[Tensor]) -> bytes:
-    """The bytes of all tensors, concatenated."""
+    """Return the bytes of all tensors, concatenated."""
     return b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)

@@ -32,12 +32,12 @@ class Net(nn.Module):
 
 
 def data(step: int, rows: int = 8) -> Tensor:
-    """The batch of a step: [rows, 5] in float64."""
+    """Return the batch of a step: [rows, 5] in float64."""
     return torch.randn(rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
 def sharded_net(registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float64, **options: Any) -> Net:
-    """The model sharded over the data axes, except for ``scale``, which is replicated."""
+    """Return the model sharded over the data axes, except for ``scale``, which is replicated."""
     net = Net().to(dtype)
     mesh = registry.device_mesh(*registry.topology.data_axes)
     fully_shard(net.layers[0], mesh=mesh, **options)
@@ -46,7 +46,7 @@ def sharded_net(registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float
 
 
 def whole(module: nn.Module, registry: ProcessGroupRegistry) -> Full:
-    """The full parameters. DTensors are gathered over their mesh first, then over the axes of their declaration."""
+    """Return the full parameters. DTensors are gathered over their mesh, then over the axes of their declaration."""
     full = {}
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):

@@ -140,7 +140,7 @@ class Run:
         self.after_step: Callable[[], object] = lambda: None
 
     def batch(self, step: int, micro: int = 0) -> Tensor:
-        """The batch of a step: [6 samples, 6 features]; the first 3 features are also the targets."""
+        """Return the batch of a step: [6 samples, 6 features]; the first 3 features are also the targets."""
         seed = 1000 * step + 10 * micro + self.coordinate
         drawn = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
         if step in OVERFLOWS and micro == 0:
@@ -148,7 +148,7 @@ class Run:
         return drawn.to(self.device)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
         found: Tensor = self.criterion(self.model(batch), batch[:, :3].nan_to_num(posinf=1.0))
         return found
 
@@ -162,7 +162,7 @@ class Run:
         self.after_step()
 
     def left(self) -> dict[str, Tensor]:
-        """All results of the run, on the CPU."""
+        """Return all results of the run, on the CPU."""
         found = snapshot(self.model, self.optimizer) | {"trace": torch.stack(self.trace)}
         found["skipped"] = torch.tensor(self.optimizer.skipped_steps)
         if self.optimizer.loss_scale is not None:
@@ -230,7 +230,7 @@ class Run:
 
 
 def by_steps(run: Run, micro: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
-    """The results of ``steps`` eager steps of ``micro`` micro-batches each."""
+    """Return the results of ``steps`` eager steps of ``micro`` micro-batches each."""
     if micro == 1:
         run.steps(range(steps))
     else:
@@ -241,7 +241,7 @@ def by_steps(run: Run, micro: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
 def by_replays(
     run: Run, before: int, make: Callable[[], Graph], micro: int = 1, steps: int = STEPS
 ) -> dict[str, Tensor]:
-    """The results of ``steps`` steps, of which all but the first ``before`` are graph replays."""
+    """Return the results of ``steps`` steps, of which all but the first ``before`` are graph replays."""
     with warm_up(run.device):
         if micro == 1:
             run.steps(range(before))

@@ -80,7 +80,7 @@ class Lm(nn.Module):
             self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The mean loss over the batch of this data coordinate: each id predicts the next one of its row,
+        """Return the mean loss over the batch of this data coordinate: each id predicts the next one of its row,
         cyclically."""
         targets = ids.roll(-1, 1)
         if self.kind is None or self.registry is None:
@@ -98,12 +98,12 @@ class Lm(nn.Module):
 
 
 def ids_of(step: int) -> Tensor:
-    """The full batch of a step."""
+    """Return the full batch of a step."""
     return torch.randint(VOCABULARY, (BATCH, 3), generator=torch.Generator().manual_seed(step))
 
 
 def full_parameters(model: Lm) -> dict[str, Tensor]:
-    """The full parameters in the dense model's layout, on every rank; asserts that all replicas are equal."""
+    """Return the full parameters in the dense model's layout, on every rank; asserts that all replicas are equal."""
     assert model.registry is not None
     topology = model.registry.topology
     held = {name: (spec_of(param), param.detach()) for name, param in model.named_parameters()}

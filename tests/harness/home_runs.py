@@ -30,7 +30,7 @@ MAKES: dict[str, Callable[..., HomeOptimizer]] = {"soap": soap, "shampoo": shamp
 
 
 def unbound(kind: str) -> Callable[..., HomeOptimizer]:
-    """The optimizer without its binding to the mesh: it wrongly treats every shard as a full matrix."""
+    """Return the optimizer without its binding to the mesh: it wrongly treats every shard as a full matrix."""
     return {"soap": bare_soap, "shampoo": bare_shampoo, "adafactor": bare_adafactor}[kind]
 
 
@@ -52,6 +52,6 @@ def bare_adafactor(params: Iterable[Any]) -> HomeOptimizer:
 
 
 def at_homes(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The keys of the states that this rank owns."""
+    """Return the keys of the states that this rank owns."""
     part: Any = getattr(optimizer, "optimizer", optimizer)
     return [key for state in part.state.values() for key in state if part.is_whole_state(key)]

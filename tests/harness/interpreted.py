@@ -27,7 +27,7 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 
 
 def why_no_triton() -> str:
-    """The reason why nothing can be interpreted here; empty if it can."""
+    """Return the reason why nothing can be interpreted here; empty if it can."""
     return "" if find_spec("triton") else "needs the package triton, which this torch came without"
 
 
@@ -65,7 +65,7 @@ def _choose() -> None:
 
 @cache
 def kernels() -> Triton:
-    """The Triton kernels of this process."""
+    """Return the Triton kernels of this process."""
     from meshstep.optim.kernels.triton import Triton
 
     found = Triton()

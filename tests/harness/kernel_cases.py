@@ -54,7 +54,7 @@ class Case:
         self.halves = None if half is None else [param.to(half) for param in self.params]
 
     def columns(self) -> PointerColumns:
-        """The tensors that the kernel updates."""
+        """Return the tensors that the kernel updates."""
         counts = not isinstance(self.rule, SGD)
         columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
         fixed = [tensor.data_ptr() for column in columns for tensor in column]
@@ -86,7 +86,7 @@ class Case:
         return found
 
     def everything(self) -> list[Tensor]:
-        """All tensors that a step may change."""
+        """Return all tensors that a step may change."""
         return [*self.params, *(s for states in self.states for s in states), *self.steps, *(self.halves or ())]
 
 

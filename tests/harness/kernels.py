@@ -19,7 +19,7 @@ RESULTS, JOINED = 512, 128  # norms per finishing kernel, tensors per concatenat
 
 
 def kernels_of(name: str, args: Sequence[Any]) -> int:
-    """The number of kernels for one call of the operator ``name``, such as ``aten._foreach_add_.List``."""
+    """Return the number of kernels for one call of the operator ``name``, such as ``aten._foreach_add_.List``."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
     if name.startswith(("aten.stack.", "aten.cat.")):
         return _up(len(lists[0]), JOINED) if lists else 1

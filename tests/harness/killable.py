@@ -198,7 +198,7 @@ def start_in_fork(plan: Plan, rank: int, size: int) -> None:
 
 
 def encoded(plan: Plan) -> str:
-    """The plan as a command-line argument."""
+    """Return the plan as a command-line argument."""
     return json.dumps(asdict(plan))
 
 

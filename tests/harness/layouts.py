@@ -57,7 +57,7 @@ class Split(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step: x [8, in] and y [8, out], the same on all ranks."""
+    """Return the batch of a step: x [8, in] and y [8, out], the same on all ranks."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(8, IN, generator=generator)
     return x, torch.sin(x[:, :OUT] * 2)

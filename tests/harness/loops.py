@@ -25,14 +25,14 @@ def using(kernels: Kernels) -> Iterator[None]:
 
 @cache
 def loops() -> Native:
-    """The installed native loops; test machines have a C compiler, so they must exist."""
+    """Return the installed native loops; test machines have a C compiler, so they must exist."""
     found = built()
     assert found is not None, "the package was installed without its compiled kernels: is there a C compiler?"
     return found
 
 
 def instructions_here() -> list[str]:
-    """The instruction sets that this machine supports."""
+    """Return the instruction sets that this machine supports."""
     names = list[str]()
     for name in ("plain", "avx2", "avx512"):
         try:

@@ -92,7 +92,7 @@ def _leave() -> None:
 
 
 def config_of(**options: Any) -> Any:
-    """A TransformerConfig with two small layers, gated MLPs and two query groups."""
+    """Return a TransformerConfig with two small layers, gated MLPs and two query groups."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
@@ -144,7 +144,7 @@ def tokens_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_of(model: Any, seed: int) -> Tensor:
-    """The mean loss over the tokens of one batch."""
+    """Return the mean loss over the tokens of one batch."""
     tokens, positions, mask = tokens_of(seed)
     loss: Tensor = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
     return loss

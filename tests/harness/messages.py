@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
 
 def text_of(node: ast.expr) -> str:
-    """The source text of a string expression, with parameters in braces."""
+    """Return the source text of a string expression, with parameters in braces."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -57,7 +57,7 @@ def found_in(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 @cache
 def messages(root: Path = ROOT) -> list[Message]:
-    """The messages of the whole library, in the order of its files."""
+    """Return the messages of the whole library, in the order of its files."""
     return [
         Message(str(path.relative_to(root)), *found)
         for folder in FOLDERS

@@ -87,7 +87,7 @@ class SplitMlp(Mlp):
 
 
 def full_model(seed: int = 0) -> Mlp:
-    """The dense model with its initial weights, in float64."""
+    """Return the dense model with its initial weights, in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Mlp().double()
@@ -101,7 +101,7 @@ def full_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The mean squared error of a model."""
+    """Return the mean squared error of a model."""
     return nn.functional.mse_loss(model(x).to(y.dtype), y)
 
 
@@ -162,7 +162,7 @@ class Run:
         return SPECS if "tensor" in self.registry.topology.axes else {"*": P()}
 
     def make_model(self) -> Mlp:
-        """The model with the same weights on all replicas, undeclared."""
+        """Return the model with the same weights on all replicas, undeclared."""
         full = {name: param.detach() for name, param in full_model().named_parameters()}
         if "tensor" in self.registry.topology.axes:
             return SplitMlp(full, self.registry).to(self.dtype)
@@ -176,12 +176,12 @@ class Run:
         return torch.optim.SGD(named, lr=LR, momentum=MOMENTUM, fused=True)
 
     def optimizer(self, sgd: torch.optim.Optimizer | None = None, **options: Any) -> ParallelOptimizer[Any]:
-        """The parallel optimizer, clipping to `MAX_NORM`."""
+        """Return the parallel optimizer, clipping to `MAX_NORM`."""
         options = {"max_norm": MAX_NORM, "precision": self.mode, **options}
         return ParallelOptimizer(sgd or self.sgd(), self.registry, **options)
 
     def batch(self, step: int, of: int = 1, part: int = 0) -> tuple[Tensor, Tensor]:
-        """This rank's rows of a batch; with ``of``, micro-batch ``part`` of ``of`` of these rows."""
+        """Return this rank's rows of a batch; with ``of``, micro-batch ``part`` of ``of`` of these rows."""
         data = P("data") if "data" in self.registry.topology.axes else P()
         x, y = (shard(full, data, self.registry).to(self.dtype) for full in full_batch(step))
         return x.chunk(of)[part], y.chunk(of)[part]
@@ -191,7 +191,7 @@ class Run:
         return (self.batch(step) for step in range(steps))
 
     def loss(self, step: int, of: int = 1, part: int = 0) -> Tensor:
-        """The loss of a batch, or of one of its micro-batches."""
+        """Return the loss of a batch, or of one of its micro-batches."""
         return mse(self.model, *self.batch(step, of, part))
 
     def train(self, optimizer: ParallelOptimizer[Any], steps: Iterable[int] = range(STEPS)) -> None:
@@ -351,7 +351,7 @@ when it passes."""
 
 
 def cases_of(module: str) -> list[Any]:
-    """The mistakes of one test file, as parameters of a test."""
+    """Return the mistakes of one test file, as parameters of a test."""
     found = [one for one in MISTAKES if one.script.__module__ == module]
     return [pytest.param(one, id=one.name, marks=_marks(one.name)) for one in found]
 
@@ -390,7 +390,7 @@ def attempt(script: Script, topology: str, mode: str | Precision, folder: str) -
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters, by name."""
+    """Return copies of the parameters, by name."""
     return {name: param.detach().clone().contiguous() for name, param in model.named_parameters()}
 
 
@@ -483,7 +483,7 @@ def check_replicas(results: list[Result], topology: Topology) -> None:
 
 
 def full_weights(weights: list[dict[str, Tensor]], topology: Topology) -> dict[str, Tensor]:
-    """The full tensors, from the weights of all ranks."""
+    """Return the full tensors, from the weights of all ranks."""
     specs = SPECS if "tensor" in topology.axes else dict.fromkeys(weights[0], P())
     return {name: join([of_rank[name] for of_rank in weights], specs[name], topology) for name in weights[0]}
 
@@ -500,12 +500,12 @@ def assert_weights(weights: Mapping[str, Tensor], dense: Dense, mode: str | Prec
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of weights are bitwise identical."""
+    """Return whether two sets of weights are bitwise identical."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def matches(shown: str, text: str) -> bool:
-    """Whether ``text`` contains ``shown``, in which ``...`` matches any text."""
+    """Return whether ``text`` contains ``shown``, in which ``...`` matches any text."""
     parts = map(re.escape, re.split(r"\s*\.\.\.\s*", shown))
     return re.search(".*".join(parts), text, re.DOTALL) is not None
 

@@ -194,7 +194,7 @@ def _name(function: Any) -> str:
 
 
 def _padded(tensor: Tensor, over: Over) -> Tensor:
-    """The adjoint of taking a slice on a single rank."""
+    """Return the adjoint of taking a slice on a single rank."""
     sizes = list(tensor.shape)
     sizes[over.dim] *= over.size
     whole = tensor.new_zeros(sizes)

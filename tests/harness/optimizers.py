@@ -42,14 +42,14 @@ FOR_HALF_TYPES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
-    """The tensors that the wrapped optimizer updates: the parameters, or their master weights."""
+    """Return the tensors that the wrapped optimizer updates: the parameters, or their master weights."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def optimizer_for(
     name: str, registry: ProcessGroupRegistry, kind: str = "adamw", fused: bool = True, **options: Any
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """The model of a scenario, and one of `OPTIMIZERS` over its parameters."""
+    """Return the model of a scenario, and one of `OPTIMIZERS` over its parameters."""
     model = build(SCENARIOS[name], registry, torch.float32)
     assert model is not None
     return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters(), fused), registry, **arguments(**options))
@@ -60,17 +60,17 @@ BASES = [0.3, 0.02]
 
 
 def optimizer_of(bases: list[float]) -> torch.optim.Optimizer:
-    """An optimizer with one param group for each learning rate."""
+    """Return an optimizer with one param group for each learning rate."""
     return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": base} for base in bases])
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rates of all param groups."""
+    """Return the learning rates of all param groups."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> list[Tensor]:
-    """Copies of the parameters and of the optimizer's state."""
+    """Return copies of the parameters and of the optimizer's state."""
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *state)]
 

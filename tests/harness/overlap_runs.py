@@ -94,8 +94,8 @@ def train_replicas(ranks: int, mode: str, how: str, overlap: bool, compression: 
 def make_optimizer(
     model: nn.Module, registry: ProcessGroupRegistry, mode: str, how: str, **options: Any
 ) -> ParallelOptimizer:
-    """An optimizer in the precision ``mode``, with the options that ``how`` needs; ``added``: leave out the head's
-    parameters."""
+    """Return an optimizer in the precision ``mode``, with the options that ``how`` needs; ``added``: leave out the
+    head's parameters."""
     params = [param for name, param in model.named_parameters() if how != "added" or not name.startswith("head")]
     return ParallelOptimizer(
         adamw(params),
@@ -163,7 +163,7 @@ class Windows:
 
 
 def train_dense(ranks: int, steps: int = STEPS) -> dict[str, Tensor]:
-    """The same windows in one process, in float64: the mean of all ranks' losses."""
+    """Train with the same windows in one process, in float64, on the mean of all ranks' losses."""
     model = Replica(torch.float64)
     # Start from the initial values of the float32 model, which are rounded.
     for param, rounded in zip(model.parameters(), Replica().parameters(), strict=True):

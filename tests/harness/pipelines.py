@@ -63,7 +63,7 @@ class Piped:
         return dict(self.axes)["pipe"] * (1 if self.kind in ("gpipe", "1f1b") else 2)
 
     def own(self, rank: int) -> list[int]:
-        """The stages of one rank of the pipe axis."""
+        """Return the stages of one rank of the pipe axis."""
         pipe = dict(self.axes)["pipe"]
         if self.stages == pipe:
             return [rank]
@@ -71,7 +71,7 @@ class Piped:
 
 
 def dense_weights(dtype: torch.dtype = torch.float64) -> Full:
-    """The full weights of the untied model; both tables start with equal values."""
+    """Return the full weights of the untied model; both tables start with equal values."""
     generator = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> Tensor:
@@ -89,7 +89,7 @@ def dense_weights(dtype: torch.dtype = torch.float64) -> Full:
 
 
 def dense_logits(p: Full, ids: Tensor) -> Tensor:
-    """The logits; the classifier is the embedding's table if there is no head."""
+    """Return the logits; the classifier is the embedding's table if there is no head."""
     x = p["table"][ids]
     for index in range(BLOCKS):
         name = f"blocks.{index}."
@@ -99,7 +99,7 @@ def dense_logits(p: Full, ids: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss over a micro-batch."""
+    """Return the mean loss over a micro-batch."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -149,7 +149,7 @@ class Part(nn.Module):
 
 
 def blocks_of(stage: int, stages: int) -> range:
-    """The blocks of a stage."""
+    """Return the blocks of a stage."""
     each = BLOCKS // stages
     return range(stage * each, (stage + 1) * each)
 
@@ -191,7 +191,7 @@ def schedule_of(piped: Piped, part: Part, registry: ProcessGroupRegistry, **opti
 
 
 def full_of(chunks: list[nn.Module], part: Part, registry: ProcessGroupRegistry) -> Full:
-    """The full parameters of this rank's stages, by the full model's names."""
+    """Return the full parameters of this rank's stages, by the full model's names."""
     full: Full = {}
     for stage, chunk in zip(part.own, chunks, strict=True):
         blocks = blocks_of(stage, 2 if len(part.own) == 1 else 4)

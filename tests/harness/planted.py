@@ -67,13 +67,13 @@ class Layout:
         return list(dict.fromkeys(self.key(name, rank) for name in SHAPES for rank in ranks if self.holds(name, rank)))
 
     def where(self, name: str, rank: int) -> tuple[int, ...]:
-        """The coordinates along which ranks contribute different terms."""
+        """Return the coordinates along which ranks contribute different terms."""
         spec, topology = self.spec(name), self.topology
         summed = {*topology.data_axes, *topology.pipe_axes, *spec.partial} - {*spec.sharded_axes}
         return tuple(topology.coordinate_of(rank, axis) for axis in topology.axes if axis in summed)
 
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
-        """The full term that ``rank`` adds to the logical gradient; equal on replicas. Must not be modified."""
+        """Return the full term that ``rank`` adds to the logical gradient; equal on replicas. Must not be modified."""
         return _share(name, self.where(name, rank), step, micro)
 
     def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
@@ -81,7 +81,7 @@ class Layout:
         return type(self), (self.axes, self.specs)
 
     def local_share(self, name: str, rank: int, step: int, micro: int) -> Tensor:
-        """The shard of `share` that ``rank`` holds. Must not be modified."""
+        """Return the shard of `share` that ``rank`` holds. Must not be modified."""
         at = name, rank, step, micro
         if at not in self._local_shares:
             self._local_shares[at] = self.local(self.share(name, rank, step, micro), name, rank)
@@ -98,7 +98,7 @@ class Layout:
         return {}
 
     def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:
-        """The gradient of the sum of all losses, over data ranks and micro-batches, in float64. Must not be
+        """Return the gradient of the sum of all losses, over data ranks and micro-batches, in float64. Must not be
         modified."""
         if (key, step, micros) not in self._gradients:
             self._gradients[key, step, micros] = self._gradient(key, step, micros)
@@ -165,7 +165,7 @@ def _share(name: str, where: tuple[int, ...], step: int, micro: int) -> Tensor:
 
 
 def start(key: Key) -> Tensor:
-    """The initial value of a logical parameter."""
+    """Return the initial value of a logical parameter."""
     return fractions(("start", key), SHAPES[key[0]], 0.5)
 
 
@@ -217,7 +217,7 @@ def run_skipped_step(model: Planted, optimizer: ParallelOptimizer, step: int) ->
 
 
 def weight_of(data: int, micro: int) -> float:
-    """The weight of a micro-batch."""
+    """Return the weight of a micro-batch."""
     return (1 + 2 * data + micro) / 4
 
 
@@ -231,13 +231,13 @@ class Part:
     state: dict[str, Tensor]
 
     def of(self, full: Tensor) -> Tensor:
-        """The corresponding part of a full tensor, flat."""
+        """Return the corresponding part of a full tensor, flat."""
         assert self.region is not None
         return self.region.of(full).flatten()[self.region.start : self.region.stop]
 
 
 def parts(layout: Layout, optimizer: ParallelOptimizer) -> list[Part]:
-    """All shards that the optimizer updates on this rank."""
+    """Return all shards that the optimizer updates on this rank."""
     rank = optimizer.registry.global_rank
     found = []
     for piece in optimizer.stepped_tensors():

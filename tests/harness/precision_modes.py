@@ -31,7 +31,7 @@ DYNAMIC = ("fp16", "fp16_naive", "O1", "O2")
 def make(
     scenario: Scenario, registry: ProcessGroupRegistry, mode: Precision, kind: str = "adamw", **options: Any
 ) -> tuple[nn.Module, ParallelOptimizer]:
-    """The scenario's float32 model, prepared for the mode, and its optimizer."""
+    """Return the scenario's float32 model, prepared for the mode, and its optimizer."""
     model = build(scenario, registry, torch.float32)
     assert model is not None
     mode.prepare(model, registry)
@@ -50,7 +50,7 @@ def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> f
 
 
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:
-    """Copies of parameters, buffers, master weights, remainders and optimizer states."""
+    """Return copies of parameters, buffers, master weights, remainders and optimizer states."""
     found = {f"model {name}": value for name, value in model.state_dict().items()}
     for index, (param, state) in enumerate(zip(stepped(optimizer), optimizer._states.states(), strict=True)):
         found[f"stepped {index}"] = param
@@ -59,7 +59,8 @@ def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor
 
 
 def differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    """Names of the entries that differ in any bit (NaN equals nothing) or dtype; missing or added entries differ."""
+    """Return names of the entries that differ in any bit (NaN equals nothing) or dtype; missing or added entries
+    differ."""
     names = sorted(first.keys() | second.keys())
     both = first.keys() & second.keys()
     return [n for n in names if n not in both or first[n].dtype != second[n].dtype or not first[n].equal(second[n])]

@@ -77,10 +77,10 @@ def batch(dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
 
 
 def floating(tensors: dict[str, Any]) -> dict[str, torch.dtype]:
-    """The dtypes of the floating-point tensors."""
+    """Return the dtypes of the floating-point tensors."""
     return {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
 def expected_dtypes(row: Row, model: nn.Module) -> dict[str, torch.dtype]:
-    """The expected dtypes of a prepared `Net`'s parameters and buffers."""
+    """Return the expected dtypes of a prepared `Net`'s parameters and buffers."""
     return {name: row.batch_norm if name.startswith("bn.") else row.params for name in floating(model.state_dict())}

@@ -113,12 +113,13 @@ def build(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
 
 
 def registry_for(drawn: Drawn) -> ProcessGroupRegistry:
-    """A registry on the model's mesh; for DTensors, one that torch's cache does not confuse with an earlier mesh."""
+    """Return a registry on the model's mesh; for DTensors, one that torch's cache does not confuse with an earlier
+    mesh."""
     return registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology)
 
 
 def proved(number: int) -> Proof:
-    """The result of `prove` for model ``number``, which is correct; run on every rank of its topology."""
+    """Return the result of `prove` for model ``number``, which is correct; run on every rank of its topology."""
     drawn = drawn_model(number)
     with registry_for(drawn) as registry:
         built = build(drawn, registry)
@@ -140,7 +141,7 @@ def _train(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
 
 def _ids(registry: ProcessGroupRegistry, seed: int, length: int = 7) -> Tensor:
-    """The token ids of this data rank."""
+    """Return the token ids of this data rank."""
     where = [registry.coordinate[axis] for axis in registry.topology.data_axes]
     generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, where)).encode()))
     return torch.randint(VOCABULARY, (4, length), generator=generator)
@@ -297,7 +298,7 @@ class Stage(nn.Module):
         return x
 
     def received(self, gradient: Tensor) -> Tensor:
-        """The gradient received from the next stage."""
+        """Return the gradient received from the next stage."""
         return gradient
 
 

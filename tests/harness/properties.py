@@ -33,8 +33,8 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
-CASES_OF_A_TEST = 2  # in the default run, per test with ranks; tests of the files below have one
-CASES_OF_A_FILE = 1  # in a sample, per file below: these start processes or train, for seconds
+CASES_OF_A_TEST = 2  # in the default run, per test with ranks; a test in a file of STARTS_PROCESSES keeps one case
+CASES_OF_A_FILE = 1  # in a sample, per file of STARTS_PROCESSES: these files start processes, or train for seconds
 STARTS_PROCESSES = (
     "docs/test_gpu_suite.py",
     "docs/test_speed_tables.py",
@@ -54,13 +54,14 @@ FAILURES = Path(__file__).parents[2] / ".hypothesis" / "cases"
 def random_cases(
     strategy: SearchStrategy[C], count: int, *, phases: Sequence[Phase] = tuple(Phase)
 ) -> Callable[[Callable[[World, list[C]], None]], Callable[[World], None]]:
-    """Pass ``count`` drawn cases to the test at once; it must pass for a list of cases exactly if it passes for each
-        case.
+    """Pass ``count`` drawn cases to the test in one call.
+
+    The test must pass for a list of cases if, and only if, it passes for each case alone.
 
     Args:
         strategy: The hypothesis strategy of one case.
         count: The number of cases; the profile may reduce it (see `number_of_cases`).
-        phases: Hypothesis's phases for rerunning single cases; `WITHOUT_SHRINKING` where a case takes long.
+        phases: Hypothesis's phases for rerunning single cases; `WITHOUT_SHRINKING` if a case takes long.
     """
 
     def decorate(test: Callable[[World, list[C]], None]) -> Callable[[World], None]:
@@ -94,8 +95,7 @@ def random_cases(
 
 
 def number_of_cases(count: int) -> int:
-    """``count``, or the profile's share of it: a profile sets by its ``max_examples`` how many of 100 cases are
-    drawn."""
+    """Return ``count`` scaled by the profile, whose ``max_examples`` is the number of cases that it draws of 100."""
     return max(1, count * settings().max_examples // 100)
 
 
@@ -105,13 +105,12 @@ def profile() -> str:
 
 
 def is_full() -> bool:
-    """Whether this run includes all cases."""
+    """Return whether this run includes all cases."""
     return profile() in ("full", "many")
 
 
 def is_sample() -> bool:
-    """Whether this is the second run of the suite, on the oldest supported torch, which takes a sample of the
-    cases."""
+    """Return whether this run takes a sample of the cases: the second run of the suite, on the oldest torch."""
     return profile() == "oldest"
 
 
@@ -119,7 +118,7 @@ def repetitions(values: Sequence[C], *key: object, default: int | None = None) -
     """Return the values for which a test repeats itself: all of them, or fewer in a shorter run.
 
     Args:
-        key: Decides which single value the sample on the oldest torch takes.
+        key: Its hash selects the single value that the sample on the oldest torch takes.
         default: How many values the default run takes, spread over ``values``. None: all.
     """
     if is_sample():
@@ -130,15 +129,15 @@ def repetitions(values: Sequence[C], *key: object, default: int | None = None) -
 
 
 def starts_processes(file: str) -> bool:
-    """Whether ``file`` (a path from the root of the project) is in `STARTS_PROCESSES`."""
+    """Return whether ``file`` (a path from the root of the project) is in `STARTS_PROCESSES`."""
     return file.removeprefix("tests/").startswith(STARTS_PROCESSES)
 
 
 def sample(items: Sequence[Item]) -> list[Item]:
-    """Return one case of each test; of a file that `STARTS_PROCESSES` only `CASES_OF_A_FILE`.
+    """Return one case per test; of a file in `STARTS_PROCESSES`, only `CASES_OF_A_FILE` in total.
 
-    The case is from the second half of a test's list, because tests
-    list one process first and the layouts of many ranks last. A hash of the name decides which case.
+    The case is from the second half of a test's list, because tests list one process first and the layouts of many
+    ranks last. A hash of the name decides which case.
     """
     by_test: dict[str, list[Item]] = {}
     for item in items:
@@ -156,8 +155,8 @@ def sample(items: Sequence[Item]) -> list[Item]:
 def default_cases(items: Sequence[Item]) -> list[Item]:
     """Return the cases of the default run; the other cases are slow.
 
-    A test without ranks keeps all cases, a test with ranks `CASES_OF_A_TEST`, a test of a file that `STARTS_PROCESSES`
-    one. The marker ``default_cases(count)`` sets another number for one test.
+    A test without ranks keeps all cases, and a test with ranks keeps `CASES_OF_A_TEST`. A test in a file of
+    `STARTS_PROCESSES` keeps one case. The marker ``default_cases(count)`` sets another number for one test.
     """
     by_test: dict[str, list[Item]] = {}
     for item in items:
@@ -177,8 +176,8 @@ def spread(cases: Sequence[Item], count: int) -> list[Item]:
     """Return ``count`` cases of one test, in their order, that differ in as many arguments as possible.
 
     Each further case adds as many pairs of argument values as possible to the pairs of the cases before it. A hash of
-    the name decides between equal cases, so that other tests take other ones. Of a single list of cases there are no
-    pairs; it is cut into ``count`` pieces of equal length, and each piece gives one case.
+    the name decides between equal cases, so that other tests take other cases. If the test has one
+    argument only, its list of cases is divided into ``count`` sections of equal length, and each gives one case.
     """
     if count >= len(cases):
         return list(cases)

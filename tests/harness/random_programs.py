@@ -1,6 +1,5 @@
 """Randomly drawn models and steps on a random mesh, to check the order of collectives: every layer, gradients missing
-    on some ranks, replicated and sharded states, reduction in the step and during backward, norms, checks,
-    checkpoints.
+on some ranks, replicated and sharded states, reduction in the step and during backward, norms, checks, checkpoints.
 
 Each pipeline stage has its own layers and works independently; communication between stages is not the library's task.
 """
@@ -81,7 +80,7 @@ class Drawn:
         return "tensor" in dict(self.axes) and not self.saves
 
     def rng(self, *key: object) -> random.Random:
-        """A random generator that is the same on all ranks that pass the same key."""
+        """Return a random generator that is the same on all ranks that pass the same key."""
         return random.Random(zlib.crc32(repr((self.seed, *key)).encode()))
 
 
@@ -184,7 +183,7 @@ class Experts(nn.Module):
 
 
 def layers_of(drawn: Drawn, registry: ProcessGroupRegistry) -> dict[str, nn.Module]:
-    """The layers of this rank's stage by name, in one order for all ranks of the stage."""
+    """Return the layers of this rank's stage by name, in one order for all ranks of the stage."""
     topology, stage = registry.topology, registry.coordinate.get("pipe")
     rng, made = drawn.rng("layers", stage), dict[str, nn.Module]()
     kinds = ["plain", "plain", "vector", *("owned" for axis in topology.model_axes)]
@@ -244,7 +243,7 @@ class _Plain(nn.Module):
 
 
 def options_of(drawn: Drawn) -> dict[str, Any]:
-    """A valid combination of arguments of `ParallelOptimizer`, the same on all ranks."""
+    """Return a valid combination of arguments of `ParallelOptimizer`, the same on all ranks."""
     rng, topology = drawn.rng("options"), drawn.topology
     norm_type = rng.choice([1.0, 2.0, 2.0, inf])
     options: dict[str, Any] = {
@@ -294,7 +293,7 @@ def run(drawn: Drawn, directory: str) -> None:
 
 
 def _loss(drawn: Drawn, model: nn.ModuleDict, registry: ProcessGroupRegistry, step: int, micro: int) -> Tensor:
-    """The loss of some of the layers; ranks that share collectives use the same layers."""
+    """Return the loss of some of the layers; ranks that share collectives use the same layers."""
     loss = torch.ones((), requires_grad=True)
 
     def is_used(name: str, *axes: str) -> bool:
@@ -311,7 +310,7 @@ def _loss(drawn: Drawn, model: nn.ModuleDict, registry: ProcessGroupRegistry, st
 
 
 def recorded(drawn: Drawn) -> list[Program]:
-    """The recorded program of each rank."""
+    """Return the recorded program of each rank."""
     with (
         tempfile.TemporaryDirectory() as directory,
         small_buckets(100),

@@ -65,7 +65,7 @@ class _Exchange:
     failed: bool = False
 
     def gather(self, key: tuple[str, int], rank: int, value: Any, size: int) -> list[Any]:
-        """The values of all ``size`` ranks, by rank."""
+        """Return the values of all ``size`` ranks, by rank."""
         with self.arrived:
             said = self.said.setdefault(key, {})
             said[rank] = value
@@ -227,5 +227,5 @@ def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:
 
 
 def of_kind(programs: Sequence[Program], *kinds: Kind) -> list[Program]:
-    """The events of these kinds in each program."""
+    """Return the events of these kinds in each program."""
     return [[event for event in program if event.kind in kinds] for program in programs]

@@ -57,7 +57,7 @@ def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> I
 
 def train_example(name: str, flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
     """Train with a script on the ranks of a `World`, without its tests before and after; torch is already imported
-        there.
+    there.
 
     Args:
         stop_after: Number of steps after which the run is interrupted.
@@ -74,7 +74,7 @@ def train_example(name: str, flags: Sequence[str], topology: str = "data=1", sto
 
 
 def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
-    """The stdout of a script on this rank of a `World`."""
+    """Return the stdout of a script on this rank of a `World`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), made_trainer(name, flags, topology) as trainer:
         example(name).run(trainer)
@@ -82,7 +82,7 @@ def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
 
 
 def losses_of_tests(printed: str) -> torch.Tensor:
-    """The printed test losses: [before and after] in float64."""
+    """Return the printed test losses: [before and after] in float64."""
     return torch.tensor([float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed)], dtype=torch.float64)
 
 

@@ -67,7 +67,7 @@ class Tensor1D(nn.Module):
 
 
 def dense_1d(p: Full, ids: Tensor) -> Tensor:
-    """The loss of `Tensor1D` from full parameters."""
+    """Return the loss of `Tensor1D` from full parameters."""
     x = F.layer_norm(p["emb.weight"][ids[:, :-1]], (WIDTH,), p["norm.weight"], p["norm.bias"])
     x = F.linear(F.gelu(F.linear(x, p["up.weight"], p["up.bias"])), p["down.weight"], p["down.bias"])
     return F.cross_entropy(F.linear(x, p["head.weight"], p["head.bias"]).flatten(0, 1), ids[:, 1:].flatten())
@@ -96,7 +96,7 @@ class Tensor2D(nn.Module):
 
 
 def dense_2d(p: Full, ids: Tensor) -> Tensor:
-    """The loss of `Tensor2D` from full parameters."""
+    """Return the loss of `Tensor2D` from full parameters."""
     x = F.gelu(p["table"][ids[:, :-1]] @ p["up.weight"] + p["up.bias"])
     x = F.layer_norm(x, (HIDDEN,), p["norm.weight"], p["norm.bias"]) @ p["head.weight"] + p["head.bias"]
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
@@ -138,7 +138,7 @@ class Stage(nn.Module):
 
 
 def dense_pipe(p: Full, ids: Tensor) -> Tensor:
-    """The loss of both stages from full parameters."""
+    """Return the loss of both stages from full parameters."""
     x = torch.tanh(torch.tanh(p["tied"][ids[:, :-1]] @ p["0:layer"]) @ p["1:layer"]) @ p["tied"].t()
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -180,7 +180,7 @@ SCENARIOS = {
 
 
 def build(scenario: Scenario, registry: ProcessGroupRegistry, dtype: torch.dtype) -> nn.Module | None:
-    """This rank's model; None if it has none."""
+    """Return this rank's model; None if it has none."""
     torch.manual_seed(11)
     kind = scenario.kind
     if kind in ("column", "all", "row0"):
@@ -209,13 +209,13 @@ def backward(scenario: Scenario, model: nn.Module | None, optimizer: ParallelOpt
 
 
 def dense_loss(scenario: Scenario, params: Full, ids: Tensor) -> Tensor:
-    """The loss of the whole batch, or of half of it if one of two data ranks is idle."""
+    """Return the loss of the whole batch, or of half of it if one of two data ranks is idle."""
     loss = scenario.dense(params, ids)
     return loss / 2 if scenario.kind == "idle" else loss
 
 
 def full_tensors(scenario: Scenario, model: nn.Module | None, registry: ProcessGroupRegistry, gradients: bool) -> Full:
-    """The full parameters (or gradients) of this rank's stage, by the dense model's names."""
+    """Return the full parameters (or gradients) of this rank's stage, by the dense model's names."""
     found: Full = {}
     specs = {name: spec_of(param) for name, param in model.named_parameters()} if model is not None else {}
     if scenario.kind == "row0":  # other rows have no bias, but unshard is a collective of all ranks

@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def parallel_block(registry: ProcessGroupRegistry) -> Block:
-    """A block sharded over ``tensor`` by torch's parallel styles, with the norm sharded along the sequence."""
+    """Return a block sharded over ``tensor`` by torch's parallel styles, with the norm sharded along the sequence."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -81,7 +81,7 @@ def train_block(
 
 
 def dense_block() -> tuple[list[float], list[Tensor]]:
-    """The expected result of `train_block`, computed in one process."""
+    """Return the expected result of `train_block`, computed in one process."""
     torch.manual_seed(2)
     block = Block().double()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.5)

@@ -26,7 +26,7 @@ class Mlp(nn.Module):
 
 
 def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
-    """The model, with the same weights at every call with one seed."""
+    """Return the model, with the same weights at every call with one seed."""
     torch.manual_seed(seed)
     return Mlp().to(dtype)
 
@@ -34,7 +34,7 @@ def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
 def parameter(
     name: str, numel: int = 4, spec: P | None = None, trained: bool = True, value: float = 0.0
 ) -> nn.Parameter:
-    """A declared vector whose elements all have one value."""
+    """Return a declared vector whose elements all have one value."""
     param = nn.Parameter(torch.full((numel,), value), requires_grad=trained)
     annotate(param, spec or P(), name)
     return param
@@ -54,7 +54,7 @@ def classifier() -> nn.Module:
 
 
 def small_model() -> nn.Sequential:
-    """A model for 8-bit layers: linear layers of 16 and 32 features, and one of 10, which falls back to higher
+    """Return a model for 8-bit layers: linear layers of 16 and 32 features, and one of 10, which falls back to higher
     precision."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10), nn.Linear(10, 16))

@@ -9,13 +9,13 @@ from typing import Any
 
 
 def blocks(language: str, document: str) -> list[tuple[str, str]]:
-    """All code blocks of a language as (text, the text block that directly follows it or "")."""
+    """Return all code blocks of a language as (text, the text block that directly follows it or "")."""
     found = re.findall(r"^```(\w+)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", document, re.MULTILINE | re.DOTALL)
     return [(text, output) for kind, text, output in found if kind == language]
 
 
 def languages(document: str) -> set[str]:
-    """The languages of all code blocks; "" for a block without a language."""
+    """Return the languages of all code blocks; "" for a block without a language."""
     return set(re.findall(r"^```(\w*)\n.*?^```$", document, re.MULTILINE | re.DOTALL))
 
 

@@ -73,7 +73,7 @@ TOLERANCE = {
 
 
 def topology_of(layout: str) -> Topology:
-    """The topology of a row of the table."""
+    """Return the topology of a row of the table."""
     return Topology() if layout == "one process" else Topology.parse(layout)
 
 
@@ -120,14 +120,14 @@ class Blocks(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step: x [batch, width] and classes [batch], the same on all ranks."""
+    """Return the batch of a step: x [batch, width] and classes [batch], the same on all ranks."""
     generator = torch.Generator().manual_seed(40 + step)
     x = torch.randn(BATCH, WIDTH, generator=generator)
     return x, x.flip(1).argmax(1)
 
 
 def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
-    """The full parameters by name, in the layout of `nn.Linear`, in float32; on a pipeline, those of this stage."""
+    """Return the full parameters by name, in the layout of `nn.Linear`, in float32; with a pipeline, of this stage."""
     full = {}
     for name, param in model.named_parameters():
         annotation = annotation_of(param)  # for a DTensor, the declaration besides its placements
@@ -167,7 +167,7 @@ def run_cells(layout: str, forms: Sequence[str]) -> dict[str, dict[str, Run]]:
 
 
 def differences(run: Run, reference: Run, mode: str) -> list[str]:
-    """The values that differ by more than the mode's rounding; a rank of a pipeline has the weights of its stage
+    """Return the values that differ by more than the mode's rounding; a rank of a pipeline has the weights of its stage
     only."""
     of_norm, of_weight = TOLERANCE[mode]
     found = []
@@ -205,7 +205,7 @@ def run_cell(registry: ProcessGroupRegistry, form: str, mode: str, batches: Sequ
 
 
 def local_batch(step: int, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
-    """This rank's part of `batch`."""
+    """Return this rank's part of `batch`."""
     axes = registry.topology.axes
     rows = (*registry.topology.data_axes, *(axis for axis in axes if axis == "row"))
     x, y = batch(step)

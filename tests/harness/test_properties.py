@@ -97,7 +97,7 @@ def test_run_each_names_the_case_in_which_a_rank_raises() -> None:
 
 
 def item(test: str, **arguments: object) -> Any:
-    """A fake collected test item, as pytest passes it to `sample`."""
+    """Return a fake collected test item, as pytest passes it to `sample`."""
     if not arguments:
         return SimpleNamespace(nodeid=test)
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
@@ -118,7 +118,7 @@ def test_sample_selects_one_case_of_the_second_half_per_test() -> None:
 def drawn_from(
     *lists: int, file: str = "optim/test_a.py", fixtures: tuple[str, ...] = ("world",), marker: object = None
 ) -> list[Any]:
-    """The cases of one test: all combinations of indices into parameter lists of these lengths."""
+    """Return the cases of one test: all combinations of indices into parameter lists of these lengths."""
     return [
         SimpleNamespace(
             nodeid=f"tests/{file}::test_it[{index}]",

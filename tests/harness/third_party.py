@@ -25,7 +25,7 @@ class SignDescent(torch.optim.Optimizer):
                     param.sub_(self.update(param, momentum), alpha=group["lr"])
 
     def update(self, param: Tensor, momentum: Tensor) -> Tensor:
-        """The value to subtract, before multiplication by the learning rate."""
+        """Return the value to subtract, before multiplication by the learning rate."""
         return momentum.sign()
 
 
@@ -57,7 +57,7 @@ class QuantizedMomentum(SignDescent):
 
 
 def under_the_name(package: str, name: str, base: type[SignDescent] = SignDescent) -> type[SignDescent]:
-    """A class with this name, with the module of this package, and with its own `step`."""
+    """Return a class with this name, with the module of this package, and with its own `step`."""
 
     def step(self: SignDescent, closure: Any = None) -> None:
         base.step(self)

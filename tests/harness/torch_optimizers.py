@@ -100,7 +100,7 @@ class Net(nn.Module):
 
 
 def wrapper(registry: ProcessGroupRegistry) -> Wrap:
-    """A function that wraps a torch optimizer in a `ParallelOptimizer` on this mesh."""
+    """Return a function that wraps a torch optimizer in a `ParallelOptimizer` on this mesh."""
     return lambda plain: ParallelOptimizer(plain, registry)
 
 
@@ -113,7 +113,7 @@ def train(model: Net, optimizer: torch.optim.Optimizer, first: int, last: int) -
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The parameters and the optimizer's full state; tensors are not converted."""
+    """Return the parameters and the optimizer's full state; tensors are not converted."""
     params = [param.detach().clone() for param in model.parameters()]
     states = [dict(optimizer.state[param]) for param in model.parameters() if param in optimizer.state]
     return [params, [[(key, _copy(value)) for key, value in sorted(state.items())] for state in states]]
@@ -124,7 +124,7 @@ def _copy(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether nested containers hold the same values with the same types, bit for bit."""
+    """Return whether nested containers hold bitwise identical values of the same types."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)

@@ -16,7 +16,7 @@ SMALL = {
 
 
 def made(kind: str) -> Any:
-    """A model with random weights in torch's default dtype."""
+    """Return a model with random weights in torch's default dtype."""
     import transformers
 
     torch.manual_seed(7)

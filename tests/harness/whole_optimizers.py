@@ -18,7 +18,7 @@ How = Literal["wrapped", "on pieces"]
 
 
 def of(package: str, name: str, **options: Any) -> Make:
-    """A constructor of the optimizer ``name`` of ``package``, which is imported when called."""
+    """Return a constructor of the optimizer ``name`` of ``package``, which is imported when called."""
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         module = __import__(package, fromlist=[name])
@@ -28,7 +28,7 @@ def of(package: str, name: str, **options: Any) -> Make:
 
 
 def matrices(package: str, name: str, **options: Any) -> Make:
-    """A constructor of a matrix optimizer with one group of matrices; vectors use its own AdamW."""
+    """Return a constructor of a matrix optimizer with one group of matrices; vectors use its own AdamW."""
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups: Any = [
@@ -86,7 +86,7 @@ NOT_REACHED = (
 
 
 def trained(axes: Axes, kind: str, how: How | None) -> dict[str, Tensor]:
-    """The full parameters after five steps."""
+    """Return the full parameters after five steps."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         model = Split(axes, registry)
         inner = MAKE[kind](list(model.parameters()))
@@ -104,6 +104,6 @@ def trained(axes: Axes, kind: str, how: How | None) -> dict[str, Tensor]:
 
 
 def apart(world: World, kind: str, how: How) -> float:
-    """The relative difference between a run on shards and a run of the unmodified optimizer in one process."""
+    """Return the relative difference between a run on shards and a run of the unmodified optimizer in one process."""
     (dense,), split = world.run(1, trained, (), kind, None), world.run(2, trained, (("tensor", 2),), kind, how)[0]
     return max(float((split[name] - dense[name]).abs().max() / dense[name].abs().max()) for name in dense)

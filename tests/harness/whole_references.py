@@ -184,7 +184,7 @@ def stable_adamw(
 
 
 def root_mean_square(tensor: Tensor) -> float:
-    """The root mean square of the elements."""
+    """Return the root mean square of the elements."""
     return float(tensor.norm()) / sqrt(tensor.numel())
 
 

@@ -80,7 +80,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 def trained(layout: Layout, make: Make, options: dict[str, Any] | None = None, steps: int = 10) -> list[Part]:
-    """The shards of this rank after some steps in float64."""
+    """Return the shards of this rank after some steps in float64."""
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
         model = Planted(layout, registry.global_rank, torch.float64)
         optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **(options or {}))
@@ -91,7 +91,7 @@ def trained(layout: Layout, make: Make, options: dict[str, Any] | None = None, s
 
 
 def alone(layout: Layout, make: Make, steps: int = 10, micros: int = 1) -> Full:
-    """The full parameters after the same steps of the same optimizer in one process, without a registry."""
+    """Return the full parameters after the same steps of the same optimizer in one process, without a registry."""
     dense = Dense(layout)
     params = {key: nn.Parameter(start(key)) for key in layout.keys}
     # One name per kind of parameter, as on a rank: options by name must apply on every stage.
@@ -108,7 +108,7 @@ def alone(layout: Layout, make: Make, steps: int = 10, micros: int = 1) -> Full:
 
 
 def largest_error(by_rank: list[list[Part]], full: Full) -> float:
-    """The largest error of any shard on any rank, relative to the largest element of its tensor."""
+    """Return the largest error of any shard on any rank, relative to the largest element of its tensor."""
     errors = [
         float((part.value - part.of(full[part.key])).abs().max() / full[part.key].abs().max())
         for own in by_rank
@@ -120,7 +120,7 @@ def largest_error(by_rank: list[list[Part]], full: Full) -> float:
 
 
 def copies_differ(by_rank: list[list[Part]]) -> list[str]:
-    """The shards whose replicas differ between two ranks in any bit."""
+    """Return the shards whose replicas differ between two ranks in any bit."""
     seen: dict[tuple[Any, str], Tensor] = {}
     return [
         f"{part.key} {part.region}"
@@ -131,7 +131,7 @@ def copies_differ(by_rank: list[list[Part]]) -> list[str]:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters."""
+    """Return the shapes of the parameters."""
     return dict(SHAPES)
 
 

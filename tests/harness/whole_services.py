@@ -147,7 +147,7 @@ def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
 
 
 def _is_cut_as_said(shape: tuple[int, ...], spec: P, topology: Topology) -> bool:
-    """Whether `slice_of` splits the parameter as a layer would. It splits a dim over all axes at once, which
+    """Return whether `slice_of` splits the parameter as a layer would. It splits a dim over all axes at once, which
     differs if they do not divide the dim. Stages must not add different terms to a shared shard."""
     if any(axis in topology.pipe_axes and isinstance(at, str) for axis, at in spec.owned):
         return False

@@ -45,7 +45,7 @@ class World:
 
 
 def forkserver() -> ForkServerContext:
-    """The context that forks processes from the same server process as the ranks of a `World`; started on first
+    """Return the context that forks processes from the same server process as the ranks of a `World`; started on first
     use."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -53,7 +53,7 @@ def forkserver() -> ForkServerContext:
 
 
 def printed_by(function: Callable[..., object], *args: Any) -> str:
-    """The stdout of ``function`` on this rank."""
+    """Return the stdout of ``function`` on this rank."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         function(*args)

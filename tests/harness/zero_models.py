@@ -28,7 +28,7 @@ def rows(step: int, count: int = 8) -> Tensor:
 
 
 def size_of(axes: Axes) -> int:
-    """The number of ranks of these axes."""
+    """Return the number of ranks of these axes."""
     return Topology(roles=None, **dict(axes)).world_size
 
 
@@ -38,7 +38,7 @@ def small_buckets(nbytes: int = 1024) -> Any:
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest element of each tensor."""
+    """Return the largest difference, relative to the largest element of each tensor."""
     assert found.keys() == expected.keys()
     return max((float((found[k] - v).abs().max() / v.abs().max()) for k, v in expected.items()), default=0.0)
 
@@ -65,7 +65,7 @@ class Odd(nn.Module):
 
 
 def inputs(step: int, rank: int) -> Tensor:
-    """A batch for `Odd`, different on each data rank."""
+    """Return a batch for `Odd`, different on each data rank."""
     return torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
@@ -82,12 +82,12 @@ def odd_steps(
 
 
 def pieces(optimizer: ParallelOptimizer) -> list[SteppedTensor]:
-    """The tensors that this rank updates, with their parameters."""
+    """Return the tensors that this rank updates, with their parameters."""
     return optimizer.stepped_tensors()
 
 
 def wide_model() -> nn.Module:
-    """A model large enough to measure the memory of its states."""
+    """Return a model large enough to measure the memory of its states."""
     torch.manual_seed(1)
     layers = [nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 64), nn.LayerNorm(64)]
     model = nn.Sequential(*layers)

@@ -173,7 +173,7 @@ def by_engine(setting: Setting, marked: bool = True) -> Run:
 
 
 def replaced(setting: Setting) -> Run:
-    """The same run without DeepSpeed."""
+    """Train as `by_engine` does, but without DeepSpeed."""
     with ProcessGroupRegistry(setting.topology) as registry:
         model = model_on(registry)
         precision: Any = {"precision": "bf16"} if setting.bf16 else {}

@@ -54,7 +54,7 @@ def indices(epoch: DataLoader[Any] | list[Tensor]) -> Indices:
 
 
 def jittered(samples: list[Tensor]) -> Tensor:
-    """A collate function that draws, as MixUp does."""
+    """Collate samples and add a random number, as a collate function with MixUp does."""
     return torch.stack(samples) + torch.rand(())
 
 

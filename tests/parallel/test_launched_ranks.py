@@ -57,7 +57,7 @@ def test_all_processes_get_results_of_fewer_ranks(ranks):
     assert ranks.run_each(total, [(2, (1.0,)), (1, (1.0,)), (2, (2.0,))]) == [[3.0, 3.0], [1.0], [6.0, 6.0]]
 
 
-def test_more_ranks_than_processes(ranks):
+def test_four_ranks_return_the_sum_if_there_are_enough_processes(ranks):
     assert ranks.run(total, 4, 1.0) == [10.0] * 4
 
 
@@ -98,7 +98,7 @@ def test_fails_if_one_process_fails_after_the_run(ranks):
 
 
 @only_launched
-def test_fails_if_arguments_differ(ranks):
+def test_fails_if_arguments_differ_between_processes(ranks):
     ranks.run(total, 2, float(RANK == 2))
 
 
@@ -189,13 +189,18 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
     for name, (outcome, text) in first.items():
         assert {of_rank[name][0] for of_rank in launched} == {outcome}, name
         expected = "failed" if "_fails_" in name else "skipped" if "_skips_" in name else "passed"
-        assert outcome == ("skipped" if name == "test_more_ranks_than_processes" else expected), (name, text)
+        assert outcome == (
+            "skipped" if name == "test_four_ranks_return_the_sum_if_there_are_enough_processes" else expected
+        ), (name, text)
 
 
 @pytest.mark.parametrize(
     ("test", "texts"),
     [
-        ("test_more_ranks_than_processes", ["total needs 4 ranks, and 3 processes were launched"] * 3),
+        (
+            "test_four_ranks_return_the_sum_if_there_are_enough_processes",
+            ["total needs 4 ranks, and 3 processes were launched"] * 3,
+        ),
         ("test_fails_if_one_rank_raises", ["planted"] * 3),
         (
             "test_fails_if_one_process_leaves_before_the_run",
@@ -205,7 +210,10 @@ def test_launched_processes_report_equal_outcomes(launched: list[Outcomes]) -> N
             "test_fails_if_one_process_fails_after_the_run",
             ["failed on rank 2:\n", "failed on rank 2:\n", "failed late"],
         ),
-        ("test_fails_if_arguments_differ", ["the launched processes make different calls (ranks 0-1: "] * 3),
+        (
+            "test_fails_if_arguments_differ_between_processes",
+            ["the launched processes make different calls (ranks 0-1: "] * 3,
+        ),
         ("test_fails_if_one_rank_is_late", ["did not finish within 3 seconds; its stack was"] * 3),
     ],
 )

@@ -129,7 +129,7 @@ def test_declare_overrides_annotation_of_a_layer_only_by_full_name() -> None:
     assert spec_of(net[0].bias) == P("mine")
 
 
-def test_second_declare_overrides_default_specs_or_by_full_name() -> None:
+def test_second_declare_overrides_only_default_specs_unless_by_full_name() -> None:
     net = model()
     declare(net, {"*": P(), "0.*": P("a")})
     declare(net, {"1.*weight": P("b"), "0.bias": P("c"), "*": P("d")})

@@ -62,8 +62,8 @@ class MasterWeights:
         self.optimizer, self.main_grads, self.cast = optimizer, main_grads, cast
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
-        self._versions: dict[Tensor, int] = {}  # of parameters and masters, after the last step
-        self._addresses: list[int] = []  # of the parameters in `pairs`
+        self._versions: dict[Tensor, int] = {}  # version counters of parameters and masters after the last step
+        self._addresses: list[int] = []  # memory addresses of the parameters in `pairs`
         self.param_of: dict[Tensor, Tensor] = {}
         self.refresh()
 
@@ -178,7 +178,7 @@ class MasterWeights:
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """Return (model parameter, master) for each master that is in the param groups now.
 
-        During a step by bucket, the param groups contain only the masters of one bucket.
+        During a step that updates one bucket at a time, the param groups contain only the masters of one bucket.
         """
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return [(self.param_of[param], param) for param in params if param in self.param_of]
@@ -239,7 +239,7 @@ class MasterWeights:
         return None
 
     def _check_weights(self) -> None:
-        """Raise RuntimeError if a parameter has other values than after the last step, for example from a checkpoint.
+        """Raise RuntimeError if a parameter differs from its rounded master because the model's weights were written.
 
         A write through ``.data`` is detected only if it changes the parameter's memory address; see `find_overwritten`.
         """
@@ -467,7 +467,7 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _code(bits: Tensor) -> Tensor:
-    """Return a copy of float32 ``bits`` in which the bits of NaNs are changed, such that every NaN rounds to a NaN."""
+    """Return a copy of ``bits``, float32 values as int32, in which NaNs are changed such that each rounds to a NaN."""
     size = bits & _SIZE
     nan = (size > _INFINITY).to(torch.int32)  # int32, because bool masks are slow on a CPU
     without_room = (size < _INFINITY + 2 * _HALF).to(torch.int32).mul_(nan)

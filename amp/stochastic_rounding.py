@@ -94,7 +94,7 @@ def round_all_(everything: Iterable[Drawn], numel_at_once: int) -> None:
     Args:
         everything: The pairs, grouped by generator.
         numel_at_once: Maximum number of elements that are rounded together; a larger tensor is rounded alone. Temporary
-            memory: 12 bytes per such element, and 2 bytes per element for each pair of a generator.
+            memory: 12 bytes per element that is rounded at a time, and 2 more for each pair of a generator.
     """
     groups: dict[tuple[torch.device, int], list[Drawn]] = {}
     for drawn in everything:
@@ -135,7 +135,7 @@ def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
-    """Return noise for rounding ``tensors`` ``rounds`` times: [rounds, elements of the flat buffer] int16.
+    """Return noise to round ``tensors`` ``rounds`` times, [rounds, elements of the flat buffer] int16.
 
     The noise is uniform in [-2^15, 2^15). The generator of a tensor yields the noise of all rounds, in order. The
     iterator ``generators`` is advanced right before a generator is used.

@@ -361,7 +361,8 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
     """Make ``optimizer.load_state_dict`` keep the dtype of `SCALAR_STATE` entries.
 
-    torch casts all of them except ``"step"`` to the dtype of the parameter. A saved half-precision value becomes float32.
+    torch casts all these entries except ``"step"`` to the dtype of the parameter. Here a saved half-precision value becomes
+    float32, and other values keep their saved dtype.
     """
     _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
 

@@ -194,7 +194,7 @@ class Setup:
         for name in ("average_data", "overlap", "compression", "bucket_bytes"):
             said[f"{name}{where}"] = getattr(self, name)
         for index, group in enumerate(self.optimizer.param_groups):
-            # Left out if this rank has no parameter of the group. Plans compare which group a parameter is in.
+            # A rank leaves out groups of which it has no parameter. Plans compare which group a parameter is in.
             for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
                 said[f"{key} of param group {index}{where}"] = group[key]
         return said
@@ -396,7 +396,8 @@ class Setup:
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
 
-# The stepped tensors are compared. If they are shards or copies, the model's parameters are compared too.
+# Replica checks compare the stepped tensors. If these are shards or copies of the model's parameters, the checks compare
+# the parameters too.
 
 
 def check_stepped_alike(
@@ -582,7 +583,13 @@ ELSEWHERE = {
 
 
 def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
-    """Return the error for the first unknown argument in ``given``, or for an ``optimizer`` of class ``kind``, or None."""
+    """Return a TypeError if ``optimizer`` is of class ``kind``, or for the first name in ``given``; else None.
+
+    Args:
+        given: Names of keyword arguments that `ParallelOptimizer` does not have.
+        optimizer: The optimizer to wrap.
+        kind: The class of wrappers, `ParallelOptimizer`.
+    """
     if isinstance(optimizer, kind):
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:

@@ -766,7 +766,7 @@ class HoldOnSkip(LRScheduler):
 
 
 def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
-    """Replace a schedule's optimizer, the torch optimizer that ``optimizer`` wraps, by ``optimizer`` itself.
+    """Set a schedule's optimizer to ``optimizer``, in place of the torch optimizer that ``optimizer`` wraps.
 
     The schedules inside ``scheduler`` are changed too. torch's schedules warn if the `step` of their optimizer was not
     called, and a `ParallelOptimizer` does not call the wrapped optimizer's `step` in every step.

@@ -437,7 +437,7 @@ class GradientClipper:
         norms, inverse, sums = self._measure_unscaled(needs, scale_info, vote)
         finite, past = norms.total < inf, None  # False for NaN
         if "bypassed" in sums:
-            past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # zero gradients only create states; they are allowed
+            past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # allowed: gradients of zeros, to create states
             finite = finite & ~past
         rejected, replicas_diverged = (None, None) if vote is None else vote.count(sums, finite)
         disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None
@@ -448,7 +448,7 @@ class GradientClipper:
             if clip_result.state:
                 state.remember(clip_result, _is_applied(finite, rejected, replicas_diverged, disagreed))
         factors, one = clip_result.factors, self._one
-        if one is None or one.device != norms.total.device:  # made in the first step, because a graph must not make it
+        if one is None or one.device != norms.total.device:  # made in the first step: a capture must not make it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
         factor: Tensor | None = inverse
         level: Level = "total"
@@ -491,7 +491,10 @@ class GradientClipper:
     def _add_thresholds(
         self, clip: Clip | None, norm_type: float, pack: PackedSum, vote: SkipVote | None
     ) -> Clip | None:
-        """Return the rule combined with the thresholds of param groups. Before an error, take part in the collective."""
+        """Return the rule combined with the thresholds of param groups.
+
+        Before raising an error, run the collective of the measurement, because the other ranks wait in it.
+        """
         groups = self.optimizer.param_groups
         if not (
             self.thresholds.has_any or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)

@@ -141,8 +141,9 @@ def _name(listed: OneShotParams, index: int) -> str:
 
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
 
-# A rule with factors per parameter, param group or unit needs to know which shards belong to one logical parameter. An
-# optimizer knows it from its plan. For these functions, all ranks agree on it in the first call with a list of parameters.
+# A rule with factors per parameter, param group or unit needs to know which shards belong to one logical parameter. A
+# `ParallelOptimizer` takes this from its plan. For the functions of this module, all ranks agree on a plan in the first
+# call with a list of parameters.
 
 
 class StatefulClipper:

@@ -476,7 +476,7 @@ class ByPreviousNorm(Clip):
 # SkipSpikes -----------------------------------------------------------------------------------------------------------
 
 _COPIED_FROM_INNER = ("level", "patterns", "weights", "in_place", "norm_type", "unit_dim")
-_INNER = "then/"  # in checkpoints
+_INNER = "then/"  # prefix of the inner rule's states, in checkpoints too
 
 
 @renamed_fields(times="factor", then="inner", of="statistic")

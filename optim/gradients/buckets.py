@@ -365,8 +365,8 @@ class GradientBucket:
         targets, sources = [], []
         for param, view in self._views(flat):
             if param.grad is None and not param.requires_grad:
-                continue  # frozen since the bucket was made: setting its gradient would step it
-            narrow = param.grad is not None and param.grad.dtype != self.dtype  # copying the sum would round it
+                continue  # frozen after the bucket was made: with a gradient it would be stepped
+            narrow = param.grad is not None and param.grad.dtype != self.dtype  # copying the sum into it would round
             if (self.adopt or narrow) and param.is_contiguous():
                 param.grad = view
                 continue

@@ -16,7 +16,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dens
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # a private name of torch
+except ImportError:  # the class is private: another torch version may not have it
     TensorGuards = None  # type: ignore[assignment, misc]
 
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -60,7 +60,7 @@ def _describe(tensor: Tensor | None) -> tuple[object, ...]:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Return True if the memory does not contain the values: they are negated or conjugated lazily, or zeros not stored."""
+    """Return True if the memory does not contain the values: torch negates or conjugates lazily, or stores no zeros."""
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 

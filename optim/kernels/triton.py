@@ -112,7 +112,7 @@ class Triton:
         tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
         with _on(device):
             found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
-            if 0 in found_at:  # no elements, or zeros without memory
+            if 0 in found_at:  # no elements, or a tensor of zeros that has no memory
                 tensors = [tensor.clone() if tensor._is_zerotensor() else tensor for tensor in tensors]
                 found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
             addresses = self._tables.of(found_at, device)

@@ -499,7 +499,7 @@ def _varies(tensor: Tensor) -> Tensor:
 # replicas do not cancel each other. The result is split into two 32-bit numbers, because sums of such numbers over a
 # million ranks are exact in float64.
 
-CHUNK = 2**20  # words that are read at a time, at 8 bytes per word
+CHUNK = 2**20  # maximum number of words that are read at a time, with 8 bytes each
 SMALL = 2**14  # tensors with at most this many words are read together
 WORDS = 2  # float64 numbers per hash
 NONE = 0x2545F4914F6CDD1D  # the hash of a missing tensor

@@ -35,7 +35,9 @@ from world import World
 WIDTH, HIDDEN, BATCH, SEQ = 32, 64, 4, 6
 
 
-def whole(inputs: int, outputs: int, base: Base = "fp32", scales: Literal["tensor", "row"] = "tensor") -> nn.Linear:
+def unsharded_layer(
+    inputs: int, outputs: int, base: Base = "fp32", scales: Literal["tensor", "row"] = "tensor"
+) -> nn.Linear:
     """Return an unsharded 8-bit layer with one outlier, so that its shards have different maxima."""
     torch.manual_seed(11)
     layer = nn.Linear(inputs, outputs)
@@ -54,12 +56,12 @@ def activations(features: int, *shape: int) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), grad
 
 
-def split_layer_is_whole(kind: str, sequence: bool, agree: bool, scales: Literal["tensor", "row"] = "tensor") -> int:
+def compare_1d_layer(kind: str, sequence: bool, agree: bool, scales: Literal["tensor", "row"] = "tensor") -> int:
     """Compare a prepared 1-D layer with the unsharded one, and return the collectives per step that share maxima."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         features = (WIDTH, HIDDEN) if kind == "column" else (HIDDEN, WIDTH)
         cls = ColumnParallelLinear if kind == "column" else RowParallelLinear
-        dense = whole(*features, scales=scales)
+        dense = unsharded_layer(*features, scales=scales)
         layer = cls(*features, registry, sequence_parallel=sequence)
         for param, full in zip(layer.parameters(), dense.parameters(), strict=True):
             param.data = shard(full, spec_of(param), registry)
@@ -99,7 +101,7 @@ def split_layer_is_whole(kind: str, sequence: bool, agree: bool, scales: Literal
 def test_fp8_tensor_parallel_layers_match_unsharded_layer(
     world: World, kind: str, sequence: bool, collectives_per_step: int
 ) -> None:
-    assert world.run(2, split_layer_is_whole, kind, sequence, True) == [collectives_per_step] * 2
+    assert world.run(2, compare_1d_layer, kind, sequence, True) == [collectives_per_step] * 2
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -107,13 +109,13 @@ def test_fp8_layers_without_shared_scales_differ_from_unsharded_layer(kind: str)
     """Negative control, in a pool of its own because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
-        world.run(2, split_layer_is_whole, kind, False, False)
+        world.run(2, compare_1d_layer, kind, False, False)
     world.close()
 
 
-def grid_layer_is_whole(base: Base, bias: BiasLayout | None, topology: Topology) -> None:
+def compare_linear_2d(base: Base, bias: BiasLayout | None, topology: Topology) -> None:
     with ProcessGroupRegistry(topology) as registry:
-        dense = whole(WIDTH, HIDDEN, base)
+        dense = unsharded_layer(WIDTH, HIDDEN, base)
         rows = ("depth", "row") if "depth" in topology.axes else ("row",)
         layer = Linear2D(WIDTH, HIDDEN, registry, bias=bias, depth="depth" if len(rows) > 1 else None)
         weight_spec = spec_of(layer.weight)
@@ -158,7 +160,7 @@ GRID = Topology(row=2, col=2)
 def test_fp8_linear_2d_matches_unsharded_layer(
     world: World, base: Base, bias: BiasLayout | None, topology: Topology
 ) -> None:
-    world.run(topology.world_size, grid_layer_is_whole, base, bias, topology)
+    world.run(topology.world_size, compare_linear_2d, base, bias, topology)
 
 
 def layers_that_fall_back() -> tuple[dict[str, str], list[str]]:
@@ -207,11 +209,11 @@ def warnings_of_fp8() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def replicas_are_whole(spec: P, sync_over_data: bool) -> tuple[bool, int]:
+def matches_full_batch(spec: P, sync_over_data: bool) -> tuple[bool, int]:
     """Return whether a linear layer on a sharded batch matches the full batch, and the number of collectives."""
     axis = "tensor" if spec.partial else "data"
     with ProcessGroupRegistry(Topology(roles=None, **{axis: 2})) as registry:
-        dense, layer = whole(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        dense, layer = unsharded_layer(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())
         declare(layer, {"*": spec})
         Fp8("fp32", sync_over_data=sync_over_data).prepare(layer, registry)
@@ -236,10 +238,10 @@ def replicas_are_whole(spec: P, sync_over_data: bool) -> tuple[bool, int]:
 
 
 def test_fp8_linear_on_sharded_batch_matches_full_batch_if_scales_are_shared(world: World) -> None:
-    assert world.run(2, replicas_are_whole, P(partial="tensor"), False) == [(True, 2)] * 2
-    assert world.run(2, replicas_are_whole, P(), True) == [(True, 2)] * 2
+    assert world.run(2, matches_full_batch, P(partial="tensor"), False) == [(True, 2)] * 2
+    assert world.run(2, matches_full_batch, P(), True) == [(True, 2)] * 2
     # Documented: without sync_over_data each replica computes its own scales without communication.
-    assert world.run(2, replicas_are_whole, P(), False) == [(False, 0)] * 2
+    assert world.run(2, matches_full_batch, P(), False) == [(False, 0)] * 2
 
 
 def prepare_undeclared() -> str:
@@ -266,7 +268,7 @@ def test_fp8_prepare_raises_for_a_layer_without_spec_and_changes_nothing(world: 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_row_scaled_fp8_layers_match_unsharded_layer(world: World, kind: str, sequence: bool) -> None:
-    assert world.run(2, split_layer_is_whole, kind, sequence, True, "row") == [1, 1]
+    assert world.run(2, compare_1d_layer, kind, sequence, True, "row") == [1, 1]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -274,14 +276,14 @@ def test_row_scaled_fp8_layers_without_shared_scales_differ_from_unsharded_layer
     """Negative control, in a pool of its own because its ranks fail."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
-        world.run(2, split_layer_is_whole, kind, False, False, "row")
+        world.run(2, compare_1d_layer, kind, False, False, "row")
     world.close()
 
 
-def row_replicas_are_whole() -> None:
+def compare_row_scaled_replicas() -> None:
     """With samples on two replicas, the scales of the weight gradient are shared by both."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
-        dense, layer = whole(WIDTH, HIDDEN, scales="row"), nn.Linear(WIDTH, HIDDEN)
+        dense, layer = unsharded_layer(WIDTH, HIDDEN, scales="row"), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())
         declare(layer, {"*": P()})
         Fp8("fp32", sync_over_data=True, scales="row").prepare(layer, registry)
@@ -295,7 +297,7 @@ def row_replicas_are_whole() -> None:
 
 
 def test_row_scaled_fp8_weight_gradient_over_replicas_matches_full_batch(world: World) -> None:
-    world.run(2, row_replicas_are_whole)
+    world.run(2, compare_row_scaled_replicas)
 
 
 def grid_by_row() -> str:

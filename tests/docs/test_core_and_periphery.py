@@ -1,4 +1,4 @@
-"""The core imports no periphery package, and works after any periphery package is deleted."""
+"""The core imports periphery packages only for features selected by name, and works after they are deleted."""
 
 from __future__ import annotations
 

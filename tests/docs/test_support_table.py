@@ -74,7 +74,7 @@ def test_support_table_has_a_cell_for_every_layout_and_form() -> None:
 
 
 @pytest.mark.parametrize(("layout", "form"), CELLS, ids=lambda word: word)
-def test_support_table_cell_matches_actual_behaviour(world: World, layout: str, form: str) -> None:
+def test_precision_modes_work_or_raise_as_support_table_cell_says(world: World, layout: str, form: str) -> None:
     cell, ranks = TABLE[layout, form], [runs[form] for runs in on_ranks(world, layout, kind_of(form))]
     assert {mode for mode, run in ranks[0].items() if not run.refusal} == modes_of(cell)
     for runs in ranks:

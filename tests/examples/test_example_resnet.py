@@ -58,7 +58,7 @@ def results_of(printed: str) -> list[tuple[float, float]]:
     return [(float(loss), float(accuracy)) for loss, accuracy in found]
 
 
-def test_resnet_example_learns(world: World, folder: Path) -> None:
+def test_resnet_example_halves_its_test_loss(world: World, folder: Path) -> None:
     (printed,) = world.run(1, printed_by_narrow, ["--sample", "--data", str(folder)], "data=1")
     (before, wrong), (after, right) = results_of(printed)
     assert after < before / 2

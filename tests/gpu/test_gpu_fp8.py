@@ -37,7 +37,7 @@ def test_has_fp8_follows_the_compute_capability(device: torch.device) -> None:
     assert has_fp8(device) == capable
 
 
-def test_model_in_8_bits_learns(device: torch.device) -> None:
+def test_fp8_model_reduces_its_loss_to_a_quarter(device: torch.device) -> None:
     torch.manual_seed(0)
     model = Fp8().prepare(
         torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16)).to(device)

@@ -23,7 +23,7 @@ def trained(device: torch.device, topology: Topology) -> list[dict[str, Tensor]]
         return found
 
 
-def test_world_of_one_rank_is_bitwise_identical_to_no_process_group(device: torch.device) -> None:
+def test_training_in_world_of_one_rank_is_bitwise_identical_to_no_process_group(device: torch.device) -> None:
     expected = trained(device, Topology())
     (found,) = ranks("nccl" if device.type == "cuda" else "gloo", 1, trained, device, Topology(data=1))
     for case, one, other in zip(CASES, expected, found, strict=True):

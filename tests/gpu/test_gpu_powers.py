@@ -55,7 +55,9 @@ def test_power_sum_is_accurate_in_other_memory_formats(device: torch.device, p: 
 
 
 @pytest.mark.parametrize("value", [1e30, 1e-30])
-def test_power_sum_has_the_range_of_float64(device: torch.device, value: float) -> None:
+def test_power_sum_of_large_and_small_values_neither_overflows_nor_underflows(
+    device: torch.device, value: float
+) -> None:
     assert_right(torch.full((100_000,), value, device=device), 2.0)
 
 

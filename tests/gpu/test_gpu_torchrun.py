@@ -51,7 +51,7 @@ def by_rank(value: Tensor, registry: ProcessGroupRegistry) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placed", PLACED)
-def test_replicas_are_bitwise_identical(
+def test_replicas_are_bitwise_identical_after_training(
     joined: tuple[torch.device, ProcessGroupRegistry], placed: str, mode: str
 ) -> None:
     run = run_of(joined, mode, placed)

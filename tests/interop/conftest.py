@@ -6,7 +6,7 @@ import pytest
 from world import PRELOAD
 
 # Modules of third-party packages that the ranks of these tests import; each import takes seconds.
-NEIGHBOURS = (
+THIRD_PARTY = (
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
@@ -19,7 +19,7 @@ NEIGHBOURS = (
 @pytest.fixture(scope="session", autouse=True)
 def imported_once() -> None:
     """Import these modules once, in the process from which ranks are forked."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *NEIGHBOURS])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *THIRD_PARTY])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for accelerators and prints messages
         multiprocessing.forkserver.ensure_running()

@@ -453,7 +453,7 @@ def test_wrong_flag_makes_gradient_norm_of_megatron_optimizer_wrong(world: World
     assert (found < 0.99 * expected) if less else (found > 1.0001 * expected)
 
 
-def test_megatron_page_recipe_runs(world: World) -> None:
+def test_megatron_page_recipe_passes_audit_and_repeats_its_norm(world: World) -> None:
     assert world.run(4, recipe) == world.run(4, recipe)
 
 

@@ -76,7 +76,7 @@ def run_recipe(path: str) -> int:
         return int(registry.topology.world_size)
 
 
-def test_transformers_page_recipe_runs(world: World, saved: Callable[[str], str]) -> None:
+def test_transformers_page_recipe_steps_on_four_ranks(world: World, saved: Callable[[str], str]) -> None:
     assert world.run(4, run_recipe, saved("llama")) == [4] * 4
 
 

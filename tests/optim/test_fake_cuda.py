@@ -329,7 +329,7 @@ def test_2d_layer_collectives_with_gloo_on_shared_gpu_are_supported() -> None:
         assert set(log.collectives) <= {(name, "cuda") for name in GLOO_COPIES}
 
 
-def test_offloaded_step_waits_only_for_gradients_decision_and_weights() -> None:
+def test_offloaded_step_waits_only_for_gradients_step_decision_and_weights() -> None:
     for log in without_comparison(steps(Topology(), "fp32", {"states": Offloaded(0.5), "max_norm": 1.0}, CPU)):
         gradients, decision, weights = log.waits
         assert "optim/states/offloaded.py" in gradients

@@ -181,7 +181,9 @@ def refused(axis: str) -> str:
         ),
     ],
 )
-def test_zero_over_axes_with_different_roles_is_rejected(world: World, axis: str, message: str) -> None:
+def test_zero1_over_axes_with_different_roles_or_unknown_axis_is_rejected(
+    world: World, axis: str, message: str
+) -> None:
     for said in world.run(8, refused, axis):
         assert re.search(message, said), said
 

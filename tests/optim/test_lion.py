@@ -161,7 +161,7 @@ def test_lion_needs_no_collective_or_host_synchronization_and_skips_overflow(wor
         assert world.run(4, changed_by_overflow, layout, makes, dtype, STATES["ZeRO-2"]) == [[[]]] * 4
 
 
-def test_lion_checkpoint_with_zero_loads_without_zero(world: World, tmp_path: Path) -> None:
+def test_lion_checkpoint_with_zero2_loads_with_replicated_states(world: World, tmp_path: Path) -> None:
     layout, make = LAYOUTS["data x tensor"], partial(lion)
     world.run(4, run_to, layout, make, tmp_path, range(3), False, STATES["ZeRO-2"])
     resumed = world.run(4, run_to, layout, make, tmp_path, range(3, 6), True, {})

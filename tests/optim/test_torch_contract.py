@@ -278,7 +278,7 @@ def test_added_param_group_with_rate_below_eta_min_raises(registry: ProcessGroup
         schedule.step()
 
 
-def test_schedule_accepts_integers_of_numpy() -> None:
+def test_schedule_accepts_numpy_integers_and_rejects_floats() -> None:
     numpy = pytest.importorskip("numpy")
     optimizer = torch.optim.SGD([param()], lr=0.4)
     schedule = CosineAnnealingLR(optimizer, numpy.int64(10), numpy.int32(2))

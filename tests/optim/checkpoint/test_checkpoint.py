@@ -110,7 +110,7 @@ def test_tensor_parallel_checkpoint_resumes_on_other_layouts(world: World, tmp_p
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_zero_checkpoint_resumes_on_other_mesh_sizes(world: World, tmp_path: Path, precision: str) -> None:
+def test_zero1_checkpoint_resumes_on_same_and_other_meshes(world: World, tmp_path: Path, precision: str) -> None:
     results = world.run(2, train_and_save, tmp_path, DATA, precision, ZERO1)
     losses = mean_losses(results)
     for axes, options in ((DATA, ZERO1), (DATA, {}), (DATA, ZERO2), (DATA4, ZERO2), (ONE, {}), (BOTH, ZERO1)):

@@ -59,7 +59,7 @@ DAMAGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_in_any_file_is_detected(tmp_path: Path, damage: str) -> None:
+def test_damage_in_any_checkpoint_file_raises_and_changes_nothing(tmp_path: Path, damage: str) -> None:
     run = Run((), "fp16_naive")
     for step in range(3):
         run.step(step)

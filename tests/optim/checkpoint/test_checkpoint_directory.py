@@ -145,7 +145,7 @@ def test_loading_retries_when_checkpoint_is_replaced_while_read(
     assert load_checkpoint(tmp_path, other, reader) == 2
 
 
-def test_concurrent_reader_and_writer_do_not_fail(tmp_path: Path) -> None:
+def test_loading_while_another_thread_saves_does_not_fail(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     save_checkpoint(tmp_path, model, optimizer, extra=0)

@@ -204,7 +204,7 @@ def planted_on_two_ranks(path: Path) -> str:
     return str(error.value)
 
 
-def test_wrong_value_in_file_raises_on_every_rank(world: World, tmp_path: Path) -> None:
+def test_wrong_loss_scale_in_checkpoint_raises_on_every_rank(world: World, tmp_path: Path) -> None:
     assert len(world.run(2, planted_on_two_ranks, tmp_path)) == 2
 
 

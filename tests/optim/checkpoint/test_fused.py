@@ -207,7 +207,7 @@ def told() -> tuple[list[str], str]:
         return [str(piece.region) for piece in optimizer.stepped_tensors()], str(optimizer.plan)
 
 
-def test_plan_and_shard_regions_report_blocks(world: World) -> None:
+def test_printed_plan_and_shard_regions_show_blocks_of_fused_weight(world: World) -> None:
     results = world.run(4, told)
     assert [regions for regions, _ in results[:2]] == [
         ["0|8|10,0+4|1|1,4", "0|8|10+4|1|1"],

@@ -459,7 +459,7 @@ def test_adaptive_clipping_rejects_uneven_shards_on_all_ranks(world: World) -> N
     assert messages[0].startswith("odd has shards of unequal sizes")
 
 
-def test_per_parameter_rule_accepts_uneven_and_adaptive_rule_even_shards(world: World) -> None:
+def test_per_parameter_rule_accepts_uneven_shards_and_adaptive_rule_even_shards(world: World) -> None:
     assert (
         world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2
     )  # gradient of four ones, clipped to norm 1: 0.5 each

@@ -216,7 +216,7 @@ def test_copied_and_pickled_optimizer_keeps_rule_state(label: str) -> None:
         (SkipSpikes(3.0, window=8, warm_up=2), "is for SkipSpikes and does not fit"),
     ],
 )
-def test_loading_without_matching_rule_state_warns_and_restarts(saved: Clip | None, said: str) -> None:
+def test_loading_without_matching_clip_rule_state_warns_and_resets_state(saved: Clip | None, said: str) -> None:
     model, optimizer = alone(saved)
     step(model, optimizer)
     state = optimizer.state_dict()

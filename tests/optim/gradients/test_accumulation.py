@@ -197,7 +197,7 @@ def test_accumulation_steps_with_shorter_last_window_match_torch(
     torch.testing.assert_close(model.weight, dense.weight, rtol=1e-6, atol=1e-9)
 
 
-def test_parameter_used_in_one_micro_batch_only_gets_correct_gradient() -> None:
+def test_parameter_used_in_one_of_two_micro_batches_gives_norm_of_dense_model() -> None:
     model, optimizer = linear(accumulation_steps=2)
     data = samples(4)
     model.bias.requires_grad_(False)
@@ -221,7 +221,7 @@ class Forgetful(nn.Linear):
         return super().forward(input)
 
 
-def test_gradients_cleared_in_forward_are_detected() -> None:
+def test_gradients_cleared_in_forward_raise_in_next_backward() -> None:
     torch.manual_seed(7)
     model = Forgetful(4, 3)
     optimizer = ParallelOptimizer(
@@ -234,7 +234,7 @@ def test_gradients_cleared_in_forward_are_detected() -> None:
         optimizer.backward(loss)
 
 
-def test_optimizer_zero_grad_is_ignored_within_window_and_model_zero_grad_detected() -> None:
+def test_zero_grad_of_optimizer_within_window_is_ignored_and_of_model_raises() -> None:
     model, optimizer = linear(accumulation_steps=2)
     optimizer.backward(model(samples(1)).sum())
     optimizer.zero_grad()  # waits for the end of the window
@@ -262,7 +262,7 @@ def cleared_under_zero_2() -> str:
         return ""
 
 
-def test_clearing_unsharded_gradient_under_zero2_is_detected(world: World) -> None:
+def test_clearing_unsharded_gradient_within_window_raises_with_zero2(world: World) -> None:
     for said in world.run(2, cleared_under_zero_2):
         assert "after 1 micro-batches of this window gradients were cleared" in said
 
@@ -300,6 +300,6 @@ def wrong_module() -> str:
         return "no error"
 
 
-def test_data_parallel_argument_must_be_ddp_module(world: World) -> None:
+def test_plain_module_as_data_parallel_on_one_rank_raises_on_all_ranks(world: World) -> None:
     for message in world.run(2, wrong_module):
         assert "data_parallel=Linear: give the DistributedDataParallel module" in message

@@ -91,7 +91,7 @@ def test_powers_are_bitwise_identical_for_all_instruction_sets_and_thread_counts
     assert torchs_threads() is not None  # otherwise there is nothing to compare
 
 
-def test_compiled_powers_work_in_forked_process() -> None:
+def test_compiled_powers_do_not_hang_in_forked_process() -> None:
     """torch's threads do not exist in the child; waiting for them would hang."""
     values = torch.ones(1_000_003)
     with with_threads(2, True):

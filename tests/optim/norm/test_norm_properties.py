@@ -128,13 +128,13 @@ GRID_LAYER = Case((("row", 2), ("col", 2)), (Param((8, 6), P("row", "col")), Par
 
 @pytest.mark.parametrize("case", [TENSOR_LAYER, GRID_LAYER])
 @pytest.mark.parametrize("wrong", [naive, every_replica])
-def test_norms_that_ignore_layouts_are_wrong(world: World, case: Case, wrong: Measure) -> None:
+def test_norms_that_ignore_layouts_differ_from_dense_norm(world: World, case: Case, wrong: Measure) -> None:
     assert_exact(world, [case], packed, (1.0, 2.0, 3.0))
     with pytest.raises(AssertionError):
         assert_exact(world, [case], wrong, (2.0,))
 
 
-def test_norm_by_sharded_flag_is_correct_on_1d_mesh_and_wrong_on_2d_mesh(world: World) -> None:
+def test_norm_by_sharded_flag_equals_dense_norm_on_1d_but_not_2d_mesh(world: World) -> None:
     one_dimension = Case((("tensor", 4),), TENSOR_LAYER.params)
     assert_exact(world, [one_dimension], one_boolean, (2.0,))
     with pytest.raises(AssertionError):

@@ -136,6 +136,6 @@ def regrouped(swap: bool) -> str:
     ("swap", "first"),
     [(True, "a: in group 0 on rank 0, in group 1 on rank 1"), (False, "b: in group 1 on rank 0, in group 0 on rank 1")],
 )
-def test_parameters_in_different_param_groups_on_ranks_are_reported(world: World, swap: bool, first: str) -> None:
+def test_parameters_in_different_param_groups_on_two_ranks_raise(world: World, swap: bool, first: str) -> None:
     for text in world.run(2, regrouped, swap):
         assert f"ranks 0 and 1 hold the same parameters in different param groups, first {first}; put each" in text

@@ -119,7 +119,7 @@ def test_micro_batches_do_not_advance_held_schedule(verdict: str) -> None:
     assert [rate for rate, _ in held.run([1.0, 1.0, 1.0, math.inf, 1.0, 1.0])] == pytest.approx([1, 1 / 2, 1 / 2])
 
 
-def test_held_schedule_waits_for_late_skip_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_schedule_waits_for_skip_flag_that_arrives_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshstep.optim.schedule.FlagCopy", Late)
     held = Training(SCHEDULES["LambdaLR"])
     held.run([1.0])

@@ -127,7 +127,9 @@ def test_schedule_on_parallel_optimizer_gives_rates_of_plain_optimizer(
 
 
 @every_schedule
-def test_schedule_created_before_wrapping_gives_same_rates(registry: ProcessGroupRegistry, name: str) -> None:
+def test_schedule_created_before_wrapping_gives_rates_of_plain_optimizer(
+    registry: ProcessGroupRegistry, name: str
+) -> None:
     inner, other = plain(), plain()
     schedule = SCHEDULES[name](other)
     wrapped = ParallelOptimizer(other, registry)
@@ -135,7 +137,9 @@ def test_schedule_created_before_wrapping_gives_same_rates(registry: ProcessGrou
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_hold_on_skip_without_skipped_steps_gives_same_rates(registry: ProcessGroupRegistry, name: str) -> None:
+def test_hold_on_skip_without_skipped_steps_gives_rates_of_plain_optimizer(
+    registry: ProcessGroupRegistry, name: str
+) -> None:
     inner = plain()
     optimizer = ParallelOptimizer(plain(), registry)
     held = HoldOnSkip(SCHEDULES[name](optimizer))

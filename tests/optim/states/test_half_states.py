@@ -277,7 +277,7 @@ def test_half_states_reject_other_dtypes_and_stochastic_rounding_mode() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RMSprop", "ASGD", "NAdam", "Adamax", "Adafactor"])
-def test_half_states_support_torch_optimizers(kind: str) -> None:
+def test_half_states_of_other_torch_optimizers_stay_close_to_float32(kind: str) -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         results = []
         for states in ((), (HalfStates(),)):

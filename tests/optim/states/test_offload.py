@@ -229,7 +229,7 @@ def test_overflow_with_offload_changes_nothing() -> None:
     assert_same([piece.tensor.detach() for piece in optimizer.stepped_tensors()], held)
 
 
-def test_weights_written_into_offloaded_model_are_used_or_raise() -> None:
+def test_weights_written_with_offload_are_used_in_fp32_and_raise_in_bf16() -> None:
     found = []
     for offload in (None, 1.0):
         model, optimizer = build("fp32", offload=offload)

@@ -227,7 +227,7 @@ def test_optimizer_copy_and_weight_are_compared_in_dtype_of_weight(copy: list[fl
     assert has_equal_values(torch.tensor([1.0, 2.0, 0.0], dtype=torch.bfloat16), torch.tensor(copy)) is equal
 
 
-def test_nan_values_compare_as_equal() -> None:
+def test_nan_in_both_optimizer_copy_and_weight_compares_as_equal() -> None:
     assert has_equal_values(torch.tensor([torch.nan, 2.0]).bfloat16(), torch.tensor([torch.nan, 2.0]))
 
 

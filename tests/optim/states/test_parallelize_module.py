@@ -72,7 +72,7 @@ def misdeclared(kind: str) -> str:
         ),
     ],
 )
-def test_partial_gradients_must_be_declared_and_reduced(world: World, kind: str, message: str) -> None:
+def test_partial_gradients_that_contradict_specs_or_are_unreduced_raise(world: World, kind: str, message: str) -> None:
     for found in world.run(2, misdeclared, kind):
         assert message in found
 

@@ -85,7 +85,7 @@ def test_weights_written_through_data_are_lost_without_reload(world: World, mode
     assert all(isinstance(off, float) and off > 0.5 for off in world.run(2, written, mode, STATES[states], False))
 
 
-def test_replaced_data_of_parameter_with_master_weight_is_detected() -> None:
+def test_replacing_data_of_parameter_with_master_weight_raises_if_values_differ() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
         model = nn.Linear(3, 2).bfloat16()
         declare(model, {"*": P()})

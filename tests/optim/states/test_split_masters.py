@@ -129,7 +129,7 @@ def test_split_masters_match_float32_masters_bitwise_over_many_steps(kernels: Ke
     assert any(bool((weight.float() != master).any()) for weight, master in zip(weights, masters, strict=True))
 
 
-def test_rounding_ties_to_even_gives_different_bits() -> None:
+def test_float32_masters_rounded_to_even_differ_from_split_masters() -> None:
     """Negative control: the comparison detects the rounding of ties."""
     with mock.patch("test_split_masters.split_master", lambda master: (master.bfloat16(), None)):
         wanted, _ = learned(False, 1000)
@@ -140,7 +140,7 @@ def test_rounding_ties_to_even_gives_different_bits() -> None:
     ("kind", "fused"),
     [("SGD", True), ("Adagrad", True), ("Adam", False), ("NAdam", False), ("RMSprop", False), ("ASGD", False)],
 )
-def test_split_masters_support_any_elementwise_optimizer(kind: str, fused: bool) -> None:
+def test_split_masters_match_float32_masters_with_other_elementwise_optimizers(kind: str, fused: bool) -> None:
     assert same(learned(True, 30, kind, fused)[0], learned(False, 30, kind, fused)[0])
 
 

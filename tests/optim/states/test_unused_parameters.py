@@ -62,7 +62,7 @@ def warned(how: str, option: str, steps: int = 2 * WINDOWS + 2) -> list[tuple[in
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_parameters_of_replaced_module_are_reported_once(world: World, option: str) -> None:
+def test_parameters_of_replaced_module_warn_once(world: World, option: str) -> None:
     first, second = world.run(2, warned, "replaced", option)
     ((step, text),) = first
     assert step == WINDOWS - 1
@@ -73,7 +73,7 @@ def test_parameters_of_replaced_module_are_reported_once(world: World, option: s
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("how", ["kept", "rarely used", "frozen later"])
-def test_parameters_with_gradient_on_any_rank_are_not_reported(world: World, how: str, option: str) -> None:
+def test_used_rarely_used_and_frozen_parameters_do_not_warn(world: World, how: str, option: str) -> None:
     assert world.run(2, warned, how, option) == [[], []]
 
 
@@ -93,14 +93,14 @@ def experts(used: bool) -> list[str]:
         return [str(warning.message) for warning in caught]
 
 
-def test_expert_without_tokens_is_reported(world: World) -> None:
+def test_expert_without_tokens_warns(world: World) -> None:
     assert world.run(2, experts, True) == [[], []]
     (text,), nothing = world.run(2, experts, False)
     assert "no rank had a gradient for expert 1: the" in text
     assert nothing == []
 
 
-def test_parameters_of_replaced_module_are_reported_in_single_process() -> None:
+def test_parameters_of_replaced_module_warn_in_single_process() -> None:
     model = Net()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.01), ProcessGroupRegistry(Topology()))
     model.head = nn.Linear(4, 2)

@@ -98,7 +98,7 @@ TOLERANCE = {
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", TOLERANCE)
-def test_zero_matches_replicated_steps_in_every_precision(world: World, mode: str) -> None:
+def test_zero1_and_zero2_match_replicated_steps_in_every_precision(world: World, mode: str) -> None:
     clip = {"max_norm": 0.3}
     expected, norms, _ = world.run(4, train, BOTH, mode, "adamw", 10, clip)[0]
     for options in (ZERO1, ZERO2):
@@ -131,7 +131,7 @@ def test_norms_with_zero2_equal_norms_of_replicated_states(world: World, p: floa
         ("a stage without parameters", "tensor"),
     ],
 )
-def test_zero_over_any_axis_matches_replicated_steps(world: World, name: str, axis: str) -> None:
+def test_zero1_and_zero2_over_any_axis_match_replicated_steps(world: World, name: str, axis: str) -> None:
     size = SCENARIOS[name].topology.world_size
     runs = world.run(size, train_scenario, name, {})
     for options in ({"shard_states": axis}, {"shard_states": axis, "shard_gradients": True}):
@@ -162,7 +162,7 @@ def train_scenario(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor
         return full_tensors(scenario, model, registry, gradients=False), norms
 
 
-def test_zero_with_ddp_matches_ddp_alone(world: World) -> None:
+def test_zero1_with_ddp_matches_ddp_alone(world: World) -> None:
     expected, norms, _ = world.run(2, train, DATA2, "bf16", "adamw", 10, {"data_parallel": True})[0]
     options = {"data_parallel": True, **ZERO1}
     for found, measured, _ in world.run(2, train, DATA2, "bf16", "adamw", 10, options, 2):
@@ -191,7 +191,7 @@ def train_dtensors(options: dict[str, Any]) -> list[Tensor]:
         return [model.weight.to_local().detach().clone(), model.bias.detach().clone()]
 
 
-def test_zero_with_dtensors_and_plain_parameters_matches_replicated_steps(world: World) -> None:
+def test_zero1_and_zero2_with_dtensors_match_replicated_steps(world: World) -> None:
     expected = world.run(4, train_dtensors, {})
     for options in (ZERO1, ZERO2):
         for found, wanted in zip(world.run(4, train_dtensors, options), expected, strict=True):

@@ -33,7 +33,7 @@ def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def test_zero_with_unusual_parameters_matches_replicated_steps(world: World) -> None:
+def test_zero_with_scalar_noncontiguous_frozen_and_unused_parameters_matches_replicated(world: World) -> None:
     runs = world.run(2, train_odd, {})
     for options in (ZERO1, ZERO2):
         for found, expected in zip(world.run(2, train_odd, options), runs, strict=True):
@@ -138,7 +138,7 @@ def resume(mode: str, options: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16 stochastic"])
 @pytest.mark.parametrize("options", [ZERO1, {**ZERO2, "offload": 0.5}], ids=str)
-def test_zero_resumes_bitwise_identically(world: World, mode: str, options: dict[str, Any]) -> None:
+def test_zero1_and_zero2_resume_bitwise_identically(world: World, mode: str, options: dict[str, Any]) -> None:
     assert world.run(2, resume, mode, options) == [True, True]
 
 

@@ -70,7 +70,7 @@ def test_setting_that_differs_between_ranks_raises_on_every_rank(world: World, s
 
 
 @pytest.mark.parametrize("other", range(4))
-def test_setting_that_differs_on_one_of_four_ranks_is_found(other: int) -> None:
+def test_setting_that_differs_on_one_of_four_ranks_is_named_in_error(other: int) -> None:
     rates = ["0.2" if rank == other else "0.1" for rank in range(4)]
     first, rank, value = (0, other, "0.2") if other else (0, 1, "0.1")
     message = f"lr is {rates[first]} on rank {first} and {value} on rank {rank}: "
@@ -226,7 +226,7 @@ def test_added_parameters_are_compared_in_their_first_step(world: World) -> None
     assert world.run(2, added_later) == ["b: the parameter differs along axis 'data'"] * 2
 
 
-def test_replica_check_on_one_rank_passes() -> None:
+def test_replica_check_in_single_process_passes() -> None:
     with ProcessGroupRegistry(Topology(data=1)) as registry:
         a = parameter("a", value=1.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([a], lr=0.1), registry, check_replicas=True)

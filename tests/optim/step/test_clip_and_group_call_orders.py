@@ -166,7 +166,7 @@ def cleared_by_the_inner_optimizer() -> str:
         return str(caught.value)
 
 
-def test_stale_gradients_with_masters_and_overlap_are_detected(world: World) -> None:
+def test_stale_gradients_with_master_weights_and_overlap_raise(world: World) -> None:
     for text in world.run(2, cleared_by_the_inner_optimizer):
         assert "still contains the gradient of an earlier step" in text
 

@@ -67,7 +67,7 @@ def test_commit_rejection_on_one_rank_skips_on_all_ranks_and_keeps_loss_scale(wo
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_commit_is_called_once_per_window(world: World, accumulate: int) -> None:
+def test_commit_is_called_once_per_accumulation_window(world: World, accumulate: int) -> None:
     for steps, *_ in world.run(2, run_of, "bool", accumulate):
         assert [vetoed for _, vetoed, *_ in steps] == [0, 1, 0, 0]
 

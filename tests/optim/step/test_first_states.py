@@ -52,7 +52,7 @@ def added_on_ranks() -> list[Tensor]:
         return added_states(registry, {"states": Sharded("data")})
 
 
-def test_adagrad_state_of_added_zero_shards_has_initial_value(world: World) -> None:
+def test_adagrad_state_of_added_parameter_with_zero1_has_initial_value(world: World) -> None:
     for found in world.run(2, added_on_ranks):
         close(*found)
 

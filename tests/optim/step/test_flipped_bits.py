@@ -69,7 +69,7 @@ WITHIN = ("ZeRO-1, copied over tensor", "one of two offloaded")
 
 @pytest.mark.parametrize("what", STATES)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fp16 masters"])
-def test_flipped_bit_is_named_and_steps_are_skipped(world: World, name: str, what: What) -> None:
+def test_tensor_with_flipped_bit_is_named_and_steps_are_skipped(world: World, name: str, what: What) -> None:
     """Flips the lowest mantissa bit in the comparing step; the error comes at the latest possible step."""
     layout, parameter = LAYOUTS[name], LAYOUTS[name].bit_of
     victim = 1 if "ZeRO" in name else SIZES[name] - 1  # a rank that holds the shard
@@ -87,7 +87,7 @@ def test_flipped_bit_is_named_and_steps_are_skipped(world: World, name: str, wha
 
 
 @pytest.mark.parametrize("name", ["bf16 masters", "ZeRO-1, copied over tensor"])
-def test_flipped_bit_in_model_weight_is_named_with_zero_and_masters(world: World, name: str) -> None:
+def test_model_weight_with_flipped_bit_is_named_with_zero1_and_master_weights(world: World, name: str) -> None:
     """On a rank that steps no shard of this weight."""
     for found, step, kept in world.run(4, flipped, name, "model", "bias", 3, 3, EVERY):
         assert {(of, kind, ranks) for of, _, kind, ranks in found} == {("bias", "parameter", (3,))}
@@ -284,7 +284,7 @@ def a_stage_without_weights() -> str:
         return "nothing"
 
 
-def test_fingerprints_support_stage_without_weights(world: World) -> None:
+def test_fingerprints_find_flipped_bit_if_one_stage_has_no_weights(world: World) -> None:
     """The packed vector must have the same length on ranks without master weights."""
     assert world.run(4, a_stage_without_weights) == ["w, master, (0, 2)"] * 4
 

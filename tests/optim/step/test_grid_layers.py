@@ -110,7 +110,7 @@ def test_model_of_2d_2_5d_or_3d_layers_matches_dense_model(
     ],
 )
 @pytest.mark.parametrize("gradients", [False, True])
-def test_zero_over_replicating_axis_of_grid_matches_dense_model(
+def test_zero1_and_zero2_over_replicating_axis_of_grid_match_dense_model(
     world: World, kind: str, topology: Topology, axis: str, gradients: bool
 ) -> None:
     options = {"shard_states": axis, "shard_gradients": gradients}
@@ -157,7 +157,7 @@ def goes_on(path: Path, width: int, kind: str, topology: Topology, steps: range,
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("width", [6, 7])  # 7 features give uneven shards
-def test_checkpoint_moves_between_grid_layouts(world: World, tmp_path: Path, width: int) -> None:
+def test_checkpoint_moves_between_2d_2_5d_and_3d_layouts(world: World, tmp_path: Path, width: int) -> None:
     world.run(4, saves, tmp_path, width)
     world.run(4, goes_on, tmp_path, width, "2.5-D", GRIDS, range(2, 4), {"shard_states": "depth"})
     world.run(1, goes_on, tmp_path, width, "2-D", Topology(row=1, col=1), range(4, 5), {})

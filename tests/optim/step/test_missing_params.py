@@ -95,7 +95,7 @@ def with_warning(only: int | None) -> str:
     return boosted(None, only, on_missing_params="warn")
 
 
-def test_on_missing_params_warn_warns_and_steps(world: World) -> None:
+def test_on_missing_params_warn_warns_instead_of_raising(world: World) -> None:
     for text in world.run(2, with_warning, 1):
         assert text.startswith(f"{MISSING} rank 1: head.weight, head.bias. ")
 

@@ -130,7 +130,7 @@ def test_channels_last_parameters_and_gradients_are_stepped_as_by_unfused_torch(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_tensors_between_steps_are_detected(change: str) -> None:
+def test_compiled_update_after_tensors_changed_between_steps_matches_torch(change: str) -> None:
     """Cached addresses must not be used after a change."""
     found = changed(change, KERNELS)
     close(found[0], found[1])

@@ -27,7 +27,7 @@ ONE_PROCESS = Scenario((("tensor", 1),), "1d", dense_1d)
 
 
 @pytest.mark.parametrize("mode", TABLE)
-def test_gradients_states_and_masters_have_documented_dtypes_in_every_mode(mode: str) -> None:
+def test_gradients_states_and_masters_have_documented_dtypes_in_every_precision(mode: str) -> None:
     precision, row = TABLE[mode]
     torch.manual_seed(1)
     model = precision.prepare(Net())
@@ -148,7 +148,7 @@ def twenty(scenario: Scenario, mode: str) -> tuple[list[float], list[float], dic
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_twenty_steps_match_single_process_in_every_mode(world: World, mode: str) -> None:
+def test_twenty_steps_match_single_process_in_every_precision(world: World, mode: str) -> None:
     losses, norms, weights, _ = twenty(ONE_PROCESS, mode)
     runs = world.run(2, twenty, SCENARIOS["tensor"], mode)
     of_loss, of_norm, of_weight = TOLERANCE[mode]

@@ -132,7 +132,9 @@ def window_run(mesh: dict[str, int], case: str, options: dict[str, Any]) -> tupl
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", WINDOWS)
-def test_windows_that_differ_between_ranks_skip_step_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
+def test_accumulation_windows_that_differ_between_ranks_skip_step_and_raise(
+    world: World, mesh: dict[str, int], case: str
+) -> None:
     """The error comes sixteen steps later on every rank, and training can continue."""
     size = 4 if len(mesh) == 2 else 2
     results = world.run(size, window_run, mesh, case, {})
@@ -149,7 +151,9 @@ def test_windows_that_differ_between_ranks_skip_step_and_raise(world: World, mes
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_differing_windows_raise_immediately_if_on_nonfinite_is_raise(world: World, mesh: dict[str, int]) -> None:
+def test_differing_accumulation_windows_raise_immediately_if_on_nonfinite_is_raise(
+    world: World, mesh: dict[str, int]
+) -> None:
     for errors, _, moved, skipped, _ in world.run(4 if len(mesh) == 2 else 2, window_run, mesh, "missing", AT_ONCE):
         assert [step for step, _ in errors] == [BAD]
         assert expected(WINDOWS["missing"][2], mesh) in errors[0][1]
@@ -182,7 +186,7 @@ def unchanged(mesh: dict[str, int]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_steps_with_equal_windows_on_all_ranks_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
+def test_steps_with_equal_accumulation_windows_on_all_ranks_are_not_skipped(world: World, mesh: dict[str, int]) -> None:
     assert world.run(4 if len(mesh) == 2 else 2, unchanged, mesh) == [([], 0, 0)] * (4 if len(mesh) == 2 else 2)
 
 
@@ -199,7 +203,7 @@ def first_step(weighted: bool) -> str:
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_windows_that_differ_in_first_step_raise_immediately(world: World, weighted: bool) -> None:
+def test_accumulation_windows_that_differ_in_first_step_raise_immediately(world: World, weighted: bool) -> None:
     said = (
         "weight= of the window is not given on" if weighted else "the number of micro-batches is 1 on rank 0 and 2 on"
     )
@@ -212,7 +216,7 @@ def polled() -> tuple[int, list[str]]:
     return len(run.errors), run.polled
 
 
-def test_poll_raises_once_for_windows_that_differ(world: World) -> None:
+def test_poll_raises_once_for_differing_accumulation_windows(world: World) -> None:
     for errors, (text,) in world.run(2, polled):
         assert errors == 0
         assert "the number of micro-batches is 1 on rank 0 and 0 on rank 1" in text
@@ -236,7 +240,7 @@ def loss_scales() -> tuple[list[float], list[float]]:
         return scales, found
 
 
-def test_windows_that_differ_do_not_count_as_overflow(world: World) -> None:
+def test_differing_accumulation_windows_do_not_count_as_overflow(world: World) -> None:
     for scales, found in world.run(2, loss_scales):
         assert found == [0, 0, 1, 0]
         assert scales[0] == scales[1] > scales[2]
@@ -352,7 +356,7 @@ def own_plateau() -> tuple[list[tuple[int, str]], float]:
     return run.errors, float(run.w.detach().sum())
 
 
-def test_plateau_schedule_with_rank_local_metric_is_detected(world: World) -> None:
+def test_plateau_schedule_with_rank_local_metric_raises_on_every_rank(world: World) -> None:
     (first, one), (second, other) = world.run(2, own_plateau)
     assert first == second
     assert one == other
@@ -389,7 +393,7 @@ def in_place_list() -> list[tuple[int, str]]:
     return Run({"data": 2}, change, every=every).errors
 
 
-def test_in_place_change_of_betas_list_on_one_rank_is_detected(world: World) -> None:
+def test_in_place_change_of_betas_list_on_one_rank_raises_on_every_rank(world: World) -> None:
     for errors in world.run(2, in_place_list):
         assert "betas of param group 0 is (0.9, 0.99) on rank 0 and (0.9, 0.5) on rank 1" in errors[0][1]
 

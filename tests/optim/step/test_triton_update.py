@@ -89,7 +89,7 @@ def test_triton_step_gives_states_and_weights_of_torch(interpreted: Interpreted,
 
 @needs_triton
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_tensors_between_triton_steps_are_detected(interpreted: Interpreted, change: str) -> None:
+def test_triton_update_after_tensors_changed_between_steps_matches_torch(interpreted: Interpreted, change: str) -> None:
     """The step caches tables of addresses."""
     found, expected = interpreted(changed, change, KERNELS)
     close(found, expected)

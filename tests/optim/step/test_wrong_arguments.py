@@ -44,7 +44,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
         ),
     ],
 )
-def test_argument_name_of_other_library_is_rejected_with_right_name(name: str, advice: str) -> None:
+def test_argument_name_of_other_library_raises_and_error_gives_correct_name(name: str, advice: str) -> None:
     options: dict[str, Any] = {name: 1.0}
     with pytest.raises(TypeError, match=f"ParallelOptimizer has no argument {name}=: {advice}"):
         ParallelOptimizer(adam(nn.Linear(2, 2)), ProcessGroupRegistry(ALONE), **options)

@@ -299,7 +299,9 @@ def test_overflow_on_one_rank_leaves_muon_unchanged(world: World) -> None:
 
 
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
-def test_muon_matches_dense_update_with_masters_loss_scale_and_accumulation(world: World, precision: Any) -> None:
+def test_muon_with_masters_and_loss_scale_matches_dense_update_and_replicas_stay_equal(
+    world: World, precision: Any
+) -> None:
     """Gradients are exact in both dtypes, also scaled, so the master weights equal the weights of the float32 run."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, in_mode, layout, [muon], {"precision": precision, **STATES["ZeRO-2"]})

@@ -302,7 +302,7 @@ def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: 
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
-def test_full_tensor_optimizers_support_zero_ranks_that_hold_complete_shards(world: World, state: str) -> None:
+def test_full_tensor_optimizers_with_complete_shards_in_zero1_or_zero2_match_dense(world: World, state: str) -> None:
     """As in buckets of the usual size: the stepped tensor is flat, although the shard is complete."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 10, None)

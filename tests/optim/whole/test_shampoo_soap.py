@@ -211,7 +211,7 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
-def test_step_with_or_without_new_bases_needs_no_host_synchronization(world: World) -> None:
+def test_step_that_renews_preconditioners_or_not_needs_no_host_synchronization(world: World) -> None:
     cases = [
         (kind, LAYOUTS["data x tensor"], STATES[state])
         for kind in repetitions(("soap", "shampoo"), "reads")
@@ -280,7 +280,7 @@ def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
         return parts(layout, optimizer)
 
 
-def test_owner_rank_optimizers_match_float32_run_with_masters_and_accumulation(world: World) -> None:
+def test_owner_rank_optimizers_with_masters_match_float32_run_and_keep_replicas_equal(world: World) -> None:
     """Gradients are exact in bfloat16, so the master weights equal the weights of the float32 run."""
     for kind in repetitions(list(MAKES), "modes", default=2):
         modes: list[dict[str, Any]] = [{}, {"precision": Bf16()}, {"precision": Bf16(), **STATES["ZeRO-2"]}]

@@ -134,8 +134,10 @@ def test_window_scale_is_the_loss_scale_of_gradients() -> None:
 
 
 def scaled_norm(asked: bool) -> tuple[float, list[Tensor]]:
-    """Return the norm and weights of a managed window scaled by a `GradScaler`; ``asked``: clipped by an earlier
-    call."""
+    """Return the norm and weights after two micro-batches whose losses a `GradScaler` scales.
+
+    Args: asked: Whether to call `clip_grad_by_norm` after the first micro-batch.
+    """
     model = model_of()
     optimizer, scales = optimizer_of(model, accumulation_steps=2, max_norm=0.5), Scales()
     optimizer.add_observer(scales)

@@ -110,7 +110,7 @@ def one_boolean(params: Named, registry: ProcessGroupRegistry, p: float) -> Tens
 
 
 def every_replica(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
-    """Let every rank count everything that it holds."""
+    """Sum the powers of all gradients on all ranks, which counts replicas several times."""
     total = torch.zeros((), dtype=torch.float64)
     for _, q in params:
         if q.grad is not None:

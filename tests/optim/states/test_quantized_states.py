@@ -1,5 +1,5 @@
-"""Quantized optimizer states (tensors above 4,096 elements): shards give other values than full tensors; `whole`
-does not."""
+"""Quantized optimizer states (tensors above 4,096 elements): shards give other values than full tensors; with
+`whole` the values are equal."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ WITHIN = ("ZeRO-1, copied over tensor", "one of two offloaded")
 @pytest.mark.parametrize("what", STATES)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fp16 masters"])
 def test_tensor_with_flipped_bit_is_named_and_steps_are_skipped(world: World, name: str, what: What) -> None:
-    """Flips the lowest mantissa bit in the comparing step; the error comes at the latest possible step."""
+    """Flips the lowest mantissa bit in a step that compares replicas; the error is raised ``lag`` steps later."""
     layout, parameter = LAYOUTS[name], LAYOUTS[name].bit_of
     victim = 1 if "ZeRO" in name else SIZES[name] - 1  # a rank that holds the shard
     copies = layout.copies(parameter, victim)

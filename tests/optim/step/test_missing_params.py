@@ -1,4 +1,4 @@
-"""The first step compares the trainable parameters of a known model with those of the optimizer, on all ranks."""
+"""The first step compares the trainable parameters of the model, if the optimizer was given one, with its own."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_parameters_of_data_parallel_module_left_out_of_the_optimizer_raise(worl
         assert f"{MISSING} ranks 0-1: head.weight, head.bias. " in text
 
 
-# Parameters that don't count ------------------------------------------------------------------------------------------
+# Parameters that are not missing ---------------------------------------------------------------------------------------
 
 
 def frozen(model: Net, registry: ProcessGroupRegistry) -> ParallelOptimizer[Any]:

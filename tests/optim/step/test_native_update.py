@@ -90,7 +90,7 @@ def test_parameters_of_other_dtypes_are_stepped_by_torch(calls: Calls) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD, Nesterov", "Adagrad"])
 def test_parameter_with_gaps_is_stepped_without_writing_between_elements(name: str) -> None:
-    """torch's fused kernels would write there."""
+    """torch's fused kernels would write to the memory between the elements."""
     memory = torch.ones(4, 6)
     param, dense = nn.Parameter(memory[:, ::2]), nn.Parameter(torch.ones(4, 3))
     declare(nn.ParameterList([param, dense]), {"*": P()})

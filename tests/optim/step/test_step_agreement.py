@@ -135,7 +135,7 @@ def window_run(mesh: dict[str, int], case: str, options: dict[str, Any]) -> tupl
 def test_accumulation_windows_that_differ_between_ranks_skip_step_and_raise(
     world: World, mesh: dict[str, int], case: str
 ) -> None:
-    """The error comes sixteen steps later on every rank, and training can continue."""
+    """The error is raised sixteen steps later on every rank, and training can continue."""
     size = 4 if len(mesh) == 2 else 2
     results = world.run(size, window_run, mesh, case, {})
     for errors, disagreed, moved, skipped, _ in results:

@@ -1,4 +1,4 @@
-"""A warm step does not read on the host, and allocates only a few numbers, independent of model size."""
+"""A warm step does not synchronize with the host, and allocates only a few numbers, independent of model size."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def worst(found: Figures, wanted: Figures) -> tuple[float, str]:
 
 
 class Runs(dict[str, list[tuple[Figures, tuple[str, ...]]]]):
-    """The runs by name; each is made when it is asked for first."""
+    """The results of each case by name. A case runs on first access."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -39,7 +39,7 @@ def test_extra_with_unsupported_type_is_rejected(tmp_path: Path) -> None:
     assert content(load_checkpoint(tmp_path, model, optimizer)) == content(extra)
 
 
-def test_saving_model_that_optimizer_does_not_step_is_rejected(tmp_path: Path) -> None:
+def test_saving_model_that_lacks_a_stepped_parameter_is_rejected(tmp_path: Path) -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"the optimizer steps .* of shape \(2, 3\), which is not in the model"):
         save_checkpoint(tmp_path, model.get_submodule("one"), optimizer_of(model))

@@ -153,7 +153,7 @@ def rule_per_parameter() -> list[float]:
     return [float(global_norm([param])) for param in model.parameters() if param.grad is not None]
 
 
-def test_per_parameter_rule_works_without_registry(world: World) -> None:
+def test_per_parameter_rule_clips_each_parameter_without_registry(world: World) -> None:
     for found in world.run(4, rule_per_parameter):
         assert max(found) < 0.01 + 1e-9
 

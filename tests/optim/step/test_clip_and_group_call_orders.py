@@ -85,7 +85,7 @@ def clipped_sums() -> tuple[str, float]:
         return str(caught.value), float(global_norm([a, b], registry).total_norm)
 
 
-def test_partial_gradients_are_not_reduced_twice_after_clip_by_group(world: World) -> None:
+def test_sync_gradients_after_explicit_clip_raises_for_summed_partial_gradients(world: World) -> None:
     for _, norm in world.run(2, clipped_sums):
         assert norm == pytest.approx(5**0.5, rel=1e-5)
 

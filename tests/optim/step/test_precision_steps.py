@@ -107,7 +107,7 @@ def test_step_in_every_precision_needs_one_collective_and_no_host_synchronizatio
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16"])
-def test_half_precision_step_needs_no_more_collectives_than_fp32(world: World, mode: str) -> None:
+def test_half_precision_step_with_partial_gradients_needs_three_all_reduces(world: World, mode: str) -> None:
     name = "data x sequence parallel"  # over data; over data x tensor for partial gradients; norm
     assert world.run(4, cost, name, mode, "adamw", 2.0, False) == [({"all_reduce": 3}, False)] * 4
 

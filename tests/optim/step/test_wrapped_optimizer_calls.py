@@ -191,7 +191,7 @@ def test_zero_grad_of_wrapped_optimizer_is_ignored_within_accumulation_window() 
     assert optimizer.step() is not None
 
 
-def test_load_state_dict_of_wrapped_optimizer_requires_master_weights() -> None:
+def test_load_state_dict_of_wrapped_optimizer_requires_master_weights_in_bf16() -> None:
     model = small()
     inner = adamw(model)
     optimizer = ParallelOptimizer(inner, alone())
@@ -224,7 +224,7 @@ def group_added_to_the_wrapped_one() -> Tensor:
         return more.detach()
 
 
-def test_param_group_added_to_wrapped_optimizer_is_reduced(world: World) -> None:
+def test_gradients_of_param_group_added_to_wrapped_optimizer_are_reduced(world: World) -> None:
     for value in world.run(2, group_added_to_the_wrapped_one):
         assert torch.equal(value, torch.full((3,), 1 - 0.1 * 1.5))
 

@@ -96,7 +96,7 @@ def with_schedule(split: bool) -> Tensor:
         return weight.detach()
 
 
-def test_schedule_changes_rate_of_wrapped_optimizer(world: World) -> None:
+def test_wrapped_optimizer_with_schedule_on_shards_matches_single_process(world: World) -> None:
     (dense,) = world.run(1, with_schedule, False)
     torch.testing.assert_close(torch.cat(world.run(2, with_schedule, True)), dense, rtol=1e-12, atol=1e-12)
     assert not torch.equal(dense, start(("up", 0)))

@@ -220,22 +220,24 @@ def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
     mpu = engine.mpu
     if not isinstance(mpu, ModelParallelUnit) or mpu.registry.topology != registry.topology:
         raise ValueError(
-            "the engine has no mpu=ModelParallelUnit(registry), so it has overwritten the shards of all ranks with the "
-            "weights of rank 0 and averages gradients over all ranks; initialise it with the mpu, from new weights"
+            f"the engine has no mpu=ModelParallelUnit(registry) with {registry.topology!r}. An engine without it "
+            "overwrites the shards of all ranks with the weights of rank 0, and averages gradients over all ranks; "
+            "create the weights again, and pass the mpu to deepspeed.initialize"
         )
     if ours:
         return
     kind = type(inner).__name__
     if kind == "FP16_UnfusedOptimizer":
         raise ValueError(
-            f"{kind} measures gradients without the parameters' flags and counts only the gradients of rank 0; in half "
-            'precision use "zero_optimization": {"stage": 1} or 2, or give ParallelOptimizer a float32 stage 0 engine'
+            f"{kind} ignores the model_parallel flags of parameters, and its norm has only the gradients of model-parallel "
+            'rank 0; in half precision write "zero_optimization": {"stage": 1} (or 2) in the config, or use float32, stage '
+            "0 and ParallelOptimizer"
         )
     reads_flags = kind in _READ_FLAGS or inner is engine.basic_optimizer
     if not reads_flags:
         raise ValueError(
-            f"{kind} is not among the optimizers whose norms are known to read flags; use stage 0, 1 or 2, or step with "
-            "meshstep.optim.ParallelOptimizer"
+            f"{kind} is not known to read the model_parallel flags of parameters, so its gradient norm may be wrong; use "
+            "ZeRO stage 0, 1 or 2, or meshstep.optim.ParallelOptimizer"
         )
     unmarked = [name for name, param in engine.module.named_parameters() if not hasattr(param, "model_parallel")]
     if unmarked:

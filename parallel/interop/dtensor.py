@@ -192,7 +192,7 @@ def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]
     if parts != split_factor:
         raise ValueError(
             f"a strided shard over {axis!r} with split factor {split_factor} doesn't fit the sizes of the mesh dims "
-            f"{axes}; apply parallelize_module before fully_shard, as torch does"
+            f"{axes}; apply parallelize_module before fully_shard, as torch requires"
         )
     axes.insert(position, axis)
 

@@ -191,14 +191,16 @@ class Rules:
             return {pipe[0]: self._stages}
         if getattr(param, "shared", False):
             raise ValueError(
-                f"{name} is shared with another stage but is not the word embedding; name its stages with declare(model, "
-                "{..., tied={'pipe': (first, other)}}) after the other parameters"
+                f"{name} is shared with another stage but is not the word embedding, so its stages are unknown; delete its "
+                "attribute shared, call declare_by_flags, and then declare(model, "
+                f"{{{name!r}: P(..., tied={{{pipe[0]!r}: (first, other)}})}})"
             )
         return {}
 
     def _axes_of(self, group: str, name: str) -> Axes:
         if group not in self._axes:
-            raise ValueError(f"{name} is sharded over {group}, which is missing in groups=; pass this group too")
+            field = {**_DENSE, **_EXPERT}[group]
+            raise ValueError(f"the layout of {name} needs the group {field}, which is missing in groups=; pass it too")
         return self._axes[group]
 
     def _is_model(self, axis: str) -> bool:
@@ -252,8 +254,8 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
     for low, high in pairwise(ends):
         if high % low:
             raise ValueError(
-                f"the groups {dict(groups)} divide the ranks into runs of {low} and of {high}, which no common axes "
-                "produce; initialise Megatron with sizes that divide each other"
+                f"the groups of ranks {dict(groups)} have sizes or strides {low} and {high}, of which {low} doesn't divide "
+                f"{high}, so no mesh contains all groups; initialise Megatron with sizes that divide each other"
             )
     axes: dict[str, int] = {}
     roles: dict[str, Role] = {}

@@ -209,8 +209,8 @@ def _most_specific(name: str, rules: Mapping[str, P]) -> str | None:
     candidates = [pattern for pattern in matching if _literal_characters(pattern) == best]
     if len({rules[pattern] for pattern in candidates}) > 1:
         raise ValueError(
-            f"{name}: the rules {' and '.join(map(repr, candidates))} are equally specific and disagree; "
-            "make one longer or give the full name"
+            f"{name}: the rules {' and '.join(map(repr, candidates))} are equally specific and give different layouts; "
+            f"write a longer pattern, or a rule for the full name {name!r}"
         )
     return candidates[0]
 

@@ -99,8 +99,8 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
         return _narrow(spans, start, min(chunk, total - start))
     if total % sum(sizes):
         raise ValueError(
-            f"length {total} is not a multiple of {sum(sizes)}, the sum of the block sizes {sizes}; give the sizes of the "
-            "blocks"
+            f"length {total} is not a multiple of {sum(sizes)}, so the dim can't consist of blocks with the ratio {sizes}; "
+            "pass the sizes of the blocks of this dim to blocks()"
         )
     found: list[Span] = []
     at = 0
@@ -326,7 +326,7 @@ class P:
             if isinstance(at, str) and at not in self.sharded_axes:
                 raise ValueError(
                     f"{self}: the owner along {axis!r} follows axis {at!r}, which must shard the parameter; give a "
-                    f"coordinate, as owned={{{axis!r}: 0}}, or shard a dim over {at!r}"
+                    f"coordinate, such as owned={{{axis!r}: 0}}, or shard a dim over {at!r}"
                 )
 
     @cached_property

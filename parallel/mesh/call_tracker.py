@@ -347,7 +347,9 @@ def check_same_call(calls: Sequence[str | None]) -> None:
         where: dict[str | None, list[int]] = {}
         for rank, call in enumerate(calls):
             where.setdefault(call, []).append(rank)
-        mismatches = ", ".join(f"{named_ranks(ranks)} in {call}" for call, ranks in where.items())
+        mismatches = ", ".join(
+            f"{named_ranks(ranks)} in {call or 'no call of meshstep'}" for call, ranks in where.items()
+        )
         raise RuntimeError(f"ranks meet in different calls: {mismatches}. {_SAME_CALLS}")
 
 

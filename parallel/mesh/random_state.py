@@ -80,7 +80,7 @@ def check_random_state(state: object) -> None:
         raise
     except Exception as problem:
         raise ValueError(
-            f"the saved state of a random number generator can't be restored: {str(problem).splitlines()[0]}; take another "
+            f"the saved state of a random number generator can't be restored: {str(problem).splitlines()[0]}; load another "
             "checkpoint"
         ) from None
 

@@ -180,8 +180,8 @@ def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         call = pickle.dumps((function, args))
     except Exception as error:  # any type, because arguments may define their own pickling
         raise TypeError(
-            f"the arguments of {name_of(function)} can't be sent to other processes ({error}): pass picklable objects, as "
-            "tensors, numbers, strings and dataclasses, and make models and registries in the function"
+            f"the arguments of {name_of(function)} can't be sent to other processes ({error}): pass picklable objects, "
+            "such as tensors, numbers, strings and dataclasses, and create models and registries in the function"
         ) from error
     return pickle.dumps((sys.path, home, call))
 
@@ -207,7 +207,7 @@ def result_of(value: object, function: Callable[..., Any]) -> bytes:
     except Exception as error:
         raise TypeError(
             f"{name_of(function)} returned {type(value).__name__}, which can't be sent back ({error}): return picklable "
-            "objects, as tensors, numbers, strings and dataclasses"
+            "objects, such as tensors, numbers, strings and dataclasses"
         ) from error
 
 

@@ -285,11 +285,11 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("unfused", "FP16_UnfusedOptimizer measures gradients"),
+        ("unfused", "FP16_UnfusedOptimizer ignores the model_parallel flags"),
         ("no mpu", "the engine has no mpu=ModelParallelUnit(registry)"),
         ("unmarked", "has no model_parallel flag; call mark_model_parallel"),
         ("twice", "gradient_clipping=0.2 makes the engine clip gradients that ParallelOptimizer clips again"),
-        ("stage 3", "is not known here"),
+        ("stage 3", "is not known to read the model_parallel flags"),
     ],
 )
 def test_check_engine_rejects_engines_with_inexact_norm_or_second_clipping(world: World, what: str, said: str) -> None:

@@ -43,7 +43,11 @@ def test_topology_of_megatron_groups_combines_dense_and_expert_mesh(
 @pytest.mark.parametrize(
     ("groups", "world_size", "said"),
     [
-        ({"tensor": (0, 1, 2), "data": (0, 3), "expert": (0, 1)}, 6, "divide the ranks into runs of 2 and of 3"),
+        (
+            {"tensor": (0, 1, 2), "data": (0, 3), "expert": (0, 1)},
+            6,
+            "sizes or strides 2 and 3, of which 2 doesn't divide 3",
+        ),
         ({"tensor": (0, 1, 3)}, 4, "tensor has ranks [0, 1, 3], which aren't evenly spaced"),
         ({"tensor": (0, 1)}, 4, "none of the groups pipe, data, context, tensor connects ranks at a distance of 2"),
     ],
@@ -201,7 +205,7 @@ DENSE: dict[str, tuple[str, ...]] = {"tp": ("tensor",), "pp": ("pipe",), "dp": (
         ({**SPLIT, "partition_dim": 2}, DENSE, "with partition_dim=2 and partition_stride=1"),
         ({"tensor_model_parallel": True}, DENSE, "with partition_dim=-1"),
         ({"shared": True}, DENSE, "w is shared with another stage but is not the word embedding"),
-        (EXPERT, DENSE, "w is sharded over expert_tensor, which is missing in groups="),
+        (EXPERT, DENSE, "the layout of w needs the group expt_tp, which is missing in groups="),
         ({}, {"tp": ("tensor",), "pp": ("pipe",)}, "groups= lacks dp"),
     ],
 )

@@ -171,7 +171,7 @@ def test_second_declare_with_conflicting_spec_raises() -> None:
         ({"*": P("a", "b")}, r"0\.bias: .* 2 entries but the parameter has shape \(6,\)"),
         ({"*": P(), "*bias": P("a"), "bias*": P(), "*.bia?": P(), "*s": P("b")}, "matches no parameter"),
         ({"*": P(), "0.b*": P("a"), "*.bi": P(), "*.b": P()}, "matches no parameter"),
-        ({"*": P(), "*.bia?": P("a"), "*bias": P()}, "equally specific and disagree"),
+        ({"*": P(), "*.bia?": P("a"), "*bias": P()}, "equally specific and give different layouts"),
     ],
 )
 def test_invalid_rules_of_declare_raise_and_change_nothing(rules: dict[str, P], message: str) -> None:

@@ -496,7 +496,7 @@ def parse_key(key: str) -> tuple[str, ...]:
     parts = (kind, *rest.split("/", _FIELDS.get(kind, 1) - 1))
     if len(parts) != _FIELDS.get(kind, 0) + 1:
         raise ValueError(
-            f"the checkpoint has a tensor {key!r}, which meshstep does not write; load one that save_checkpoint wrote"
+            f"the checkpoint has a tensor {key!r}, which meshstep does not write; load a checkpoint of save_checkpoint"
         )
     return parts
 

@@ -39,7 +39,7 @@ from ..parallel_optimizer import ParallelOptimizer
 # Writing a file needs no second pass for its checksums, and reading a part of a file checks only the blocks of this part.
 
 BLOCK = 2**20
-EARLIER = "load an earlier checkpoint, of which save_checkpoint(..., keep=2) leaves one"
+EARLIER = "load an earlier checkpoint (save_checkpoint(..., keep=2) keeps one)"
 _KEPT = 4  # number of cached blocks; torch.load of a zip file jumps between the end and the beginning of the file
 
 
@@ -184,7 +184,7 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
         except OSError as problem:
             raise ValueError(f"{file} is missing or can't be read: {problem}; {EARLIER}") from problem
         if size != expected.size:
-            raise ValueError(f"{file} is damaged: it has {size} bytes of {expected.size}; {EARLIER}")
+            raise ValueError(f"{file} is damaged: it has {size} bytes instead of {expected.size}; {EARLIER}")
         if changed:
             raise ValueError(f"{file} is damaged: its content does not match its checksum; {EARLIER}")
 
@@ -324,7 +324,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged, or was tampered with: {problem}; {EARLIER}") from None
     if manifest["format"] != FORMAT:
         raise ValueError(
-            f"{directory} has format {manifest['format']}, but this version reads {FORMAT}: use the version that wrote it"
+            f"{directory} has format {manifest['format']}, but this version reads {FORMAT}: use the meshstep version that "
+            "wrote it"
         )
     return manifest
 

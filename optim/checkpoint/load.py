@@ -138,7 +138,7 @@ class Restoration:
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
             raise ValueError(
-                f"index and record of the checkpoint differ in the states of parameters: {shown}; {EARLIER}"
+                f"the checkpoint's index and its record list different optimizer states: only one has {shown}; {EARLIER}"
             )
         for position, stepped in enumerate(own.stepped):
             now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)
@@ -154,7 +154,9 @@ class Restoration:
 
     def _find(self, key: str) -> Stored:
         if key not in self._stored:
-            raise ValueError(f"the checkpoint has no {key}: it was saved in another mode; continue in that mode")
+            raise ValueError(
+                f"the checkpoint has no {key}: it was saved in another precision mode; continue in that mode"
+            )
         return self._stored[key]
 
     def _allocate(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -224,8 +226,8 @@ class Restoration:
                 )
             elif stepped.tensor.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
-                    f"the checkpoint has a float32 master weight of {name}, but the optimizer has none: it was saved in "
-                    "another mode; continue in that mode"
+                    f"the checkpoint has a float32 master weight of {name}, but the optimizer has none: the checkpoint was "
+                    "saved in another precision mode; continue in that mode"
                 )
         return masters
 
@@ -513,7 +515,8 @@ def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
         if prod(manifest["axes"].values()) != ranks or SHARED_FILE not in files:
             raise ValueError(
-                f"axes {manifest['axes']} do not fit the files of {ranks} ranks; there must be one file per rank"
+                f"it lists {ranks} files rank-<number>.pt for axes {manifest['axes']}; there must be one per rank, and "
+                f"{SHARED_FILE}"
             )
         return files, Topology(roles=manifest["roles"], **manifest["axes"])
 

@@ -58,7 +58,8 @@ class ParameterStates:
         entry, registry = self.entry, self.registry
         if entry.full_shape is None:
             raise ValueError(
-                f"{entry.name} has shards of unequal sizes, whose layout is not known; use save_checkpoint"
+                f"{entry.name} has shards of unequal sizes, so its full shape is unknown; make each sharded dim divisible "
+                "by the size of its mesh axes, or give annotate(..., full_shape=...)"
             )
         if entry.spec.blocks:
             raise ValueError(
@@ -456,7 +457,7 @@ class TorchStates(torch.optim.Optimizer):
             if saved and (wrong := set(self._keys[item.entry.name]) ^ set(saved)):
                 raise ValueError(
                     f"{', '.join(sorted(wrong))} of {item.entry.name} is only in the state, or only in this optimizer: the "
-                    "state was saved by another optimizer or in another precision mode; continue with the saved ones"
+                    "state was saved by another optimizer or in another precision mode; use that optimizer and mode"
                 )
         return found
 

@@ -232,7 +232,7 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
     strangers = sum(id(param) not in params for group in optimizer.param_groups for param in group["params"])
     if strangers:
         raise ValueError(
-            f"{strangers} of the optimizer's parameters are not in the model, which is another one or got new parameters "
+            f"{strangers} of the optimizer's parameters are not in the model, which is another model or got new parameters "
             "later; create the optimizer from model.parameters(), as the last step"
         )
     if (topology := registry.topology).model_axes:

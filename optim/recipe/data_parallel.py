@@ -318,8 +318,8 @@ def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroup
                     )
             if len(own) != len(others):
                 raise ValueError(
-                    f"replicas can't be aligned: rank {rank} steps {len(own)} parameters of ranks {kind.ranks}, and rank "
-                    f"{first} steps {len(others)} of them; freeze the same parameters on all these ranks"
+                    f"replicas can't be aligned: rank {rank} steps {len(own)} tensors with replicas on ranks {kind.ranks}, "
+                    f"but rank {first} steps {len(others)}; freeze the same parameters on all these ranks"
                 )
 
 

@@ -272,9 +272,9 @@ def _check_ddp(schedule: Any) -> None:
     by_ddp = any(isinstance(reducing_module(module), DistributedDataParallel) for module in modules_of(schedule))
     if by_ddp and _computes_in_two(schedule):
         raise ValueError(
-            f"{type(schedule).__name__} sets the gradients of weights later than the gradients of inputs, without "
-            "DistributedDataParallel, which would never average them; remove that wrapper, so that the optimizer averages "
-            "them, or use fully_shard"
+            f"{type(schedule).__name__} sets the gradients of weights after the backward that DistributedDataParallel "
+            "observes, so it would never average them; remove that wrapper, so that the optimizer averages them, or use "
+            "fully_shard"
         )
 
 

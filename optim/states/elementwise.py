@@ -130,7 +130,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEn
     split = [entry for entry in trained if topology.size(*entry.spec.sharded_axes) > 1]
     if split:
         names = some((f"{entry.name} ({entry.spec})" for entry in split), 3)
-        check_elementwise(optimizer, f"{names} {'is' if len(split) == 1 else 'are'} sharded, so it gets shards")
+        check_elementwise(optimizer, f"{names} {'is' if len(split) == 1 else 'are'} sharded")
     named = {axis for entry in trained for axis in (*dict(entry.spec.owned), *dict(entry.spec.tied))}
     if topology.size(*{*topology.pipe_axes, *named}) > 1:
         check_each_alone(optimizer, "ranks hold different parameters")
@@ -169,7 +169,7 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
         if asks_other_ranks(part):
             raise ValueError(
                 f"{why}, and the number of buckets differs between ranks, but {type(part).__name__} uses collectives in "
-                "each step: keep float32 masters and states, which Sharded divides and Offloaded moves"
+                "each step: keep float32 masters and states; to save memory, use Sharded or Offloaded"
             )
 
 

@@ -81,7 +81,9 @@ class GradientCompletion:
         """Return the reason why a CUDA graph can't capture a step now; None if it can."""
         if self.grads_checked:
             return None
-        return "no step was made before, and the first one looks at what came, on the host: make some steps without a graph"
+        return (
+            "no step was made before, and the first step checks gradients on the host: make some steps without a graph"
+        )
 
     @torch.no_grad()
     def __call__(self, window: Window, switch: GradSyncController | None) -> Exception | None:

@@ -67,9 +67,12 @@ class HalfStates(StatePlacement):
 
     def check(self, context: PlacementContext) -> None:
         if self.dtype != torch.bfloat16:
-            raise ValueError(f"HalfStates({self.dtype}): give torch.bfloat16, which has the range of float32")
+            raise ValueError(f"HalfStates(dtype={self.dtype}): give torch.bfloat16, which has the range of float32")
         if context.precision.stochastic_rounding:
-            raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
+            raise ValueError(
+                f"precision={context.precision.name!r} keeps optimizer states in bfloat16 already: leave HalfStates out of "
+                "states="
+            )
         check_in_buckets(context.optimizer, "HalfStates steps bucket by bucket")
 
     def transform(self, context: PlacementContext) -> ParamTransform:
@@ -85,7 +88,7 @@ class HalfStatesTransform(ParamTransform):
         self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:
-        return "HalfStates draws by the number of the step, and replays would round by the same bits"
+        return "HalfStates seeds its random bits on the host in each step, and all replays would use the same bits"
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         for at in positions:

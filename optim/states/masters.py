@@ -53,8 +53,8 @@ def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Te
     for label, param in params:
         if param.requires_grad and param.dtype == torch.float16:
             raise ValueError(
-                f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, whose rounding leaves more "
-                "than 16 bits of a master: prepare the model with this mode, or use 'fp16_naive', which has float32 masters"
+                f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, but only bfloat16 parameters "
+                "can have split masters: prepare the model with this mode, or use 'fp16_naive', which has float32 masters"
             )
     if context.data_parallel is not None and not context.main_grads:
         raise ValueError(
@@ -148,8 +148,8 @@ class SplitMasters(ParamTransform):
         dropped = self._drop_written()
         if dropped and window.captured:
             raise RuntimeError(
-                f"{label_of(dropped[0])} was written since the last step, and every replay of the graph that is captured "
-                "here would drop the remainder of its master: make one step without a graph after writing weights"
+                f"{label_of(dropped[0])} was written since the last step, and every replay of this CUDA graph would set "
+                "the low 16 bits of its master to 0: make one step without a graph after writing weights"
             )
         self._writes = self._writes + 1 if dropped else 0
         if self._writes == MANY_WRITES:
@@ -283,13 +283,13 @@ def check_main_grads(context: PlacementContext, accumulation_steps: int | None) 
     """
     if context.precision.main_grads or not context.precision.masters:
         return
-    adds = [f"{type(placement).__name__}, which reduces shards over ranks" for placement in context.placements]
-    adds += ["overlap=True, which reduces over ranks"] if context.overlap else []
+    adds = [f"states={type(placement).__name__}(...)" for placement in context.placements]
+    adds += ["overlap=True"] if context.overlap else []
     adds += [f"accumulation_steps={accumulation_steps}"] if accumulation_steps not in (None, 1) else []
     if adds:
         raise ValueError(
-            f"{context.precision!r} keeps gradients in half precision, and {adds[0]} would round them: "
-            "leave main_grads=True"
+            f"{context.precision!r} keeps gradients in half precision, but {adds[0]} needs float32 gradients: "
+            "leave main_grads=False out"
         )
 
 
@@ -408,7 +408,7 @@ class StochasticallyRounded(ParamTransform):
         self._rounding: StochasticRounding | None = None
 
     def not_captured(self) -> str | None:
-        return "stochastic rounding draws by the number of the step, and replays would round by the same bits"
+        return "stochastic rounding seeds its random bits on the host in each step, and all replays would use the same bits"
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Prepare the parameters for rounding, and replace none.

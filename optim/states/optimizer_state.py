@@ -85,7 +85,7 @@ class Coordinates:
         if found != dict(self.axes):
             raise ValueError(
                 f"the state is of the rank at {_shown(found)}, but this rank is at {_shown(self.axes)}: load on every rank "
-                "the state that this rank saved, or use save_checkpoint and load_checkpoint, which fit any layout"
+                "the state that the same rank saved, or use save_checkpoint and load_checkpoint, which reshard"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,8 +136,9 @@ def check_caller(
         )
     if not makes_states:
         raise ValueError(
-            "the optimizer has no states yet, and torch's state-dict functions can't create them by one step, which has no "
-            "effect with accumulation_steps=: give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+            "the optimizer has no states yet. torch's state-dict functions would call step() once to create them, but with "
+            "accumulation_steps= this call updates nothing: give them meshstep.optim.TorchStates(optimizer), or use "
+            "save_checkpoint"
         )
 
 

@@ -38,12 +38,14 @@ class Replayable(StatePlacement):
         drawn = [type(other).__name__ for other in context.placements if other.rounds_stochastically]
         drawn += [f"precision={context.precision.name!r}"] * context.precision.stochastic_rounding
         if drawn:
-            raise ValueError(f"Replayable with {drawn[0]}, which rounds randomly in each step: leave one of them out")
+            raise ValueError(
+                f"Replayable can't repeat an update with {drawn[0]}, which rounds randomly: leave one of them out"
+            )
 
         if context.precision.split_masters:
             raise ValueError(
                 "Replayable copies masters, which do not exist between two steps with Bf16(split_masters=True): leave "
-                "Replayable out of states=, or split_masters"
+                "Replayable out of states=, or leave split_masters=True out"
             )
 
     def transform(self, context: PlacementContext) -> ParamTransform:
@@ -76,7 +78,9 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
     for transform in optimizer.transforms.transforms:
         if isinstance(transform, UpdateRecorder):
             return transform.replay()
-    raise RuntimeError("the inputs of updates are not kept: give states=Replayable(), which copies them in each step")
+    raise RuntimeError(
+        "replay needs the inputs of the last update: give states=Replayable(), which copies them in each step"
+    )
 
 
 class _Values(NamedTuple):

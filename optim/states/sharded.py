@@ -435,7 +435,7 @@ class Sharded(StatePlacement):
         if self.gradients and role == "data" and not context.averages_data:
             raise ValueError(
                 "Sharded(gradients=True) needs the optimizer itself to average over the data axes: leave data_parallel "
-                "and average_data out, or shard only the states"
+                "and average_data out, or leave gradients=True out"
             )
         if context.overlap:
             raise ValueError(
@@ -634,8 +634,9 @@ class Shards(ParamTransform):
         for param, name in self._names.items():
             if param.grad is not None:
                 raise RuntimeError(
-                    f"{name} got a gradient outside of optimizer.backward, in a window that used it: with "
-                    "Sharded(gradients=True) call optimizer.backward for all micro-batches of a window, or for none"
+                    f"{name} got a gradient outside of optimizer.backward, but the accumulation window also has calls "
+                    "of optimizer.backward: with Sharded(gradients=True) call it for all micro-batches of a window, or for "
+                    "none"
                 )
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ def with_telemetry() -> Run:
 
 
 REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
-    "the first step": (lambda: run_of(0), "no step was made before, and the first one looks at what came"),
+    "the first step": (lambda: run_of(0), "no step was made before, and the first step checks gradients on the host"),
     "copies": (
         lambda: run_of(check_replicas=True),
         "check_replicas=True synchronizes the host",
@@ -93,8 +93,8 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "telemetry": (with_telemetry, r"Telemetry counts and measures steps in Python: close\(\) it"),
     "raise": (lambda: run_of(on_nonfinite="raise"), "on_nonfinite='raise' reads the norm.*call poll"),
     "offloaded": (lambda: run_of(states=Offloaded(0.5)), "Offloaded waits for the GPU and steps on the CPU"),
-    "half states": (lambda: run_of(states=HalfStates()), "HalfStates draws by the number of the step"),
-    "rounding": (lambda: run_of(precision=Bf16(stochastic_rounding=True)), "stochastic rounding draws by the number"),
+    "half states": (lambda: run_of(states=HalfStates()), "HalfStates seeds its random bits on the host"),
+    "rounding": (lambda: run_of(precision=Bf16(stochastic_rounding=True)), "stochastic rounding seeds its random bits"),
     "RMSprop": (lambda: run_of(inner=torch.optim.RMSprop), "RMSprop reads whether to skip on the host: give it fused"),
     "SOAP": (lambda: run_of(inner=SOAP), "SOAP counts steps on the host"),
     "whole": (lambda: run_of(inner=wrapped), "AnyOptimizer reads the skip flag on the host"),

@@ -143,7 +143,7 @@ def refused(kind: str) -> str:
             "no spec for parameter 0 of group 0 (shape (sharded, 6)), and Topology(data=2, tensor=2) has model axes",
         ),
         ("mixed", "(shape (sharded, 6)), parameter 1 of group 0 (shape (2))"),
-        ("Muon", "is sharded, so it gets shards"),
+        ("Muon", "is sharded, which requires an optimizer whose update is elementwise"),
     ],
 )
 def test_dtensors_on_unmatched_mesh_or_without_spec_or_with_muon_are_rejected(

@@ -130,7 +130,7 @@ def test_replay_tells_which_of_two_ranks_has_flipped_bit(world: World, name: str
 def test_replay_without_replayable_state_raises() -> None:
     optimizer = alone(OPTIMIZERS["SGD"], states=())
     step_of(optimizer)
-    with pytest.raises(RuntimeError, match=r"the inputs of updates are not kept: give states=Replayable\(\)"):
+    with pytest.raises(RuntimeError, match=r"replay needs the inputs of the last update: give states=Replayable\(\)"):
         replay(optimizer)
 
 
@@ -153,7 +153,7 @@ def test_replay_before_first_update_raises() -> None:
     ],
 )
 def test_replayable_rejects_stochastic_rounding(options: dict[str, Any], which: str) -> None:
-    with pytest.raises(ValueError, match=f"Replayable with {which}.*: leave one of them out"):
+    with pytest.raises(ValueError, match=f"Replayable can't repeat an update with {which}.*: leave one of them out"):
         alone(OPTIMIZERS["fused AdamW"], **options)
 
 

@@ -699,9 +699,9 @@ def refusal(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("float16", "weight is float16, whose rounding leaves more than 16 bits of a master: prepare the model"),
+        ("float16", "weight is float16, but only bfloat16 parameters can have split masters: prepare the model"),
         ("ddp", "needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out"),
-        ("Replayable", "leave Replayable out of states=, or split_masters"),
+        ("Replayable", "leave Replayable out of states=, or leave split_masters=True out"),
         ("Muon", "steps bucket by bucket"),
     ],
 )

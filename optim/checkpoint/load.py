@@ -575,6 +575,10 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
 
 
 def _names_by_group(named: list[list[list[str]]]) -> list[set[str]]:
-    """Return the names of all ranks' parameters in each param group."""
+    """Return, per param group, the names of the parameters in it on any rank.
+
+    Args:
+        named: For each rank and param group, the names of the parameters.
+    """
     count = max(len(groups) for groups in named)
     return [{name for groups in named if index < len(groups) for name in groups[index]} for index in range(count)]

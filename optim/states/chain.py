@@ -556,7 +556,7 @@ class TransformChain:
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer, and install the transforms over it. An error leaves everything unchanged."""
+        """Add a param group to the optimizer, and install the transforms over it. If one raises, remove the group again."""
         before, given, frozen = len(self.optimizer.param_groups), self.given[:], self.frozen[:]
         with own_calls:
             self.optimizer.add_param_group(param_group)
@@ -570,7 +570,7 @@ class TransformChain:
     def _add(self, groups: list[dict[str, Any]]) -> None:
         positions = positions_in(groups, first=len(self.given))
         for param in (at.param for at in positions if type(at.param) in PLAIN and at.param.is_neg()):
-            resolve_(param)  # transforms read memory directly, because shards are views of it
+            resolve_(param)  # writes the negated values to memory, which transforms read directly
         # The new plan leaves out parameters that have been frozen since the last plan; they can't be unfrozen later.
         self.frozen += [of.param for of in self.given if of.trained and not of.param.requires_grad]
         self.given = [replace(of, trained=of.trained and of.param.requires_grad) for of in self.given]

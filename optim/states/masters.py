@@ -126,7 +126,7 @@ class SplitMasters(ParamTransform):
         if versions == self._versions and addresses == self._addresses:
             return []
         written, moved = _changed(versions, self._versions), _changed(addresses, self._addresses)
-        if self._loaded:  # a model that is loaded after the optimizer writes equal values, which must keep remainders
+        if self._loaded:  # loading the model after the optimizer writes equal values: their remainders are kept
             sums = _bit_sums([weights[index] for index in written])
             written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
         if written:
@@ -137,7 +137,7 @@ class SplitMasters(ParamTransform):
         return [weights[index] for index in sorted({*written, *moved})]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Zero the remainders of weights that other code has written. Warn if it writes weights before every step.
+        """Zero the remainders of weights that other code has written. Warn if it wrote before `MANY_WRITES` steps in a row.
 
         Host synchronization: none, except once if weights were written after a load.
 

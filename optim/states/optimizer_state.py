@@ -507,7 +507,7 @@ class PicklableOptimizer:
         Raises, collectives: as the constructor and `load_state_dict`.
         """
         commit = self._setup.commit
-        memo[id(commit)] = commit  # a callback that may reference objects outside the optimizer
+        memo[id(commit)] = commit  # not copied: a callback may reference objects outside the optimizer
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:

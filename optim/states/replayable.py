@@ -84,7 +84,7 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
 
 
 class _Values(NamedTuple):
-    """The values of a stepped tensor, its gradient, and its optimizer state (None: it has none)."""
+    """The values of a stepped tensor, its gradient and its optimizer state; None: there is no gradient or state."""
 
     value: Tensor
     gradient: Tensor | None

@@ -312,7 +312,7 @@ def reference_sharded_step(
 
 
 class ShardingDecision(NamedTuple):
-    """The axes over which a parameter's optimizer state is sharded (empty: unsharded), and whether to sum its gradients."""
+    """The axes over which a parameter's optimizer state is sharded (none: empty), and whether to sum gradients there."""
 
     axes: tuple[str, ...] = ()
     summed: bool = False
@@ -561,7 +561,7 @@ class Shards(ParamTransform):
         self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return the plan of the shards: its norm buckets are also summed over the axis."""
+        """Return the plan of the shards, by which local norms are also summed over the axes of `Sharded`."""
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
             if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):

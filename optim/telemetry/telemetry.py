@@ -542,7 +542,7 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        self._count = 1  # number of micro-batches over which the gradient is averaged
+        self._count = 1  # number of micro-batches in the accumulation window, over which the gradient is averaged
         self._scale: Tensor | None = None
         optimizer.add_observer(self)
 

@@ -65,14 +65,19 @@ class NoiseScale:
 
 
 class Estimates(NamedTuple):
-    """Estimates of |G|^2 (``signal``) and S (``trace``) of one step, 0-dim tensors; see the module."""
+    """Estimates from one step, 0-dim tensors.
+
+    Attributes:
+        signal: |G|^2, the squared norm of the expected gradient.
+        trace: S, the trace of the covariance of one sample's gradient.
+    """
 
     signal: Tensor
     trace: Tensor
 
 
 def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Tensor) -> Estimates:
-    """Return unbiased estimates of |G|^2 and S. The module's docstring gives the formulas.
+    """Return unbiased estimates of |G|^2 and S; see `Estimates`. The module's docstring gives the formulas.
 
     Args:
         small, big: The squared norms before and after averaging over data ranks, 0-dim.
@@ -85,7 +90,7 @@ def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Te
 
 
 class RunningScale:
-    """Exponential means of the estimates of |G|^2 and S. Non-finite estimates, from a step with an overflow, are left out.
+    """Exponential means of `Estimates` over steps. Non-finite estimates, from a step with an overflow, are left out.
 
     Attributes:
         means: [3] float64: the exponential means of |G|^2, of S, and of the constant 1. All three start at 0; dividing

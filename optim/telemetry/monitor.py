@@ -378,7 +378,7 @@ class Monitor:
         self._tell(report)
 
     def _measured(self) -> Measurement | None:
-        """Return the last measurement of ``telemetry`` if it is newer than the last report, else None."""
+        """Return the last measurement of ``telemetry``, once; None if an earlier call has returned it."""
         found = None if self.telemetry is None else self.telemetry.last
         if found is self._reported:
             return None

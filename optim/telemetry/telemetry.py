@@ -72,7 +72,7 @@ def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list
     """Return the labels, and the index of each logical parameter's label; None for a parameter without a label.
 
     Args:
-        params: Name and index of the param group, per logical parameter.
+        params: (name, index of its param group) per logical parameter.
         by: The kind of labels; see `By`.
 
     Raises:
@@ -410,7 +410,7 @@ class Planned:
         return self._to_parameters(values * self._weights)
 
     def to_labels(self, values: Tensor) -> Tensor:
-        """Return the sums per label, [..., labels], of ``values`` per logical parameter. The last sum is over all."""
+        """Return the sums per label, [..., labels], of ``values`` per logical parameter. The last one is the total."""
         return torch.cat([self._to_labels(values), values.sum(-1, keepdim=True)], -1)
 
     def of_local(self, squares: Tensor) -> Tensor:

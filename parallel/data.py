@@ -33,8 +33,10 @@ from .mesh.value_checks import wrong
 # The samples of each data coordinate in each step of each epoch (arithmetic only) --------------------------------------
 
 # In each step the D data coordinates take the next ``batch_size * D`` samples of the epoch's order: coordinate 0 the first
-# ``batch_size``, coordinate 1 the next, and so on. The samples of a step therefore depend only on ``batch_size * D``. The
-# last step has the remaining samples, in D parts whose sizes differ by at most one. Each sample is used exactly once.
+# ``batch_size``, coordinate 1 the next, and so on. The samples of a step therefore depend only on ``batch_size * D``,
+# except in the last two steps if fewer than D samples would remain. The last step has the remaining samples, in D parts
+# whose sizes differ by at most one, so that each sample is used exactly once. With ``drop_last`` the remaining samples are
+# skipped.
 
 
 class Batch(list[int]):
@@ -311,8 +313,9 @@ class ShardedDataLoader(DataLoader[T]):
         """Set the position to a saved one. The next iteration has the remaining samples of the saved epoch, each once.
 
         If ``batch_size`` times the number of data coordinates and ``drop_last`` are unchanged, the remaining steps have the
-        same samples as in the saved run. Otherwise the remaining samples are divided into steps again. If the state is from
-        the end of an epoch, all arguments may differ from the saved run.
+        same samples as in the saved run; only the last two steps may divide their samples differently, if the number of
+        data coordinates has changed. Otherwise the remaining samples are divided into steps again. If the state is from the
+        end of an epoch, all arguments may differ from the saved run.
 
         Args:
             state_dict: A result of `state_dict`.
@@ -396,7 +399,7 @@ class SeededDataset(Dataset[T]):
 
 
 class SeededCollate:
-    """Wrapper that seeds the CPU generators with the batch's seed before it calls a collate function, and restores them."""
+    """Wrapper of a collate function that seeds the CPU generators with the batch's seed, and restores them afterwards."""
 
     def __init__(self, wrapped: Callable[[list[Any]], Any]) -> None:
         self.wrapped = wrapped

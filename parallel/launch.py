@@ -38,7 +38,8 @@ from torch.distributed.rendezvous import rendezvous
 #
 # The port is MASTER_PORT, or a hash of the job's id, so that two jobs on a machine use different ports.
 #
-# If variables of several launchers are set, the first launcher in the table is used: torchrun may run in a Slurm job.
+# If variables of several launchers are set, the first launcher in the table whose variables are complete is used, because
+# torchrun may run in a Slurm job.
 # Processes that mpirun starts in a Slurm job inherit Slurm's variables, which describe mpirun itself. Slurm's variables are
 # therefore ignored if variables of MPI are set.
 
@@ -57,7 +58,7 @@ _LOCAL_SIZE: Mapping[Launcher, str] = {
     "mpich": "MPI_LOCALNRANKS",
     "mvapich": "MV2_COMM_WORLD_LOCAL_SIZE",
 }
-# Variables of launchers that are not supported, because they do not set all needed variables.
+# Variables of launchers that are not supported, because these launchers do not set all needed variables.
 _UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 

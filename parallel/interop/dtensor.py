@@ -302,12 +302,12 @@ def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
 
 
 def mesh_ranks(param: DTensor) -> tuple[int, ...]:
-    """Return all ranks of the DTensor's mesh."""
+    """Return the global ranks of the DTensor's mesh, in row-major order over its dims."""
     return tuple(param.device_mesh.mesh.flatten().tolist())
 
 
 def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
-    """Return the axes that `settle_sums` stored for a local parameter."""
+    """Return the axes that `settle_sums` stored for a local parameter; () if it stored none."""
     found: tuple[str, ...] = getattr(piece, _SUMS, ())
     return found
 
@@ -401,7 +401,7 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
 
 
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Remove the gradient from the local parameter ``piece``. If the DTensor has no gradient, it gets this gradient."""
+    """Remove the gradient from the local parameter ``piece``, and set it on ``param`` if ``param`` has no gradient."""
     if piece.grad is not None:
         if param.grad is None:
             param.grad = _wrap_like(param, piece.grad.to(param.dtype))
@@ -411,7 +411,9 @@ def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
 def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
     """Set the gradient of the local parameter ``piece`` to NaN, so that all ranks skip the step.
 
-    Call it on a rank where `share_gradient` raised. It takes part in the collectives of `share_gradient` on other ranks.
+    Call it on a rank where `share_gradient` raised.
+
+    Collectives: the all-reduces that `share_gradient` issues on other ranks for this parameter.
     """
     if sum_axes := _sharded_sum_axes(piece):
         _all_reduce(torch.full_like(_zeros(param, sum_axes), torch.nan), param, sum_axes)

@@ -145,8 +145,8 @@ class Rules:
             first = entries[0] if entries else None
             stacked = self._axes_of("expert", name)
             entries = (*stacked, *parts_of(first)), *entries[1:]
-            # Megatron's DDP sums expert gradients only of parameters with allreduce=False. Megatron does not set this flag
-            # if every rank has all experts.
+            # Megatron's DDP sums the gradient of an expert's parameter only if the parameter has allreduce=False. Megatron
+            # does not set this flag if every rank has all experts.
             summed = self._reduced and not getattr(param, "allreduce", True)
             partial = () if summed else tuple(a for a in self._axes_of("expert_data", name) if self._is_model(a))
             return P(*entries, partial=partial), 1

@@ -184,7 +184,7 @@ class DiagonalTable(nn.Module):
         self.rows, self.features = full.shape
         (self._local_features,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
         self.weight = keep_owned_shard(full, P(None, output, owned={input: output}), registry)
-        self.register_buffer("_like", full.new_empty(0), persistent=False)  # follows casts and moves of the module
+        self.register_buffer("_like", full.new_empty(0), persistent=False)  # has the module's dtype and device
 
     def table(self) -> Tensor:
         """Return the shard [rows, features/output] for this rank's ``output`` coordinate, on every rank.

@@ -50,7 +50,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a full tensor that a rank holds: a run, which is consecutive elements of its flattened shard.
+    """The elements of a full tensor that a rank holds: a *run* of consecutive elements of the rank's flattened shard.
 
         region = Region.of_shard((8, 4), (4, 4), P("tensor"), topology, topology.coordinate(1))
         region.offsets, region.shape    # (4, 0), (4, 4)
@@ -258,10 +258,10 @@ def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 # Full tensors and shards ----------------------------------------------------------------------------------------------
 
 # A dim that is sharded over axes (a, b) is divided into ``size(a) * size(b)`` equal chunks. A rank's shard is chunk
-# number ``coordinate[a] * size(b) + coordinate[b]``: the first axis is the slowest. If the dim consists of blocks, the
-# shard is the concatenation of the chunks with this number of all blocks. A dim whose length is not a multiple of the
-# number of chunks has uneven shards: `torch.chunk` over a, then `torch.chunk` of each chunk over b. The `tied` and
-# `partial` axes of a spec do not change the shards.
+# number ``coordinate[a] * size(b) + coordinate[b]``: the first axis is the slowest. If the dim consists of blocks, each
+# block is divided like this, and the shard is the concatenation of one chunk per block. A dim whose length is not a
+# multiple of the number of chunks has uneven shards: `torch.chunk` over a, then `torch.chunk` of each chunk over b. The
+# `tied` and `partial` axes of a spec do not change the shards.
 
 
 def local_shape(

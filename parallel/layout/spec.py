@@ -276,8 +276,8 @@ class P:
             axis.
         owned: ``{axis: coordinate}``: only ranks with this coordinate on the axis hold the parameter. ``{axis: other}``:
             only ranks with equal coordinates on both axes hold it; ``other`` must shard the parameter. None: no axis.
-        tied: ``{axis: (coordinate, ...)}``: exactly these coordinates hold the same logical parameter, and each contributes
-            a term of its gradient. Negative coordinates count from the end. None: no axis.
+        tied: ``{axis: (coordinate, ...)}``: the ranks at exactly these coordinates hold the same logical parameter, and
+            each contributes a term of its gradient. Negative coordinates count from the end. None: no axis.
 
     Attributes:
         entries: Axes per tensor dim.

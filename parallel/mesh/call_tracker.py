@@ -90,7 +90,7 @@ class Answering:
             RuntimeError: The process that serves the store has exited. Earlier responses are in ``found``.
         """
         waiting = set(range(self.world_size)) - {rank}
-        time.sleep(POLL_INTERVAL / 5)  # a process that exits closes its connections one after another
+        time.sleep(POLL_INTERVAL / 5)  # an exiting process closes its connections one by one
         self._server.check()
         question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + RESPONSE_TIMEOUT
         while waiting and time.monotonic() < until:

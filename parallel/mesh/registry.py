@@ -111,11 +111,11 @@ def new_local_group(
 
 
 def end_local_group(group: dist.ProcessGroup, *, abort: bool = False) -> None:
-    """Destroy the process group.
+    """Destroy a process group of `new_local_group`.
 
     Args:
-        group: A group that `new_local_group` returned.
-        abort: Abort pending NCCL collectives. False: wait for them. Other backends never wait.
+        group: The group.
+        abort: True: abort pending NCCL collectives. False: wait for them. Other backends never wait.
     """
     end = distributed_c10d._abort_process_group if abort and "nccl" in dist.get_backend_config(group) else None
     (end or dist.destroy_process_group)(group)
@@ -144,7 +144,7 @@ def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | No
 
 
 def _default_timeout() -> timedelta | None:
-    """Return the default group's current timeout, the longest of its backends; None without one (torch's fake backend).
+    """Return the longest timeout of the default group's backends; None if none has one, as torch's fake backend.
 
     Without an explicit timeout, torch would give new groups the backend's default of several minutes.
     """
@@ -478,7 +478,7 @@ class ProcessGroupRegistry:
         """Create this rank's process group along each axis now, so that `torch.compile` needs no graph break to create it.
 
         Args:
-            axes: Names of axes or aliases. Axes of size 1 need no group.
+            axes: Names of axes or aliases. Axes of size 1 get no group.
         Raises: As `group`.
         Collectives: none.
         """

@@ -77,7 +77,7 @@ def some(names: Iterable[str], most: int = 5) -> str:
 #     row 1     2 3    row 1     6 7
 #
 # The two fastest axes span a block, and there is one block per coordinate of the slower axes. Axes of size 1 are not shown.
-# Of long axes only some coordinates are shown, so that the text fits on a screen and costs the same for a million ranks.
+# Of long axes only some coordinates are shown, so that the text fits on a screen and takes no longer for a million ranks.
 
 _WIDTH = 100
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12

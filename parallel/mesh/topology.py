@@ -309,7 +309,7 @@ class Peers(Sequence[int]):
         return self._len
 
     def __iter__(self) -> Iterator[int]:
-        # itertools.product copies its ranges into memory: the sum of the sizes, not their product.
+        # itertools.product stores its ranges in memory. Their lengths add up to the sum of the sizes, not to their product.
         steps = (range(0, size * stride, stride) for size, stride in self._dims)
         return map(sum, itertools.product((self._base,), *steps))
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 MAX_COUNT = 2**53
-"""Largest valid count. Devices count steps in float64, which represents every integer up to this one."""
+"""Largest valid count. Devices count steps in float64, which represents every integer up to 2^53 exactly."""
 
 Check = Callable[[object, str], None]
 """A function ``check(value, field)``. It raises a ValueError that names ``field`` if ``value`` is not as expected."""

@@ -154,8 +154,8 @@ class RanksError(AssertionError):
 
 # Serialization of a call for another process: the function by name, its arguments by value ----------------------------
 
-# The receiving process imports the function's module with the `sys.path` of the caller. If this path has no module or
-# another file of that name, it imports the module from the caller's file; this is common for test files of pytest.
+# The receiving process imports the function's module with the `sys.path` of the caller. If this path leads to no module of
+# that name, or to another file, it imports the module from the caller's file. This is common for test files of pytest.
 # Functions of the script itself (``__main__``) work too, because `multiprocessing` imports the script in each worker.
 # Scripts therefore need ``if __name__ == "__main__":``.
 

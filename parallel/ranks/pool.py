@@ -171,7 +171,7 @@ def _stay_on_this_machine() -> None:
 
 T = TypeVar("T")
 
-GRACE = 5.0  # seconds that other ranks may run after a rank has failed, in place of their group's timeout
+GRACE = 5.0  # seconds for which other ranks may still run after a rank has failed, instead of until their timeout
 
 # Modules to load once before workers are forked. Otherwise each worker would import them separately.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshstep.parallel.ranks.pool", "meshstep.optim")
@@ -194,8 +194,9 @@ class RankPool(Ranks):
         with RankPool() as ranks:
             norms = ranks.run(norm_of_my_model, 4)
 
-    Workers are started by the first call that needs them, with the environment variables and the working directory that the
-    process has then. Calls with the same world size and timeout as the previous call use the same default process group.
+    The first call that needs a worker starts it, in the working directory that this process has at that time. The
+    environment variables are those at that time too; on Linux those at the first start of a worker, when the server process
+    starts. Calls with the same world size and timeout as the previous call use the same default process group.
 
     Args:
         timeout: Seconds that a call may take. The timeout of the default group's collectives is a third of it. Default:

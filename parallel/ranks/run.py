@@ -233,7 +233,7 @@ class LaunchedRanks(Ranks):
         timeout = self.timeout if timeout is None else timeout
         self._calls += 1
         self._check_same((name_of(function), world_size, args), timeout)
-        self._forget(f"reply/{self._calls - 1}")  # all processes have read the previous reply: all have made this call
+        self._forget(f"reply/{self._calls - 1}")  # every process that makes this call has read it
         if self._of != (world_size, timeout):
             self.close()
             self._of = world_size, timeout

@@ -278,7 +278,7 @@ class AsyncSaver:
         on_all_ranks(lambda: check_keep(keep), registry)
         self.path, self.registry, self.keep = Path(path), registry, keep
         self._apart = ProcessGroupRegistry(registry.topology, backend="gloo", exclusive_groups=True)
-        gather_objects(None, self._apart)  # connects the ranks now, as the thread must not use the store of all groups
+        gather_objects(None, self._apart)  # connects the ranks now: the thread must not use the store of other groups
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshstep-checkpoint")
         self._pending: tuple[Future[Path], ParallelOptimizer] | None = None
 

@@ -146,9 +146,9 @@ def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
 # Detection of accelerate, or of a Transformers `Trainer`, that clips the gradients itself -----------------------------
 
 # accelerate computes its norm from gradients that may not be reduced yet, or from one rank's shards only, and clips before
-# the optimizer does. In the first window, Trainer and accelerator objects are searched among all objects of the process.
-# The stack frames would be an alternative. But in Python 3.10 to 3.12, reading a frame's variables keeps them alive,
-# including the user's first batch and logits.
+# the optimizer does. To detect this, all objects of the process are searched for Trainers and accelerate's wrappers in the
+# first window. The stack frames are not searched, because in Python 3.10 to 3.12 reading a frame's variables keeps them
+# alive, including the user's first batch and logits.
 
 _TAKEN: WeakSet[object] = WeakSet()
 TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"

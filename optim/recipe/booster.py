@@ -432,7 +432,7 @@ class Booster(Saving, Generic[Stats_co]):
             )
         clip_of(max_norm)
         self.data_parallel = data_parallel
-        # With accumulation_steps=1, ParallelOptimizer would reject a second backward before `step`; None accumulates.
+        # ParallelOptimizer(accumulation_steps=1) would reject a second backward before `step`; None accumulates.
         steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
         self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}

@@ -136,8 +136,8 @@ class Pipeline:
         for module in (part for stage in self.modules for part in stage.modules()):
             if hasattr(module, "reshard"):  # fully_shard keeps gathered weights for a backward
                 module.reshard()  # type: ignore[operator]
-        # torch 2.11 creates receive buffers in the first call. In an evaluation they do not require gradients, but training
-        # needs this.
+        # torch 2.11 creates receive buffers in the first call. An evaluation creates them without requires_grad, which
+        # training needs.
         for info in (info for s in _stages(self.schedule) for infos in s.args_recv_info.values() for info in infos):
             if isinstance(buffer := getattr(info, "buffer", None), Tensor) and buffer.is_floating_point():
                 buffer.requires_grad_()

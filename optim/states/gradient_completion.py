@@ -122,8 +122,8 @@ class GradientCompletion:
         seen = None if self.grads_checked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
-        # This rank ran no backward in the window. Other ranks reduced in backward, before their transforms run, and this
-        # rank must issue the collectives in the same order.
+        # If this rank ran no backward, it reduces here, before its transforms run: other ranks reduced in backward, and all
+        # ranks must issue their collectives in the same order.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
         for transform in self.chain.catching_up:

@@ -95,7 +95,8 @@ class HalfStatesTransform(ParamTransform):
             tensor = at.tensor
             if tensor.dtype == torch.float32 or (self._split and tensor.dtype == torch.bfloat16):
                 spec = (annotation_of(tensor) or Annotation(P())).spec_on(self.registry.topology)
-                name = f"{spec} {tuple(tensor.shape)}" if spec.tied else at.name  # a tied name may differ per stage
+                # Pipeline stages may use different names for a tied parameter, and must draw the same random bits.
+                name = f"{spec} {tuple(tensor.shape)}" if spec.tied else at.name
                 where = [self.registry.coordinate[axis] for axis in spec.distinct_axes(self.registry.topology)]
                 self._keys[tensor] = f"{name} {where}"
         self.write_back()

@@ -265,7 +265,7 @@ class OffloadTransform(ParamTransform):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        # Only for new parameters. For parameters of earlier groups, the values of the last step detect writes since then.
+        # Only for new parameters. Parameters of earlier groups keep the values of the last step, which reveal later writes.
         self._seen |= {param: _look(param) for param in made}
         self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}

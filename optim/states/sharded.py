@@ -565,7 +565,7 @@ class Shards(ParamTransform):
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
             if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):
-                averaged = (*entry.averaged, *axes)  # this bucket averages over data axes, or torch has averaged before
+                averaged = (*entry.averaged, *axes)  # averaged by `ZeroBucket` over data axes, or earlier by torch
                 entry = replace(
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
                 )

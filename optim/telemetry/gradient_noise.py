@@ -133,7 +133,7 @@ class RunningScale:
 
 # Local sums -----------------------------------------------------------------------------------------------------------
 
-# Of each of this rank's tensors: the sum of squares, and the numbers of elements that are 0 or too small for float16.
+# Per tensor of this rank: the sum of squares, the number of zeros, and the number of elements too small for float16.
 
 SMALLEST_NORMAL = 2.0**-14
 """Smallest normal number of float16. Smaller numbers lose precision in float16, or become 0."""

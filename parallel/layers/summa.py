@@ -57,7 +57,11 @@ class Grid:
         return self.registry.size(self.row, self.col)
 
     def panels(self, length: int) -> tuple[list[Part], list[Part]]:
-        """Return the panels of a dim of ``length`` twice: as parts of its shards over ``row``, and over ``col``."""
+        """Divide a dim of ``length`` into panels, each of which lies in one shard over ``row`` and in one over ``col``.
+
+        Returns:
+            The panels as parts of the shards over ``row``, and as parts of the shards over ``col``.
+        """
         chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
         cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
         by_row, by_col = (
@@ -243,7 +247,7 @@ class _Reduction:
             self._mine.append(term)
 
     def finish(self) -> Tensor | None:
-        """Return this rank's sums, concatenated; None if no term was added."""
+        """Return the sums that this rank owns, concatenated; None if no added term belongs to this rank."""
         self._wait()
         if len(self._mine) > 1:
             return torch.cat(self._mine, self._dim)

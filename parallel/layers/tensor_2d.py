@@ -174,7 +174,7 @@ class Linear2D(nn.Module):
 
 
 class Linear2p5D(Linear2D):
-    """Deprecated: `Linear2D` with ``depth="depth"``."""
+    """Deprecated; write ``Linear2D(..., depth="depth")`` instead."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Linear2p5D(Linear2D):
 
 
 class LayerNorm2p5D(LayerNorm2D):
-    """Deprecated: `LayerNorm2D` with ``depth="depth"``."""
+    """Deprecated; write ``LayerNorm2D(..., depth="depth")`` instead."""
 
     def __init__(self, features: int, registry: ProcessGroupRegistry, *, depth: str = "depth", **options: Any) -> None:
         warn_deprecated("LayerNorm2p5D", f"write LayerNorm2D(..., depth={depth!r}) instead")
@@ -198,7 +198,7 @@ class LayerNorm2p5D(LayerNorm2D):
 
 
 class Embedding2p5D(Embedding2D):
-    """Deprecated: `Embedding2D` with ``depth="depth"``."""
+    """Deprecated; write ``Embedding2D(..., depth="depth")`` instead."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class Embedding2p5D(Embedding2D):
 
 
 class Classifier2p5D(Classifier2D):
-    """Deprecated: `Classifier2D` with ``depth="depth"``."""
+    """Deprecated; write ``Classifier2D(..., depth="depth")`` instead."""
 
     def __init__(
         self, in_features: int, classes: int, registry: ProcessGroupRegistry, *, depth: str = "depth", **options: Any

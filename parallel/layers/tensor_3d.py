@@ -189,7 +189,9 @@ class DiagonalTable(nn.Module):
     def table(self) -> Tensor:
         """Return the shard [rows, features/output] for this rank's ``output`` coordinate, on every rank.
 
-        Backward reduces its gradient over ``input`` to the rank that holds the shard, which all-reduces it over ``weight``.
+        Backward reduces the result's gradient over ``input`` to the rank that holds the shard. This rank then all-reduces
+        the sum over ``weight``.
+
         Collectives: a broadcast over input in forward; a reduce over input and an all-reduce over weight in backward.
         """
         held = held_or_placeholder(self.weight, self.rows, self._local_features, like=self.get_buffer("_like"))

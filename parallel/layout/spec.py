@@ -206,15 +206,15 @@ of another axis, only ranks with equal coordinates on both axes hold it."""
 
 
 def owner_of(owned: Owned, coordinate: Mapping[str, int]) -> dict[str, int]:
-    """Return the owner's coordinates on the owned axes, as {axis: coordinate}.
+    """Return the coordinates of the owner rank on the owned axes, as {axis: coordinate}.
 
-    On all other axes the owner has the same coordinates as the rank at ``coordinate``.
+    On all other axes the owner rank has the same coordinates as the rank at ``coordinate``.
     """
     return {axis: coordinate[at] if isinstance(at, str) else at for axis, at in owned}
 
 
 def owns(owned: Owned, coordinate: Mapping[str, int]) -> bool:
-    """Return True if the rank at ``coordinate`` is an owner; always True without owned axes."""
+    """Return True if the rank at ``coordinate`` is an owner rank; always True without owned axes."""
     return all(coordinate[axis] == at for axis, at in owner_of(owned, coordinate).items())
 
 

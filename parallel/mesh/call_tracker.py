@@ -65,7 +65,7 @@ class Answering:
         return dist.is_initialized() and self._world() is dist.group.WORLD
 
     def stop(self) -> None:
-        """Stop the thread and wait at most two seconds for its end. It must not run while the interpreter exits."""
+        """Stop the thread and wait at most two seconds for its end. The thread must not run while the interpreter exits."""
         self._stop.set()
         self._thread.join(2 * POLL_INTERVAL)
 
@@ -120,7 +120,7 @@ class _Server:
                 self._socket.setblocking(False)
 
     def close(self) -> None:
-        """Close the connection; later calls of `check` raise."""
+        """Close the connection, if there is one; later calls of `check` then raise RuntimeError."""
         if self._socket is not None:
             self._socket.close()
 
@@ -332,7 +332,7 @@ def public_constructor(init: F) -> F:
 
 
 def current_call() -> str | None:
-    """Return the name of this thread's current call, or None outside of any call."""
+    """Return the name of the outermost `track_call` block of this thread, or None outside of any block."""
     current = _current_thread.calls.current
     return None if current is None else current.call.name
 

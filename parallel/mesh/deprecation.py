@@ -96,7 +96,7 @@ class _FormerMember:
 
 
 def renamed_fields(**renamed: str) -> Callable[[AnyClass], AnyClass]:
-    """Return a decorator that lets a dataclass accept former names of its fields, as attributes and in the constructor.
+    """Return a dataclass decorator that keeps former names of fields valid, as attributes and in the constructor.
 
     Args:
         renamed: New name by former name.
@@ -144,7 +144,7 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
 
 
 def level_of_caller() -> int:
-    """Return the ``stacklevel`` for a warning of the calling function at the innermost frame outside this package.
+    """Return the ``stacklevel`` with which a warning of the calling function names the innermost frame outside meshstep.
 
     Frames of torch, which wraps `step`, and of the standard library's ``abc``, which creates classes, are skipped too.
     """

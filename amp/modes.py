@@ -274,7 +274,7 @@ class Bf16(Precision):
         if self.split_masters and self.stochastic_rounding:
             raise ValueError(
                 "Bf16(stochastic_rounding=True, split_masters=True): stochastic rounding has no masters to split; leave "
-                "out split_masters (8 bytes per element with AdamW) or stochastic_rounding (12 bytes per element, exact)"
+                "out split_masters (6 bytes per element with AdamW) or stochastic_rounding (12 bytes per element, exact)"
             )
         if self.split_masters and not self.main_grads:
             raise ValueError(

@@ -186,7 +186,7 @@ class Setup:
             "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
-        said["optimizers that need whole tensors"] = whole
+        said["optimizers that need full tensors"] = whole
         stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
         said[f"the optimizer{where}"] = kind_of(self.optimizer)
@@ -268,13 +268,15 @@ class Setup:
         """Return the reasons why, after backward, gradients of ``params`` are not those of the data rank's own samples."""
         reasons = []
         if switch is not None and not self.overlap:
-            reasons.append("data_parallel= averages them while backward runs: leave it out, and the step averages them")
+            reasons.append(
+                "data_parallel= averages gradients while backward runs: leave it out, and `step` averages them"
+            )
         if not self.average_data:
-            reasons.append("other code averages them (average_data=False): leave it out, and the step averages them")
+            reasons.append("other code averages gradients (average_data=False): leave it out, and `step` averages them")
         if self.overlap:
-            reasons.append("overlap=True averages them while backward runs: leave overlap out")
+            reasons.append("overlap=True averages gradients while backward runs: leave overlap out")
         if any(isinstance(placement, Sharded) and placement.gradients for placement in self.placements):
-            reasons.append("Sharded(gradients=True) averages them while backward runs: shard the states alone")
+            reasons.append("Sharded(gradients=True) averages gradients while backward runs: leave gradients=True out")
         if has_dtensors(params):
             reasons.append("gradients of DTensors may be partial: declare plain parameters")
         return reasons
@@ -432,7 +434,7 @@ def check_stepped_alike(
                 raise ValueError(
                     f"Fingerprints compares replicas of {copy[0]} bitwise, but ranks {other} and {rank} have different "
                     f"other parameters: Offloaded({fraction}) may step one replica on the CPU and one on the "
-                    "device, which round differently; use states=Offloaded(1.0), or leave one of the two out"
+                    "device, which round differently; use states=Offloaded(1.0), or leave Fingerprints or Offloaded out"
                 )
 
 
@@ -502,7 +504,7 @@ def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) 
     """Yield the reasons why a CUDA graph can't capture the update of a torch optimizer on ``device``."""
     kind = kind_of(optimizer)
     if not steps_on_device(optimizer):
-        yield f"{kind} reads whether to skip on the host: give it fused=True, if it has that"
+        yield f"{kind} decides on the host whether to skip: create it with fused=True, if it has this argument"
     for part in parts_of(optimizer):
         if reason := getattr(part, "not_captured", None):
             yield f"{type(part).__name__} {reason}"
@@ -510,7 +512,7 @@ def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) 
         lr = group.get("lr")
         if group["params"] and not (isinstance(lr, Tensor) and lr.device == device):
             yield (
-                f"the lr of param group {index} is {lr}, which replays would keep whatever a schedule does: give "
+                f"the lr of param group {index} is {lr}, so replays would ignore changes by a schedule: give "
                 f"lr=torch.tensor({float(lr or 0)}, device={str(device)!r}), which schedules write to"
             )
             return
@@ -604,7 +606,7 @@ def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] =
         return f"write {elsewhere[name]}"
     if near := get_close_matches(name, known, n=1):
         return f"write {near[0]}=..."
-    return f"there are {', '.join(known)}"
+    return f"the arguments are {', '.join(known)}"
 
 
 def as_one(
@@ -643,7 +645,7 @@ def check_loss(loss: object, call: str) -> None:
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"{call}(loss) was given a {type(loss).__name__}: give the loss itself, a 0-dim tensor that backward can start "
-            "from; of several losses their sum"
+            "from; for several losses, give their sum"
         )
 
 

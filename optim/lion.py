@@ -58,7 +58,10 @@ class Lion(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, in [0, 1)")
+            raise ValueError(
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}: lr and weight_decay must be >= 0, and both betas in "
+                "[0, 1)"
+            )
         # "fused" in a param group: the update engine passes `found_inf` and `grad_scale` to the optimizer
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "fused": True})
 

@@ -547,8 +547,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             )
         if self._states.pulling_grads or self.loss_scale is not None:
             raise RuntimeError(
-                f"a GradScaler can't see the gradients that are stepped with in precision={self.precision.name!r} with "
-                "these states: leave it out and take a precision with a loss scale of its own, 'fp16' or 'fp16_naive'"
+                f"a GradScaler can't see the gradients that the optimizer applies with precision={self.precision.name!r} "
+                "and these states: leave the scaler out, and give a precision with its own loss scale, 'fp16' or "
+                "'fp16_naive'"
             )
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale
@@ -900,7 +901,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         A capture in spite of a reason raises RuntimeError with all reasons. Collectives, host synchronization: none.
         """
-        scaler = "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
+        scaler = (
+            "a GradScaler calls it: leave the scaler out, and give a precision with its own loss scale, such as 'fp16'"
+        )
         reads_norm = "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
         reasons = [
             self._completion.not_captured(),

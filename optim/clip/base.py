@@ -337,8 +337,8 @@ class ClipState:
             return
         if is_captured():
             raise RuntimeError(
-                f"{type(self.rule).__name__} has no state yet, and a CUDA graph that is captured must not create it: make "
-                "one step with the rule before the capture"
+                f"{type(self.rule).__name__} has no state yet, and a step captured in a CUDA graph must not create it: "
+                "make one step with the rule before the capture"
             )
         for name, begins in initial.items():
             numbers = self._initial_numbers(begins, self._numbers.get(name))

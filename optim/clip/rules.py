@@ -261,14 +261,16 @@ class ByName(Clip):
 
     def check(self) -> None:
         if not self.groups:
-            raise ValueError("ByName has no groups: give a threshold or a rule per pattern, as {'*.experts.*': 0.5}")
+            raise ValueError(
+                "ByName has no groups: give a threshold or a rule per pattern, such as {'*.experts.*': 0.5}"
+            )
         for pattern, rule in self._all:
             if rule is None:
                 continue
-            where = f"of {pattern!r}" if pattern else "of the others"
+            where = f"the rule of {pattern!r}" if pattern else "the rule of others="
             if rule.level != "total" or rule.in_place or rule.weights or rule.norm_type is not None:
                 raise ValueError(
-                    f"the rule {where} is {rule!r}: give a rule of level 'total' that only multiplies, such as ByNorm or "
+                    f"{where} is {rule!r}: give a rule of level 'total' that only multiplies, such as ByNorm or "
                     "ZClip, and give norm_type to ByName"
                 )
             try:
@@ -300,8 +302,8 @@ class ByName(Clip):
         if left:
             raise ValueError(
                 f"no pattern of max_norm={{{', '.join(f'{pattern!r}: ...' for pattern in self.patterns)}}} matches "
-                f"{len(left)} of {len(names)} parameters, {some(left)}: add '*' with a threshold for them, or '*': None to "
-                "leave them unclipped"
+                f"{len(left)} of {len(names)} parameters ({some(left)}): add '*' with a threshold for these parameters, or "
+                "'*': None to leave them unclipped"
             )
 
     def initial(self) -> Mapping[str, Initial]:

@@ -370,8 +370,8 @@ class Named:
                     f"the pattern {pattern!r} matches only {some(taken)}, which earlier patterns match first; write the "
                     "narrower pattern first"
                     if taken
-                    else f"the pattern {pattern!r} matches no parameter; there are {some(sorted(names))}. Use the names "
-                    "given to declare, or the names of model.named_parameters() if the optimizer was made from them"
+                    else f"the pattern {pattern!r} matches no parameter; the names are {some(sorted(names))}. Give a "
+                    "pattern for one of these names, which declare(...) or model.named_parameters() gave to the parameters"
                 )
         return cls(groups, len(patterns) + 1)
 
@@ -503,7 +503,8 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
     dim = next((dim for pattern, dim in patterns.items() if matches(pattern, name)), 0)
     if not -len(shape) <= dim < len(shape):
         raise ValueError(
-            f"unit_dim={dim} is not a dim of {name}, whose shape is {shape}; give one of {len(shape)} dims"
+            f"unit_dim={dim} is not a dim of {name}, whose shape is {shape}; give a dim from {-len(shape)} to "
+            f"{len(shape) - 1}"
         )
     return dim % len(shape)
 

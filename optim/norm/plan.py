@@ -427,7 +427,9 @@ class ReductionPlan:
             )
         else:
             over = " x ".join(map(repr, self.sharded_over))
-            lines.append(f"pieces of parameters cut over {over}, counted as if all were as large as this rank's")
+            lines.append(
+                f"shards of parameters over {over} (optimizer-state sharding), counted as if all had this rank's size"
+            )
         if self.counted is not None:
             lines.append(
                 f"agreed by all {self.topology.world_size} ranks, which count {self.counted:,} elements together"

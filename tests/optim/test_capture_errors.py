@@ -95,7 +95,10 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "offloaded": (lambda: run_of(states=Offloaded(0.5)), "Offloaded waits for the GPU and steps on the CPU"),
     "half states": (lambda: run_of(states=HalfStates()), "HalfStates seeds its random bits on the host"),
     "rounding": (lambda: run_of(precision=Bf16(stochastic_rounding=True)), "stochastic rounding seeds its random bits"),
-    "RMSprop": (lambda: run_of(inner=torch.optim.RMSprop), "RMSprop reads whether to skip on the host: give it fused"),
+    "RMSprop": (
+        lambda: run_of(inner=torch.optim.RMSprop),
+        "RMSprop decides on the host whether to skip: create it with fused",
+    ),
     "SOAP": (lambda: run_of(inner=SOAP), "SOAP counts steps on the host"),
     "whole": (lambda: run_of(inner=wrapped), "AnyOptimizer reads the skip flag on the host"),
     "a rate": (with_a_rate_that_is_a_number, r"the lr of param group 0 is 0.25.*lr=torch.tensor\(0.25, device='cpu'\)"),
@@ -139,7 +142,7 @@ def test_capturing_step_of_grad_scaler_raises() -> None:
     run = run_of()
     scaler = GradScaler(ProcessGroupRegistry(Topology()), device="cpu")
     torch.autograd.backward(scaler.scale(run.loss(run.batch(5))))
-    with capturing(), pytest.raises(RuntimeError, match="a GradScaler calls it: leave it out"):
+    with capturing(), pytest.raises(RuntimeError, match="a GradScaler calls it: leave the scaler out"):
         scaler.step(run.optimizer)
 
 

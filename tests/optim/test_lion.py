@@ -119,7 +119,7 @@ def test_lion_updates_half_precision_weights_in_float32() -> None:
 
 def test_lion_rejects_invalid_arguments() -> None:
     for options in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"weight_decay": -0.1}):
-        with pytest.raises(ValueError, match="give >= 0, >= 0, in"):
+        with pytest.raises(ValueError, match="lr and weight_decay must be >= 0"):
             lion([nn.Parameter(torch.ones(2))], **options)
 
 

@@ -262,7 +262,7 @@ def unmatched(groups: Any) -> str:
 def test_pattern_without_matching_parameter_raises_on_every_rank(world: World) -> None:
     first, second = world.run(2, unmatched, {"gain": 1.0, "experts.*": 0.5})
     assert first == second
-    assert "'experts.*' matches no parameter; there are bias" in first
+    assert "'experts.*' matches no parameter; the names are bias" in first
     first, second = world.run(2, unmatched, {"b*": 1.0, "bias": 0.5})
     assert first == second
     assert "'bias' matches only bias@pipe=0, bias@pipe=1, which earlier patterns match first" in first
@@ -272,7 +272,7 @@ def test_patterns_that_leave_parameters_unmatched_raise(world: World) -> None:
     first, second = world.run(2, unmatched, {"gain": 1.0, "t*": 0.5})
     assert first == second
     assert "no pattern of max_norm={'gain': ..., 't*': ...} matches" in first
-    assert "add '*' with a threshold for them, or '*': None to leave them unclipped" in first
+    assert "add '*' with a threshold for these parameters, or '*': None to leave them unclipped" in first
     assert "bias@pipe=0" in first
     inner, _ = world.run(2, unmatched, SkipSpikes(3.0, {"gain": 1.0, "t*": 0.5}))
     assert inner == first
@@ -461,7 +461,7 @@ def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: s
         ({}, ValueError, "ByName has no groups"),
         ({"up": -1.0}, ValueError, "of 'up': max_norm=-1.0: give a finite number > 0"),
         ({"up": PerParameter(1.0)}, ValueError, "the rule of 'up' is PerParameter.*give a rule of level 'total'"),
-        (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of the others is ByValue"),
+        (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of others= is ByValue"),
     ],
 )
 def test_stateful_rule_with_invalid_argument_is_rejected(rule: Any, error: Any, message: str) -> None:

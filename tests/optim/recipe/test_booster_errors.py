@@ -63,7 +63,7 @@ def other_schedule() -> Any:
         (
             TypeError,
             lambda: {"clip": 1.0},
-            "clip= is an argument of neither Booster nor ParallelOptimizer: there are accum",
+            "clip= is an argument of neither Booster nor ParallelOptimizer: the arguments are accum",
         ),
         (TypeError, lambda: {"comm_hook": bool}, "neither Booster nor ParallelOptimizer: write compression="),
         (ValueError, lambda: {"overlap": True, "data_parallel": "zero1"}, "overlap needs data_parallel=None"),

@@ -29,7 +29,7 @@ def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
         if options:
             assert model.expert in {piece.tensor for piece in pieces(optimizer)}
             assert optimizer.plan.counted == sum(p.numel() for p in Odd().parameters())
-            assert "pieces of parameters cut over 'data'" in str(optimizer.plan)
+            assert "shards of parameters over 'data' (optimizer-state sharding)" in str(optimizer.plan)
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 

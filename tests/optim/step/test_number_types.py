@@ -35,7 +35,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rule": ({"max_norm": PerParameter("1")}, TypeError, f"max_norm='1': {NUMBER}str"),  # type: ignore[arg-type]
     "value": ({"max_norm": ByValue(True)}, TypeError, f"clip_value=True: {NUMBER}bool"),
     "named": ({"max_norm": {"*": "1.0"}}, TypeError, f"of '*': max_norm='1.0': {NUMBER}str"),
-    "others": ({"max_norm": ByName({"*": 1.0}, others=True)}, TypeError, f"of the others: max_norm=True: {NUMBER}bool"),
+    "others": (
+        {"max_norm": ByName({"*": 1.0}, others=True)},
+        TypeError,
+        f"the rule of others=: max_norm=True: {NUMBER}bool",
+    ),
     "warm-up": ({"max_norm": WarmUp(True, 1.0, 5)}, TypeError, "WarmUp start=True"),
     "decay": ({"max_norm": AdaGC(decay="0.9")}, TypeError, "decay='0.9': give a number, not a str"),  # type: ignore[arg-type]
     "norm_type": ({"norm_type": "2"}, TypeError, "norm_type='2': give a number >= 1"),

@@ -40,7 +40,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
         ("max_nrom", "write max_norm="),
         (
             "colour",
-            "there are accumulation_steps, average_data, bucket_bytes, check_replicas, commit, compression, data_par",
+            "the arguments are accumulation_steps, average_data, bucket_bytes, check_replicas, commit, compression, data",
         ),
     ],
 )

@@ -187,7 +187,7 @@ def on_fully_sharded() -> tuple[list[dict[str, float]], str]:
 def test_telemetry_with_fully_shard_matches_dense_model(world: World) -> None:
     (found, said), (other, _) = world.run(2, on_fully_sharded)
     assert found == other
-    assert "data_parallel= averages them while backward runs" in said
+    assert "data_parallel= averages gradients while backward runs" in said
     net = Net().double()
     optimizer = alone(net)
     telemetry = Telemetry(optimizer, every=1, by="parameter", spectral=SpectralNorms())
@@ -282,9 +282,9 @@ def refused(options: dict[str, Any], every: int) -> str:
 
 def test_telemetry_rejects_noise_scale_without_local_gradients_and_different_intervals(world: World) -> None:
     cases: list[tuple[dict[str, Any], int, str]] = [
-        ({"states": Sharded("data", gradients=True)}, 1, "shard the states alone"),
+        ({"states": Sharded("data", gradients=True)}, 1, "leave gradients=True out"),
         ({"overlap": True}, 1, "leave overlap out"),
-        ({"average_data": False}, 1, "leave it out, and the step averages them"),
+        ({"average_data": False}, 1, "leave it out, and `step` averages them"),
         ({}, 0, "every= of Telemetry"),
     ]
     found = world.run_each(refused, [(2, (options, every)) for options, every, _ in cases])

@@ -85,7 +85,10 @@ class _Scales:
 
 
 class _Round(torch.autograd.Function):
-    """Returns the scaled 8-bit values of an operand, in the operand's dtype. Backward multiplies by inverse scales."""
+    """Returns the scaled 8-bit values of an operand, in the operand's dtype.
+
+    Backward multiplies the gradient by the inverse scales of the other operand and of the product's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Quantized, scales: _Scales, which: int) -> Tensor:

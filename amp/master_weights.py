@@ -344,9 +344,10 @@ SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # states of torch's optimize
 
 
 def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
-    """Return True if an optimizer state has one value per element, so that it may be stored in half precision.
+    """Return True if an optimizer state may be stored in half precision: a float tensor that is not a shared number.
 
-    A number that all elements share must not be rounded, because the rounding error would affect all of them equally.
+    A number that all elements of a parameter share, such as a step count, must not be rounded, because the rounding error
+    would affect all elements equally. Such a number has a key in `SCALAR_STATE`, or is 0-dim although its parameter is not.
 
     Args:
         key: The key of the state.

@@ -409,7 +409,7 @@ class ClipState:
 
 
 def _check_numbers(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is one of `Numbers` without NaN."""
+    """Raise ValueError unless ``value`` is a number, or a list or dict of numbers; NaN is not allowed."""
     if isinstance(value, list):
         list_of(check_number)(value, field)
     elif isinstance(value, dict):

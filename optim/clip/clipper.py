@@ -266,7 +266,12 @@ class AgreedThresholds:
 
 
 def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a param group's ``max_norm`` is out of range, or if ``clip`` does not support thresholds."""
+    """Check the ``max_norm`` of each param group. None or a missing ``max_norm`` is accepted.
+
+    Raises:
+        TypeError: A ``max_norm`` is neither a number nor callable.
+        ValueError: A ``max_norm`` is out of range, or ``clip`` is a rule that does not support thresholds of param groups.
+    """
     for index, group in enumerate(param_groups):
         if group.get("max_norm") is not None:
             check_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)

@@ -335,8 +335,8 @@ def clip_grad_norm_(
 
         grad_norm = clip_grad_norm_(model.parameters(), 1.0)
 
-    If the norm is non-finite, the gradients stay unchanged and ``stats.found_inf`` is 1. Then do not call
-    ``optimizer.step()``.
+    If the norm is non-finite, the gradients stay unchanged (except with `ByValue`, which clamps them in any case) and
+    ``stats.found_inf`` is 1. Then do not call ``optimizer.step()``.
 
     Args:
         params: As for `global_norm`. A rule that distinguishes parameters needs the same list in every call.
@@ -496,7 +496,7 @@ def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
 
 
 class _CachedNorm(NamedTuple):
-    """The `GlobalNorm` of a list of parameters. It holds the annotations, because the ids in the cache key are theirs."""
+    """The `GlobalNorm` of a list of parameters. It keeps the annotations alive, whose ids are part of the cache key."""
 
     norm: GlobalNorm
     pending: Pending
@@ -512,7 +512,10 @@ class _RegistryCache:
         self.checked = False
 
     def remember(self, key: tuple[object, ...], known: _CachedNorm) -> None:
-        """Store ``known`` for a list of parameters. At 64 lists, all are removed first, because every list may be new."""
+        """Store ``known`` for a list of parameters.
+
+        If the cache has 64 lists, remove all first. Otherwise it would grow without bound if every call has a new list.
+        """
         if len(self.norms) >= 64:
             self.norms.clear()
         self.norms[key] = known

@@ -338,7 +338,7 @@ ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
 
 
 def clip_of(max_norm: ClipSpec) -> Clip | None:
-    """Return the checked rule that the argument ``max_norm=`` describes; None if it is None.
+    """Return the checked rule that the argument ``max_norm=`` describes; None without a rule (``max_norm=None``).
 
     Raises:
         TypeError: A threshold is neither a number nor callable.
@@ -359,7 +359,7 @@ def clip_of(max_norm: ClipSpec) -> Clip | None:
 
 
 def in_use(max_norm: ClipSpec) -> ClipState | None:
-    """Return the rule that ``max_norm`` describes, with its initial state; None if it is None. Raises as `clip_of`."""
+    """Return the rule that ``max_norm`` describes, with its initial state; None without a rule. Raises as `clip_of`."""
     clip = clip_of(max_norm)
     return None if clip is None else ClipState(clip)
 

@@ -123,7 +123,7 @@ def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
 
 
 def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
-    """Return True if the gradient is unchanged since `mark_complete`, or None. ``grad`` as for `mark_complete`."""
+    """Return True if there is no gradient, or if it is unchanged since `mark_complete`, where ``grad`` is described."""
     grad = param.grad if grad is None else grad
     return grad is None or getattr(param, _COMPLETE, None) == (grad.data_ptr(), grad._version)
 

@@ -85,7 +85,7 @@ class BackwardReducer:
 
     @contextmanager
     def micro_batch(self, several: bool = False) -> Iterator[None]:
-        """Reduce all buckets, each once, while and after the body of the ``with`` statement runs backward.
+        """Reduce each bucket once, while the body of the ``with`` statement runs backward, or after the body.
 
         If the body raises, the remaining reductions are started but not finished. So this rank has issued all collectives
         of the micro-batch, and the next micro-batch begins with the first bucket on every rank.

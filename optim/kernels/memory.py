@@ -24,7 +24,7 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Signature:
-    """Class, dtype, device, shape, strides and lazy bits of a list of tensors. Addresses are not part of it.
+    """Class, dtype, device, shape, strides and laziness (`is_lazy`) of each tensor in a list, but not its address.
 
     torch's guards compare a signature in C++, in 0.05 us per tensor. Without them Python takes forty times as long.
     """

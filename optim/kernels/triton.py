@@ -93,7 +93,7 @@ class Triton:
         return device.type == ("cpu" if self.interpreted else "cuda")
 
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        """Return the sum of |x|^p, or the largest |x|, of each tensor: [n] float64, on the tensors' device.
+        """Return the sum of |x|^p of each tensor, or for p = inf the largest |x|: [n] float64, on the tensors' device.
 
         Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf, dtypes
         differ or are not in `native.DTYPES`, or a tensor is an instance of a subclass.

@@ -93,7 +93,7 @@ class SteppedTensor(ParamPosition):
 
     @property
     def group(self) -> int:
-        """Return the index of its param group."""
+        """Return the index of the tensor's param group."""
         return self.entry.group
 
     @property

@@ -191,7 +191,7 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
 
 
 def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError on every rank if the gradient norm of a DeepSpeed engine would differ from that of the dense model.
+    """Raise ValueError on every rank if a DeepSpeed engine's gradient norm would differ from the dense model's norm.
 
     Call it on all ranks before the first step.
 

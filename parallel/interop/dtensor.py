@@ -118,8 +118,8 @@ def keep_specs(module: nn.Module) -> Iterator[None]:
     """Context manager that copies the declarations of replaced parameters to the new parameters when the block ends.
 
     `fully_shard` and `parallelize_module` replace parameters. A new parameter gets the declaration that the parameter
-    at the same attribute of the same module had before; for a new module, that of the parameter with the same qualified
-    name.
+    at the same attribute of the same module had before. A parameter of a new module gets the declaration of the former
+    parameter with the same qualified name.
 
         with keep_specs(model):
             for block in model.blocks:
@@ -276,7 +276,7 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
 
 @torch.no_grad()
 def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
-    """Set the memory of the local parameter ``piece`` to that of the DTensor's local tensor, and return ``piece``.
+    """Let the local parameter ``piece`` use the memory of the DTensor's local tensor, and return ``piece``.
 
     If ``piece`` is None, create the local parameter.
     """

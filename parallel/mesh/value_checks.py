@@ -148,7 +148,7 @@ def check_like(value: object, like: object, field: str) -> None:
         number, or tensor of one element      a number or a tensor of one element; NaN only if like is NaN
         string                                a string
         tensor                                a tensor of the same shape
-        dict with string keys                 a dict with at least these keys; each value is checked like that of its key
+        dict with string keys                 a dict with at least these keys; values are checked key by key
         any other dict                        a dict; keys and values that are not in like are checked like its first item
         list or tuple                         a list or tuple of the same length, checked item by item
         any other type                        an object of the same type

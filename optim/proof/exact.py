@@ -247,8 +247,9 @@ def _wrong(found: Tensor, expected: Tensor, region: Region, limit: float) -> str
     at = int(error.nan_to_num(nan=torch.inf).argmax())
     index = [int(number) for number in torch.unravel_index(torch.tensor(at), found.shape)] if found.dim() else []
     text = (
-        f"off by {float(error.flatten()[at]):.2g} at {index} of elements {region}, "
-        f"{float(found.flatten()[at]):.6g} and in the dense model {float(expected.flatten()[at]):.6g}, allowed {limit:.2g}"
+        f"off by {float(error.flatten()[at]):.2g} at {index} of the shard {region} (offset+length): "
+        f"{float(found.flatten()[at]):.6g} instead of the dense model's {float(expected.flatten()[at]):.6g}, "
+        f"allowed {limit:.2g}"
     )
     size = float((expected * expected).sum())
     factor = float((found * expected).sum()) / size if size else 0.0

@@ -44,11 +44,12 @@ def check_gradient_reduction(
     if overlap and modules:
         raise ValueError(
             f"overlap=True with data_parallel={type(modules[0]).__name__}: the module reduces gradients during backward "
-            "itself; leave one out"
+            "itself; leave out one of the two arguments"
         )
     if overlap and not average_data:
         raise ValueError(
-            "overlap=True with average_data=False: there is nothing to reduce while backward runs; leave one out"
+            "overlap=True with average_data=False: there is nothing to reduce while backward runs; leave out one of the "
+            "two arguments"
         )
     if compression is not None and not isinstance(compression, CommHook):
         raise TypeError(f"compression={compression!r}: give an instance of a CommHook, such as Bf16Compression()")
@@ -212,8 +213,8 @@ class TorchGradSync(GradSyncController):
             if entry.trained and any(axis in entry.spec.distinct_axes(topology) for axis in large):
                 raise ValueError(
                     f"{entry.name} is declared {entry.spec}, with different shards along a data axis, over which "
-                    "DistributedDataParallel would average it, or leave it undivided if it is ignored: leave "
-                    "data_parallel out, so that the optimizer reduces gradients by the specs"
+                    "DistributedDataParallel would average the gradient (or, if it ignores the parameter, not divide it): "
+                    "leave data_parallel out, so that the optimizer reduces gradients by the specs"
                 )
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
@@ -249,8 +250,8 @@ class TorchGradSync(GradSyncController):
         if window.sync_skipped and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
-                "before its backward. Call mark_last_micro_batch() before the forward of the last one if a window is "
-                "shorter than accumulation_steps, and leave it out of no_sync()"
+                "before its backward. Call mark_last_micro_batch() before the forward of the last micro-batch if a window "
+                "is shorter than accumulation_steps, and run that micro-batch outside of no_sync()"
             )
         return not window.sync_skipped
 
@@ -420,9 +421,8 @@ class MegatronGradSync(TorchGradSync):
         if window.sync_skipped and self._overlap:
             raise RuntimeError(
                 "overlap_grad_reduce=True has not reduced the gradients of this window: call mark_last_micro_batch() "
-                "before the "
-                "forward of the last micro-batch if a window is shorter than accumulation_steps, and leave it out of "
-                "no_sync()"
+                "before the forward of the last micro-batch if a window is shorter than accumulation_steps, and run that "
+                "micro-batch outside of no_sync()"
             )
         return True
 

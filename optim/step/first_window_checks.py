@@ -121,7 +121,7 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     called = any(rank.calls for rank in seen)
     if scaled and not called and any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
-            "there are gradients, but their loss was not multiplied by the loss scale that they would be divided by: "
+            "there are gradients, but their loss was not multiplied by the loss scale, by which step() divides gradients: "
             + SAY_SO
         )
     none = not any(rank.some or rank.unknown for rank in seen)

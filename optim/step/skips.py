@@ -168,7 +168,7 @@ class SkipMonitor:
     def _bypass_error(self, since: str) -> RuntimeError:
         self.counts[2] = self._step = 0
         return RuntimeError(
-            "gradients were found whose loss was not multiplied by the loss scale that they would be divided by; "
+            "gradients were found whose loss was not multiplied by the loss scale, by which step() divides gradients; "
             f"steps with them were skipped{since}: {SAY_SO}"
         )
 

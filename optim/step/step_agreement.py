@@ -544,14 +544,18 @@ ADVICE = {  # by prefix of a fact's name
         "the schedule."
     ),
 }
-UNNAMED = "the different setting is equal again, such as a learning rate in a tensor on a device. " + ADVICE[""]
+UNNAMED = (
+    "the setting that differed, such as a learning rate in a tensor on a device, is equal on all ranks again. "
+    + ADVICE[""]
+)
 
 
 def thawed_text(name: str, where: str = "") -> str:
     """Return the message for a parameter that was unfrozen. ``where`` names the ranks, or is empty (default)."""
     return (
-        f"{name} was frozen when the optimizer was made, and is not now{where}; the trained parameters were agreed then: "
-        "unfreeze before making ParallelOptimizer, or leave it out and add it later with add_param_group"
+        f"{name} was frozen when the optimizer was made, and is not now{where}, but the ranks agreed on the trained "
+        "parameters at that time: unfreeze it before you make ParallelOptimizer, or leave it out of the optimizer and add "
+        "it later with add_param_group"
     )
 
 

@@ -87,9 +87,9 @@ class Weight:
         """Raise RuntimeError if a CUDA graph captures the micro-batch and its replays could not add ``weight``."""
         if is_captured() and (self.sum is None or not isinstance(weight, Tensor)):
             raise RuntimeError(
-                f"weight={weight!r} in a micro-batch that is captured in a CUDA graph, of which every replay would add the "
-                "same number: give a 0-dim tensor on the GPU and write new values to it, "
-                "also in earlier windows that are not captured"
+                f"weight={weight!r} in a micro-batch that is captured in a CUDA graph, whose replays would all add the "
+                "same number: give a 0-dim tensor on the GPU and write new values to it, also in the windows before the "
+                "capture"
             )
 
 
@@ -366,7 +366,7 @@ class Window:
             yield (
                 f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have run, which replays would not "
                 "count: capture a whole window, or leave accumulation_steps out and call step only in the graph of the "
-                "last one"
+                "last micro-batch"
             )
         if isinstance(self.weight, Tensor) and self.weight.device != device:
             yield f"the weight of the window is on {self.weight.device}: give tensors on {device}"
@@ -483,7 +483,7 @@ class Window:
         if self.entered:
             raise RuntimeError(
                 "backward was called within window(), or window() within window(), which counts one micro-batch twice: "
-                "write one of them. Within window() call scale_loss(loss).backward() of this optimizer's scale_loss"
+                "write one of them. Within window(), call optimizer.scale_loss(loss).backward()"
             )
         self.begin(weight, params)
         self.several, self.entered = several, True

@@ -81,7 +81,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
             ValueError: ``closure`` is not None.
         """
         if closure is not None:
-            raise ValueError("several optimizers take no closure, which each would evaluate: call backward, then step")
+            raise ValueError(
+                "step(closure) of several optimizers is not supported, because each would evaluate the closure: call "
+                "backward, then step()"
+            )
         for part in self.parts:
             part.step()
 
@@ -136,8 +139,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
         own = [group[OPTIMIZER_INDEX] for group in self.param_groups]
         if whose != own:
             raise ValueError(
-                f"the state's param groups are of optimizers {whose} (None: not of a list), but this list has groups of "
-                f"optimizers {own}: give the state of the same optimizers in the same order"
+                f"the param groups of the state dict belong to the optimizers with the indices {whose} (None: saved from a "
+                f"single optimizer), but the indices in this list of optimizers are {own}: load the state of the same "
+                "optimizers in the same order"
             )
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         loaded = []
@@ -198,7 +202,7 @@ def _check(parts: Sequence[object]) -> None:
             if (other := seen.setdefault(id(param), index)) != index:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in optimizers {other} and {index} of the list, which "
-                    "would both step it: give each parameter to one"
+                    "would both step it: give each parameter to one optimizer"
                 )
 
 

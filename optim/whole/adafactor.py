@@ -107,7 +107,8 @@ class Adafactor(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not beta2_decay <= 0 or not d >= 1 or not weight_decay >= 0:
             raise ValueError(
-                f"lr={lr}, beta2_decay={beta2_decay}, d={d}, weight_decay={weight_decay}: give >= 0, <= 0, >= 1, >= 0"
+                f"lr={lr}, beta2_decay={beta2_decay}, d={d}, weight_decay={weight_decay}: lr and weight_decay must be "
+                ">= 0, beta2_decay <= 0, and d >= 1"
             )
         if not all(number is None or number >= 0 for number in eps) or eps[1] is None:
             raise ValueError(f"eps={eps}: give two numbers >= 0; the first may be None")
@@ -230,11 +231,11 @@ class CAME(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not all(number > 0 for number in eps) or not clip_threshold > 0 or not weight_decay >= 0:
             raise ValueError(
-                f"lr={lr}, eps={eps}, clip_threshold={clip_threshold}, weight_decay={weight_decay}: give >= 0, two > 0, "
-                "> 0, >= 0"
+                f"lr={lr}, eps={eps}, clip_threshold={clip_threshold}, weight_decay={weight_decay}: lr and weight_decay "
+                "must be >= 0, and clip_threshold and both numbers of eps > 0"
             )
         if len(betas) != 3 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: give three in [0, 1)")
+            raise ValueError(f"betas={betas}: give three numbers in [0, 1)")
         defaults = {
             "lr": lr,
             "eps": eps,

@@ -260,7 +260,10 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "steps_windows"):
-        raise TypeError(f"whole({type(optimizer).__name__}): give a plain torch optimizer")
+        raise TypeError(
+            f"whole({type(optimizer).__name__}): give a torch optimizer, and pass the result of whole() to "
+            "ParallelOptimizer"
+        )
     name = type(optimizer).__name__
     if asks_other_ranks(optimizer):
         raise TypeError(
@@ -274,9 +277,12 @@ def _check(optimizer: object) -> None:
             "checkpoint of the wrapped optimizer"
         )
     if within := [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
-        raise ValueError(f"whole({name}): it delegates to the optimizer in its {', '.join(within)}; wrap that one")
+        raise ValueError(
+            f"whole({name}): {name} steps by another optimizer, in its attribute {', '.join(within)}; call whole() on that "
+            "optimizer instead"
+        )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ValueError(
-            f"whole({name}): it switches the weights with train() and eval(), which whole() doesn't support; schedule-free "
-            "optimizers are elementwise: pass them to ParallelOptimizer without whole()"
+            f"whole({name}): {name} switches the weights with train() and eval(), which whole() doesn't support; "
+            "schedule-free optimizers are elementwise: pass them to ParallelOptimizer without whole()"
         )

@@ -56,7 +56,8 @@ class LAMB(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, >= 0, in [0, 1)"
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: lr, eps and weight_decay must be >= 0, "
+                "and betas in [0, 1)"
             )
         defaults = {
             "lr": lr,
@@ -138,8 +139,8 @@ class LARS(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0 or not trust_coeff > 0 or not eps >= 0:
             raise ValueError(
-                f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coeff={trust_coeff}: give "
-                "trust_coeff > 0, and all others >= 0"
+                f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coeff={trust_coeff}: "
+                "trust_coeff must be > 0, and the others >= 0"
             )
         if nesterov and momentum == 0:
             raise ValueError(f"nesterov=True with momentum={momentum}: give momentum > 0, or nesterov=False")
@@ -211,7 +212,8 @@ class StableAdamW(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not eps > 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give >= 0, > 0, >= 0, in [0, 1)"
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: lr and weight_decay must be >= 0, eps "
+                "> 0, and betas in [0, 1)"
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 

@@ -245,7 +245,10 @@ class Muon(WholeOptimizer):
         ns_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not 0 <= momentum < 1:
-            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, momentum={momentum}: give >= 0, >= 0, in [0, 1)")
+            raise ValueError(
+                f"lr={lr}, weight_decay={weight_decay}, momentum={momentum}: lr and weight_decay must be >= 0, and "
+                "momentum in [0, 1)"
+            )
         if not 0 <= eps < inf:
             raise ValueError(
                 f"eps={eps}: give a finite number >= 0, such as 0 (the default) or 1e-7 (torch.optim.Muon's)"
@@ -350,7 +353,8 @@ class Muon(WholeOptimizer):
         own, *rest = sorted(self._sorted(group), key=lambda part: -len(part["params"]))
         if any(part["params"] for part in rest):
             raise ValueError(
-                "the param group contains matrices and other parameters; give two groups, or set the group's 'algorithm'"
+                "the param group contains matrices and other parameters; add two groups, or set 'algorithm' in the group "
+                "to 'muon' or 'adamw'"
             )
         super().add_param_group({**self._adamw, **own} if own["algorithm"] == "adamw" else own)
 
@@ -360,7 +364,10 @@ class Muon(WholeOptimizer):
         if group["algorithm"] != "muon":
             return ()
         if len(shape) < 2:
-            raise ValueError(f"{name} of shape {shape} is no matrix; put it in a param group with 'algorithm': 'adamw'")
+            raise ValueError(
+                f"{name} of shape {shape} is not a matrix, which Muon needs; put it in a param group with 'algorithm': "
+                "'adamw'"
+            )
         return tuple(matrices_of(name, shape, self.blocks, spec))
 
     def bound(self, tensors: WholeTensors) -> None:

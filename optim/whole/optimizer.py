@@ -300,7 +300,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         if len(pairs) != len(self.tensors.tensors):
             raise RuntimeError(
                 f"{type(self).__name__} has {len(self.tensors.tensors)} tensors, and this step has only {len(pairs)}; step "
-                "all of them at once, because other ranks wait in collectives of the missing ones"
+                "all tensors in one call, because other ranks wait in the collectives of the missing tensors"
             )
         for position, (group, param) in enumerate(pairs):
             if position in self._frozen or (alone and param.grad is None):
@@ -398,7 +398,7 @@ class HomeOptimizer(WholeOptimizer):
 
     lists = 1
     blocks: Blocks = MappingProxyType({})
-    not_captured = "counts steps on the host, and does more in some than in others"
+    not_captured = "counts steps on the host, and computes more in some steps than in others"
     _with_others = False
 
     def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:

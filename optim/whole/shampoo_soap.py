@@ -248,7 +248,8 @@ class Shampoo(PreconditionedOptimizer):
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not 0 <= betas[0] < 1 or not 0 < betas[1] <= 1:
             raise ValueError(
-                f"lr={lr}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, in [0, 1) and (0, 1]"
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}: lr and weight_decay must be >= 0, betas[0] in "
+                "[0, 1), and betas[1] in (0, 1]"
             )
         if grafting not in ("adam", "sgd"):
             raise ValueError(f"grafting={grafting!r}: give 'adam' or 'sgd'")
@@ -370,8 +371,8 @@ class SOAP(PreconditionedOptimizer):
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas) or shampoo_beta >= 1:
             raise ValueError(
-                f"lr={lr}, weight_decay={weight_decay}, betas={betas}, shampoo_beta={shampoo_beta}: give >= 0, >= 0, in "
-                "[0, 1), < 1"
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}, shampoo_beta={shampoo_beta}: lr and weight_decay "
+                "must be >= 0, betas in [0, 1), and shampoo_beta < 1"
             )
         defaults = {
             "lr": lr,

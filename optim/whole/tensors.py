@@ -121,8 +121,10 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
             known = found.setdefault(name, LogicalTensor(name, region.full_shape, dtype, metadata, {}))
             if (known.shape, known.dtype, known.metadata) != (region.full_shape, dtype, metadata):
                 raise ValueError(
-                    f"{name} is {known.shape}, {known.dtype}, {known.metadata} on rank {known.ranks[0]}, but "
-                    f"{region.full_shape}, {dtype}, {metadata} on rank {rank}; declare it equally on all ranks"
+                    f"{name} has the full shape {known.shape}, dtype {known.dtype} and optimizer metadata "
+                    f"{known.metadata} on rank {known.ranks[0]}, but the full shape {region.full_shape}, dtype {dtype} "
+                    f"and optimizer metadata {metadata} on rank {rank}; declare it equally on all ranks, and give it to "
+                    "the same optimizer"
                 )
             held: Any = known.held
             held[rank] = (*held.get(rank, ()), *region.boxes())
@@ -130,15 +132,15 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
         for rank, boxes in tensor.held.items():
             if any(one.overlaps(other) for one, other in combinations(boxes, 2)):
                 raise ValueError(
-                    f"two parameters on rank {rank} have the name {tensor.name} {tuple(tensor.shape)}; to tie them, make "
-                    "them one parameter (head.weight = embedding.weight); if they are different, give them different names "
-                    "(with annotate, declare, or an optimizer created from model.named_parameters())"
+                    f"two parameters on rank {rank} have the name {tensor.name} (full shape {tuple(tensor.shape)}); to tie "
+                    "them, make them one parameter (head.weight = embedding.weight); if they are different, give them "
+                    "different names (with annotate, declare, or an optimizer created from model.named_parameters())"
                 )
         count = sum(prod(box.sizes) for boxes in tensor.sources().values() for box in boxes)
         if count != prod(tensor.shape):
             raise ValueError(
-                f"the optimizers of all ranks have {count} of the {prod(tensor.shape)} elements of {tensor.name} "
-                f"{tuple(tensor.shape)}; give the shards of all ranks to the optimizers"
+                f"the optimizers of all ranks together have only {count} of the {prod(tensor.shape)} elements of "
+                f"{tensor.name} (full shape {tuple(tensor.shape)}); give each rank's shard to its optimizer"
             )
     return found
 
@@ -182,7 +184,10 @@ def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> t
     if given_blocks is not None:
         sizes = (rows // given_blocks,) * given_blocks if isinstance(given_blocks, int) else tuple(given_blocks)
         if sum(sizes) != rows or min(sizes) < 1:
-            raise ValueError(f"blocks={given_blocks!r} for {name}: give sizes that add up to its {rows} rows")
+            raise ValueError(
+                f"blocks={given_blocks!r} for {name}, which has {rows} rows: give a number of blocks that divides {rows}, "
+                f"or a list of sizes >= 1 that add up to {rows}"
+            )
         return -2, sizes
     spec = spec or P()
     for dim in (-2, -1):  # -1: `Linear2D` and `Linear2p5D` store weights as [in, out], so their blocks are columns
@@ -285,7 +290,7 @@ class WholeTensors:
                 if region is None:
                     raise ValueError(
                         f"{name} has shards of unequal sizes in an unknown order, so its full tensor can't be formed; make "
-                        "the dim divisible by the number of ranks, or split it as torch.chunk does"
+                        "the sharded dim divisible by the number of ranks, or shard it as torch.chunk does"
                     )
                 found.append((name, piece.dtype, metadata(position) if metadata else None, region))
             return None, found

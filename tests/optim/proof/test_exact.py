@@ -136,10 +136,10 @@ def test_assert_exact_reports_factor_and_location_of_wrong_gradient(world: World
     text = world.run(2, explain, Topology(tensor=2), "gradient twice on rank 1")[0]
     (line,) = [line for line in text.splitlines() if "gradient of up_bias" in line]
     assert line.startswith("the gradient of up_bias, rank 1: off by ")
-    assert " of elements 4+4, " in line
+    assert " of the shard 4+4 (offset+length): " in line
     assert line.endswith(": it is 2.0000 times the dense one")
     (line,) = [line for line in text.splitlines() if "gradient of up," in line]
-    assert " of elements 0,4+4,4, " in line
+    assert " of the shard 0,4+4,4 (offset+length): " in line
     assert "gradient of down," not in text
 
 
@@ -234,7 +234,7 @@ def test_assert_exact_finds_wrong_clipping_in_parameters(world: World) -> None:
 def test_assert_exact_finds_wrong_element_on_one_rank(world: World) -> None:
     text = world.run(2, wrong_steps, 0.5, 0.5, 0.25)[0]
     assert text.splitlines()[0] == "values of the parallel model that differ from the dense model after step 1: 1"
-    assert text.splitlines()[1].startswith("parameter up_bias, rank 1: off by 0.25 at [0] of elements 4+4, ")
+    assert text.splitlines()[1].startswith("parameter up_bias, rank 1: off by 0.25 at [0] of the shard 4+4 ")
 
 
 # Parameters that only some ranks hold ---------------------------------------------------------------------------------

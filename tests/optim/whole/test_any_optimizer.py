@@ -156,7 +156,7 @@ def test_whole_rejects_unsupported_optimizers() -> None:
         (stepped, ValueError, "already has a state"),
         (whole(SignDescent([weight])), TypeError, "already steps full tensors"),
         (Modes([weight]), ValueError, r"train\(\) and eval\(\)"),
-        (Around([weight]), ValueError, "the optimizer in its base"),
+        (Around([weight]), ValueError, "by another optimizer, in its attribute base"),
         (nn.Linear(2, 2), TypeError, "plain torch optimizer"),
     ]
     for optimizer, kind, says in refused:

@@ -261,7 +261,7 @@ def test_invalid_lists_of_optimizers_are_rejected_and_left_unchanged() -> None:
     assert [first.state_dict(), second.state_dict()] == states
     plain = ParallelOptimizer(adamw(list(small().parameters()), 0.1), registry)
     mine = optimizer_of(two, small())
-    with pytest.raises(ValueError, match=r"of optimizers \[None\]"):
+    with pytest.raises(ValueError, match=r"with the indices \[None\]"):
         mine.load_state_dict(plain.state_dict())
 
 

@@ -157,7 +157,7 @@ def test_whole_rejects_unsupported_optimizers() -> None:
         (whole(SignDescent([weight])), TypeError, "already steps full tensors"),
         (Modes([weight]), ValueError, r"train\(\) and eval\(\)"),
         (Around([weight]), ValueError, "by another optimizer, in its attribute base"),
-        (nn.Linear(2, 2), TypeError, "plain torch optimizer"),
+        (nn.Linear(2, 2), TypeError, "give a torch optimizer"),
     ]
     for optimizer, kind, says in refused:
         with pytest.raises(kind, match=says):

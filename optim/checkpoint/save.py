@@ -197,7 +197,7 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
 
 def check_keep(keep: int) -> None:
     """Raise ValueError unless ``keep``, a number of checkpoints, is an integer >= 1."""
-    if not isinstance(keep, int) or keep < 1:
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ValueError(f"keep={keep!r}: give the number of checkpoints to keep, including the new one: 1, 2, ...")
 
 

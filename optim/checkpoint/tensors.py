@@ -74,20 +74,24 @@ def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) 
         files: The record of each file of the checkpoint.
         where: Path of the index file, for the error.
     Raises:
-        ValueError: ``content`` is not an index, or refers to bytes that are not in ``files``.
+        ValueError: ``content`` is not an index, refers to bytes that are not in ``files``, or describes tensors with
+            another byte order than this machine's.
     """
     try:
         index = json.loads(content)
-        if index["byteorder"] != sys.byteorder:
-            raise ValueError(
-                f"its tensors are {index['byteorder']}-endian, but this machine is {sys.byteorder}-endian; load it on a "
-                f"{index['byteorder']}-endian machine"
-            )
+        byteorder = index["byteorder"]
+        if byteorder not in ("big", "little"):
+            raise ValueError(f"its byte order is {byteorder!r}, neither 'big' nor 'little'")
         found = {key: _stored(value, files) for key, value in index["tensors"].items()}
         _check_filled(found, files)
-        return found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise ValueError(f"{where} is damaged, or was tampered with: {printable(str(problem))}; {EARLIER}") from None
+    if byteorder != sys.byteorder:
+        raise ValueError(
+            f"the tensors of the checkpoint with index {where} are {byteorder}-endian, but this machine is "
+            f"{sys.byteorder}-endian; load the checkpoint on a {byteorder}-endian machine"
+        )
+    return found
 
 
 def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:

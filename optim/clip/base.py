@@ -202,13 +202,12 @@ def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {"steps": state["steps"] + 1} if "steps" in state else NOTHING
 
 
-def check_threshold(value: Threshold, name: str, infinite: bool = False) -> None:
+def check_threshold(value: Threshold, name: str) -> None:
     """Check a threshold. A callable threshold is checked by its ``check`` method, if it has one.
 
     Args:
         value: The threshold.
         name: Name of the argument, for the error.
-        infinite: True: ``math.inf`` is allowed; it excludes a param group from clipping. Default: False.
     Raises:
         TypeError: The threshold is neither a number nor callable.
         ValueError: The threshold is not finite and positive.
@@ -217,6 +216,21 @@ def check_threshold(value: Threshold, name: str, infinite: bool = False) -> None
         getattr(value, "check", bool)()
         return
     check_scalar(value, name, "a number, a function of the number of steps, or None")
+    check_number_threshold(value, name)
+
+
+def check_number_threshold(value: float, name: str, infinite: bool = False) -> None:
+    """Check a threshold that must be a number, and not a function of the number of steps.
+
+    Args:
+        value: The threshold.
+        name: Name of the argument, for the error.
+        infinite: True: ``math.inf`` is allowed; it excludes a param group from clipping. Default: False.
+    Raises:
+        TypeError: The threshold is not a number.
+        ValueError: The threshold is not positive, or it is infinite although ``infinite`` is False.
+    """
+    check_scalar(value, name)
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
         without = "math.inf: this group is not clipped" if infinite else "None: no clipping"

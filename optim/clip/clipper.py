@@ -27,7 +27,7 @@ from ..norm.global_norm import GlobalNorm, Named, PackedSum, UnitDim, Units
 from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level, Norms, Reduction
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
-from .base import NOTHING, Clip, ClipResult, ClipState, check_threshold
+from .base import NOTHING, Clip, ClipResult, ClipState, check_number_threshold
 from .rules import ByGroup, ByNorm, ByValue
 
 # Votes on a step ------------------------------------------------------------------------------------------------------
@@ -269,12 +269,12 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
     """Check the ``max_norm`` of each param group. None or a missing ``max_norm`` is accepted.
 
     Raises:
-        TypeError: A ``max_norm`` is neither a number nor callable.
+        TypeError: A ``max_norm`` is not a number.
         ValueError: A ``max_norm`` is out of range, or ``clip`` is a rule that does not support thresholds of param groups.
     """
     for index, group in enumerate(param_groups):
         if group.get("max_norm") is not None:
-            check_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
+            check_number_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
             if not isinstance(clip, ByNorm | ByValue | None):
                 raise ValueError(
                     f"param group {index} has its own max_norm, but max_norm={clip!r} is a rule for all groups; give only "

@@ -28,7 +28,7 @@ from ..norm.measure import GradStats, Norms, Reduction, checked_norm_type, check
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
 from ..norm.replicas import ReplicaCheck, ReplicaMismatchError
-from .base import ClipState, check_threshold
+from .base import ClipState, check_number_threshold
 from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
 from .rules import ClipSpec, check_packed, clip_of, planned_for
 
@@ -451,7 +451,7 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Collectives: none, except for new meshes without a registry; see `global_norm`.
     Host synchronization: none.
     """
-    check_threshold(clip_value, "clip_value")
+    check_number_threshold(clip_value, "clip_value")
     listed, registry = _listed(unique_params(params), registry)
     check_gradients(listed, registry)
     listed.change(lambda gradients: clamp_each(gradients, clip_value))

@@ -28,6 +28,7 @@ from .base import (
     Threshold,
     bound_factor,
     check_decay,
+    check_number_threshold,
     check_positive,
     check_threshold,
     check_whole_number,
@@ -80,7 +81,7 @@ class ByValue(Clip):
     clip_value: float
 
     def check(self) -> None:
-        check_threshold(self.clip_value, "clip_value")
+        check_number_threshold(self.clip_value, "clip_value")
 
     def factors(self, norms: Norms) -> None:
         return None
@@ -119,11 +120,11 @@ class ByGroup(Clip):
     def check(self) -> None:
         for value in self.thresholds:
             if value is not None:
-                check_threshold(value, "max_norm", infinite=True)
+                check_number_threshold(value, "max_norm", infinite=True)
         if self.others is not None:
             check_threshold(self.others, "max_norm")
         if self.clip_value is not None:
-            check_threshold(self.clip_value, "clip_value")
+            check_number_threshold(self.clip_value, "clip_value")
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:
         if self.clip_value is not None:
@@ -212,8 +213,8 @@ class Adaptive(Clip):
     norm_type = 2.0
 
     def check(self) -> None:
-        check_threshold(self.clipping, "clipping")
-        check_threshold(self.eps, "eps")
+        check_positive(self.clipping, "clipping")
+        check_positive(self.eps, "eps")
 
     def factors(self, norms: Norms) -> Tensor:
         longest = self.clipping * norms.weights.clamp(min=self.eps)
@@ -423,7 +424,7 @@ class AdaGC(Clip):
     warm_up: int = 100
 
     def check(self) -> None:
-        check_threshold(self.max_norm, "max_norm")
+        check_number_threshold(self.max_norm, "max_norm")
         check_positive(self.factor, "factor")
         check_decay(self.decay, "decay")
         check_whole_number(self.warm_up, "warm_up", 1)
@@ -609,8 +610,8 @@ class WarmUp:
 
     def check(self) -> None:
         """Raise ValueError for arguments that are out of range."""
-        check_threshold(self.start, "WarmUp start")
-        check_threshold(self.end, "WarmUp end")
+        check_positive(self.start, "WarmUp start")
+        check_positive(self.end, "WarmUp end")
         check_whole_number(self.steps, "WarmUp steps", 1)
 
     def __call__(self, taken: Tensor) -> Tensor:

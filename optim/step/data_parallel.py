@@ -303,13 +303,23 @@ def find_misplaced_ddp(
         for param, entry in zip(params, entries, strict=True)
         if topology.size(*(axis for axis in entry.spec.distinct_axes(topology) if axis not in topology.data_axes)) > 1
     }
-    for module in gc.get_objects() if sharded else ():
-        if not issubclass(type(module), DistributedDataParallel):
+    classes = _with_subclasses(DistributedDataParallel)
+    # There can be millions of objects, and a lookup in a set of classes is faster than isinstance.
+    objects: list[object] = gc.get_objects() if sharded else []
+    for module in objects:
+        if type(module) not in classes or not isinstance(module, DistributedDataParallel):
             continue
         name = next((sharded[id(param)] for param in module.parameters() if id(param) in sharded), None)
         if name is not None and not {*(ranks := dist.get_process_group_ranks(module.process_group))} <= replicas:
             return name, sorted(ranks)
     return None
+
+
+def _with_subclasses(base: type) -> set[type]:
+    classes = {base}
+    for subclass in base.__subclasses__():
+        classes |= _with_subclasses(subclass)
+    return classes
 
 
 def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:

@@ -187,7 +187,7 @@ def check_like(value: object, like: object, field: str) -> None:
             else:
                 _check_plain(item, f"{field}[{_shown(name)}]")
         if all(isinstance(key, str) for key in like) and (missing := sorted(like.keys() - value.keys())):
-            raise ValueError(f"{field} has no {', '.join(missing)}; expected a dict with these keys")
+            raise ValueError(f"{field} has no {', '.join(missing)}; give a dict with these keys")
     elif isinstance(like, Sequence):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
             raise wrong(field, value, f"a list of {len(like)} items")

@@ -148,8 +148,9 @@ def test_async_saver_rejects_unserializable_extra_and_invalid_keep_immediately(t
         with pytest.raises(ValueError, match="extra= can't be stored"):
             saver.save(model, optimizer, extra=tmp_path)
         assert saver.wait() is None
-    with pytest.raises(ValueError, match="keep=0"):
-        AsyncSaver(tmp_path, optimizer.registry, keep=0)
+    for keep in (0, True):
+        with pytest.raises(ValueError, match=f"keep={keep}"):
+            AsyncSaver(tmp_path, optimizer.registry, keep=keep)
 
 
 def test_exception_in_training_propagates_and_pending_checkpoint_is_completed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import inf, prod
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -495,6 +495,25 @@ def test_rule_with_out_of_range_number_is_rejected(rule: Clip) -> None:
         with pytest.raises(ValueError, match=r"finite number > 0|number >= 1"):
             optimizer.max_norm = rule
         assert optimizer.max_norm is None
+
+
+def constant(steps: Tensor) -> Tensor:
+    return torch.ones_like(steps)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ByValue(cast(float, constant)),
+        ByGroup((cast(float, constant), None)),
+        ByGroup((1.0, None), clip_value=cast(float, constant)),
+        Adaptive(cast(float, constant)),
+        AdaGC(cast(float, constant)),
+    ],
+)
+def test_rule_with_function_instead_of_number_is_rejected(rule: Clip) -> None:
+    with ProcessGroupRegistry(Topology()) as registry, pytest.raises(TypeError, match=r"constant.* a number"):
+        ParallelOptimizer(sgd(Planted(LAYOUTS["one rank"], 0)), registry, max_norm=rule)
 
 
 @pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(), ByGroup((1.0, None)), ByLastNorm()])

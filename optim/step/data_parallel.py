@@ -315,7 +315,7 @@ def find_misplaced_ddp(
     return None
 
 
-def _with_subclasses(base: type) -> set[type]:
+def _with_subclasses(base: type[object]) -> set[type[object]]:
     classes = {base}
     for subclass in base.__subclasses__():
         classes |= _with_subclasses(subclass)

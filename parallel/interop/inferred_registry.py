@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ..layout.spec import P
 from ..mesh.refinement import Dim, dims_of, gathered, refined
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import without_wrappers
-from ..mesh.topology import Role, Topology
+from ..mesh.topology import Role, Topology, has_default_role, names_of
 from .local_parameters import loaded_class
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ class _Inferred(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The mesh dims of one rank's device meshes, and a (placements, shape) pair for each of the rank's parameters."""
+    """The mesh dims of one rank's device meshes, the other dims of the meshes from which they were sliced, and a
+    (placements, shape) pair for each of the rank's parameters."""
 
     dims: list[Dim]
+    sliced_off: list[Dim]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -43,8 +46,10 @@ def infer_registry(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     """Return a new registry whose axes are the common refinement of the DTensors' device meshes.
 
     `Topology.of_meshes` describes the common refinement. The meshes may be slices of a mesh, flattened meshes, or meshes of
-    some of the ranks, such as one mesh per pipeline stage. Ranks that no mesh connects form a further axis. It is a
-    data axis if their parameters have the same placements and shapes, else a pipeline axis.
+    some of the ranks, such as one mesh per pipeline stage. If a mesh is a slice, the other dims of the mesh from which it
+    was sliced become axes too. Ranks that no mesh connects form a further axis. An axis that no DTensor's mesh has, and
+    whose name has no default role, is a data axis if the parameters along it have the same placements and shapes, else a
+    pipeline axis.
 
     Args:
         params: This rank's parameters: DTensors and plain tensors.
@@ -126,22 +131,53 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 def _view(params: Sequence[Tensor]) -> _View:
     """Return the `_View` of this rank. Raises ValueError if a mesh has no dim names."""
     # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
-    dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(_meshes_of(params)))
-    return _View(list(dims), tuple((str(getattr(param, "placements", "")), tuple(param.shape)) for param in params))
+    meshes = _meshes_of(params)
+    dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes))
+    roots = [root for root in map(_root_of, meshes) if root.mesh_dim_names is not None]
+    others = dict.fromkeys(dim for dim in (dim._replace(mesh=0) for dim in dims_of(roots)) if dim not in dims)
+    layouts = tuple((str(getattr(param, "placements", "")), tuple(param.shape)) for param in params)
+    return _View(list(dims), list(others), layouts)
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of which ``mesh`` is a slice, or ``mesh``. torch has no public function for it."""
+    root_of = getattr(mesh, "_get_root_mesh", None)
+    return mesh if root_of is None else root_of()
 
 
 def _topology(views: Sequence[_View]) -> Topology:
-    """Return the topology of the common refinement of all mesh dims, with an axis for ranks that no mesh connects."""
+    """Return the topology of the common refinement of all mesh dims, with an axis for ranks that no mesh connects.
+
+    The dims in `_View.sliced_off` are left out if they contradict the other dims: no DTensor is on them.
+    """
+    if any(view.sliced_off for view in views):
+        with suppress(ValueError):
+            return _refined_topology(views, [[*view.dims, *view.sliced_off] for view in views])
+    return _refined_topology(views, [view.dims for view in views])
+
+
+def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]]) -> Topology:
+    """Return the topology whose axes are the common refinement of ``dims``, which has a list per rank."""
     roles: dict[str, Role] = {}
 
     def name_of(ranks: Sequence[int]) -> str:
-        is_stage = len({views[rank].parameters for rank in ranks}) > 1
-        name = f"{'stage' if is_stage else 'replica'}_{'x'.join(map(str, (len(ranks), ranks[1] - ranks[0])))}"
-        roles[name] = "pipe" if is_stage else "data"
+        role = _role_along(ranks, views)
+        kind = "stage" if role == "pipe" else "replica"
+        name = f"{kind}_{'x'.join(map(str, (len(ranks), ranks[1] - ranks[0])))}"
+        roles[name] = role
         return name
 
-    axes, aliases = refined(_with_unique_names([view.dims for view in views]), name_of)
+    axes, aliases = refined(_with_unique_names(dims), name_of)
+    in_meshes = {dim.name for view in views for dim in view.dims}
+    for dim in (dim for view in views for dim in view.sliced_off if dim.name in axes and dim.name not in in_meshes):
+        if not any(has_default_role(name) for name in names_of(dim.name, aliases)):
+            roles[dim.name] = "pipe" if "pipe" in (roles.get(dim.name), _role_along(dim.ranks, views)) else "data"
     return Topology(roles=roles, aliases=aliases, **axes)
+
+
+def _role_along(ranks: Sequence[int], views: Sequence[_View]) -> Role:
+    """Return "pipe" if the parameters of these ranks have different placements or shapes, else "data"."""
+    return "pipe" if len({views[rank].parameters for rank in ranks}) > 1 else "data"
 
 
 def _with_unique_names(views: Sequence[Sequence[Dim]]) -> list[list[Dim]]:

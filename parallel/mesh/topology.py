@@ -123,6 +123,11 @@ def names_of(axis: str, aliases: Aliases) -> tuple[str, ...]:
     return (axis, *(alias for alias, atoms in aliases.items() if axis in atoms))
 
 
+def has_default_role(name: str) -> bool:
+    """Return True if an axis with this name has a role of its own, without ``roles=``."""
+    return name in _ROLE_BY_NAME
+
+
 def default_role(axis: str, aliases: Aliases) -> Role | None:
     """Return the role that an axis has without ``roles=``; None if its name and aliases have different default roles."""
     try:

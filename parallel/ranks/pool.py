@@ -134,6 +134,7 @@ class _Membership:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_device_meshes()
         self._joined = None
         if self._store is None:
             self._store = dist.TCPStore("localhost", task.port)  # type: ignore[attr-defined]
@@ -141,6 +142,18 @@ class _Membership:
         timeout = timedelta(seconds=task.group_timeout)
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
         self._joined = (task.rank, task.group)
+
+
+def _forget_device_meshes() -> None:
+    """Clear torch's cache of the results of DTensor operations, which hold device meshes.
+
+    A device mesh equals a later mesh with the same ranks and names, but its process groups were destroyed.
+    """
+    # torch's public modules have no function for it, and the import of torch.distributed.tensor.debug takes half a second.
+    dtensor: Any = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None:
+        dtensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def _end_with_parent(folder: str | None) -> None:

@@ -80,6 +80,25 @@ def test_pool_reuses_processes_and_seeds_ranks_equally(pool: RankPool) -> None:
     assert len({drawn for _, _, drawn in first}) == 1
 
 
+def sum_of_shards(other_groups: int) -> float:
+    """Sum a DTensor on a slice of a mesh. The numbers of its groups depend on how many groups there are before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    groups = [dist.new_group([0, 1, 2, 3]) for _ in range(other_groups)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    total: Any = DTensor.from_local(torch.ones(3), mesh, [Shard(0)]).sum()
+    assert len(groups) == other_groups
+    return float(total.full_tensor())
+
+
+def test_device_meshes_of_earlier_process_groups_are_not_reused(pool: RankPool) -> None:
+    """torch caches results of DTensor operations with their meshes, whose groups end with the default group."""
+    assert pool.run(sum_of_shards, 4, 5) == [6.0] * 4
+    pool.run(dist.get_rank, 3)
+    assert pool.run(sum_of_shards, 4, 0) == [6.0] * 4
+
+
 def test_run_ranks_reuses_one_pool_per_process() -> None:
     assert run_ranks(scaled_sum, 2, 3.0) == [(0, 3.0), (1, 3.0)]
     assert run_ranks(own_process, 2) == run_ranks(own_process, 2)

@@ -87,6 +87,77 @@ def test_norm_covers_pipeline_stages_with_separate_meshes(world: World) -> None:
         assert norm == pytest.approx(wanted, rel=1e-12)
 
 
+def equal_stages(named: bool) -> tuple[float, float, tuple[str, ...]]:
+    """Two pipeline stages on slices of one mesh, whose parameters have equal shapes and placements."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = mesh_of((2, 2), ("pp", "fsdp"))
+    gradients = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    gradient = distribute_tensor(gradients[mesh["pp"].get_local_rank()], mesh["fsdp"], [Shard(0)], src_data_rank=None)
+    param = nn.Parameter(torch.zeros_like(gradient))
+    param.grad = gradient
+    norm = clip_grad_norm_([("layer", param)] if named else [param], 1.0)
+    return float(norm), float(gradients.norm()), registry_of_meshes([param]).topology.pipe_axes
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_pipeline_stages_of_equal_shapes_are_known_by_dim_of_root_mesh(world: World, named: bool) -> None:
+    """Without the dim `pp` of the mesh from which `fsdp` was sliced, the stages would count as diverged replicas."""
+    for norm, wanted, pipe_axes in world.run(4, equal_stages, named):
+        assert norm == pytest.approx(wanted, rel=1e-12)
+        assert pipe_axes == ("pp",)
+
+
+def experts_on_slice(declared: bool) -> tuple[float | str, float]:
+    """Each rank of `ep` has its own experts, as DTensors on a slice that lacks `ep`."""
+    from meshstep.parallel import P, annotate
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dense, moe = mesh_of((4,), ("dp",)), mesh_of((2, 2), ("ep", "ep_shard"))
+    gradients = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2, dtype=torch.float64), dense, [Shard(0)]))
+    weight.grad = distribute_tensor(torch.ones(4, 2, dtype=torch.float64), dense, [Shard(0)])
+    own = gradients[moe["ep"].get_local_rank()]
+    experts = nn.Parameter(distribute_tensor(torch.zeros_like(own), moe["ep_shard"], [Shard(1)], src_data_rank=None))
+    experts.grad = distribute_tensor(own, moe["ep_shard"], [Shard(1)], src_data_rank=None)
+    if declared:
+        annotate(experts, P("ep"))
+    try:
+        return float(clip_grad_norm_([("weight", weight), ("experts", experts)], 1.0)), float(gradients.norm())
+    except ReplicaMismatchError as error:
+        return str(error), float(gradients.norm())
+
+
+def test_error_names_dim_over_which_experts_differ(world: World) -> None:
+    for error, _ in world.run(4, experts_on_slice, False):
+        assert "experts: the gradient differs along axis 'ep'" in str(error)
+
+
+def test_declared_dim_of_root_mesh_is_an_axis(world: World) -> None:
+    for norm, experts in world.run(4, experts_on_slice, True):
+        assert norm == pytest.approx((8 + experts**2) ** 0.5, rel=1e-12)
+
+
+def conflicting_names() -> tuple[float, float, tuple[str, ...]]:
+    """A slice whose root mesh gives an axis another role than the mesh of a DTensor does."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    sliced, mesh = mesh_of((2, 2), ("tp", "x"))["x"], mesh_of((2, 2), ("dp", "x"))
+    gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    params = []
+    for on, placements in ((sliced, [Shard(0)]), (mesh, [Shard(0), Replicate()])):
+        param = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), on, placements))
+        param.grad = distribute_tensor(gradient, on, placements)
+        params.append(param)
+    return float(global_norm(params)), float(gradient.norm()), registry_of_meshes(params).topology.axes
+
+
+def test_dims_of_root_mesh_are_left_out_if_they_contradict_meshes_of_dtensors(world: World) -> None:
+    for norm, wanted, axes in world.run(4, conflicting_names):
+        assert norm == pytest.approx(wanted * 2**0.5, rel=1e-12)
+        assert axes == ("dp", "x")
+
+
 def plain_differs(of: str) -> str:
     """Change a plain parameter, or its gradient, on the last rank. The first call on a mesh compares replicas."""
     model = net()

@@ -9,7 +9,8 @@ Megatron describes a parameter's layout by attributes of the parameter, by its m
     tensor_model_parallel, partition_dim, partition_stride   sharded over tensor; stride n: n blocks, each one sharded
     sequence_parallel, if it is set in the config too        partial gradient over tensor (sum)
     "q_layernorm" or "k_layernorm" in the name, if the       partial gradient over tensor (sum), without any flag
-        config has qk_layernorm
+        config has qk_layernorm; not in multi-latent
+        attention, whose norms are before the projection
     average_gradients_across_tp_domain                       partial gradient over tensor (mean)
     allreduce = False, or a module with is_expert            experts: sharded over expert-tensor, distinct per expert rank
     shared_embedding                                         tied over the stages of the embedding group
@@ -35,6 +36,7 @@ from ..mesh.agreement import on_all_ranks
 from ..mesh.refinement import steps_of
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Role, Topology, axes_along
+from .megatron_mla import check_rope_gradients, norms_before_projection
 
 Ranks = tuple[int, ...]
 Axes = tuple[str, ...]
@@ -88,8 +90,9 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
         registry: A registry from `registry_of`, or any registry in which each of Megatron's groups is a group along axes.
         groups: As in `registry_of`. Default None: the groups of ``parallel_state``.
     Raises:
-        ValueError: On every rank: flags contradict each other or do not fit the parameter, or one of Megatron's groups is
-            not a group along axes of the registry. No parameter is annotated in these cases.
+        ValueError: On every rank: flags contradict each other or do not fit the parameter, one of Megatron's groups is
+            not a group along axes of the registry, or multi-latent attention needs `sum_rope_gradients`. No parameter is
+            annotated in these cases.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
 
@@ -109,7 +112,8 @@ class Rules:
     Args:
         model, registry, groups: As in `declare_by_flags`.
     Raises:
-        ValueError: One of Megatron's groups is not a group along axes of the registry.
+        ValueError: One of Megatron's groups is not a group along axes of the registry, or the backward of multi-latent
+            attention does not sum the gradient of its rotary keys.
     """
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
@@ -128,6 +132,9 @@ class Rules:
         }
         configs = [module.config for module in model.modules() if hasattr(module, "config")]
         self._sequence_parallel = any(getattr(config, "sequence_parallel", False) for config in configs)
+        if self._topology.size(*self._axes["tensor"]) > 1:
+            check_rope_gradients(model)
+        self._complete_norms = norms_before_projection(model)
         self._norms_by_name = any(getattr(config, "qk_layernorm", False) for config in configs)
         self._conditional = any(getattr(config, "has_cond_embedder", False) for config in configs)
 
@@ -168,7 +175,9 @@ class Rules:
         return not getattr(param, "allreduce", True) or id(param) in self._experts
 
     def _is_summed(self, name: str, param: Tensor) -> bool:
-        by_name = self._norms_by_name and ("q_layernorm" in name or "k_layernorm" in name)
+        # In multi-latent attention the backward of the column-parallel projection after the norm already makes this sum.
+        per_head = ("q_layernorm" in name or "k_layernorm" in name) and id(param) not in self._complete_norms
+        by_name = self._norms_by_name and per_head
         return by_name or (self._sequence_parallel and bool(getattr(param, "sequence_parallel", False)))
 
     def _split(self, name: str, param: Tensor, tensor: Axes) -> tuple[Entry, ...]:

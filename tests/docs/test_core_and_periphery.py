@@ -19,6 +19,7 @@ PERIPHERY = (
     "parallel/data",
     "parallel/ranks",
     "parallel/interop/megatron",
+    "parallel/interop/megatron_mla",
     "parallel/interop/deepspeed",
     "parallel/interop/transformers",
     "parallel/interop/audit",

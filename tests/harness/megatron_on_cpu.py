@@ -6,6 +6,9 @@ Within `megatron`, this process replaces the device "cuda" of new tensors (norms
 states of CUDA's random generators, and the apex kernel that Megatron's `FusedLayerNorm` calls, without which it has no
 layer norm for sequence parallelism. It also adds a name that Megatron's router imports from TransformerEngine. Layers,
 flags, gradients, norms and optimizers are not changed.
+
+Multi-latent attention of Megatron-core 0.16 runs with TransformerEngine only. Here it has two layers of TransformerEngine's
+kind instead: `_CoreAttention`, and `_DuplicatedLinear` with the flags that Megatron's `TELinear` sets.
 """
 
 from __future__ import annotations
@@ -45,6 +48,34 @@ class _LayerNormKernel:
     apply = forward
 
 
+class _CoreAttention(nn.Module):
+    """Causal attention with different sizes of keys and values; in place of Megatron's TEDotProductAttention."""
+
+    def __init__(self, *, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))  # [batch, heads, length, size]
+        scores = query @ key.transpose(-1, -2) * self.scale
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        attended = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+class _DuplicatedLinear(nn.Linear):
+    """A linear layer replicated over tensor; in place of Megatron's TELinear with ``parallel_mode="duplicated"``."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        with torch.no_grad():
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
 @contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
     """Initialize Megatron's parallel_state with these sizes (``tensor_model_parallel_size=2``) for the block."""
@@ -55,7 +86,7 @@ def megatron(**sizes: int) -> Iterator[None]:
         from megatron.core.models import backends
         from megatron.core.models.gpt import gpt_layer_specs
         from megatron.core.tensor_parallel import random
-        from megatron.core.transformer import transformer_block
+        from megatron.core.transformer import multi_latent_attention, transformer_block
         from megatron.core.transformer.moe import moe_utils
 
         with ExitStack() as stack:
@@ -68,6 +99,7 @@ def megatron(**sizes: int) -> Iterator[None]:
             replace(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
             replace(fused_layer_norm, "FusedLayerNormAffineFunction", _LayerNormKernel)
             replace(moe_utils, "te_general_gemm", None)
+            replace(multi_latent_attention, "TELinear", _DuplicatedLinear)
             replace(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
             replace(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
             replace(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state())
@@ -92,8 +124,9 @@ def _leave() -> None:
 
 
 def config_of(**options: Any) -> Any:
-    """Return a TransformerConfig with two small layers, gated MLPs and two query groups."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    """Return a TransformerConfig with two small layers, gated MLPs and two query groups; an MLATransformerConfig if the
+    options contain ``multi_latent_attention=True``."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
     defaults = {
@@ -109,20 +142,39 @@ def config_of(**options: Any) -> Any:
         "attention_dropout": 0.0,
         "use_cpu_initialization": True,
     }
-    return TransformerConfig(**{**defaults, **options})
+    kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**defaults, **options})
 
 
-def gpt(seed: int = 0, tied: bool = False, **options: Any) -> Any:
+def gpt(seed: int = 0, tied: bool = False, duplicated: bool = True, **options: Any) -> Any:
     """Megatron's GPTModel with the local spec, for this pipeline stage; one seed gives the same weights on every
-    mesh without pipeline stages."""
+    mesh without pipeline stages.
+
+    Args:
+        seed: Of the weights.
+        tied: The embedding and the output layer share their weight.
+        duplicated: Multi-latent attention only: the down projections are replicated over tensor, as in the spec for
+            TransformerEngine. False: they are column-parallel, as in the local spec.
+        options: Of the config.
+    """
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     config = config_of(**options)
     layers = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, moe_grouped_gemm=False
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        moe_grouped_gemm=False,
+        multi_latent_attention=config.multi_latent_attention,
     )
+    if config.multi_latent_attention:
+        parts = layers.submodules.self_attention.submodules
+        parts.core_attention = _CoreAttention
+        if duplicated:
+            parts.linear_q_down_proj = parts.linear_kv_down_proj = _DuplicatedLinear
+    predicts_more = config.mtp_num_layers is not None
+    mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False) if predicts_more else None
     torch.manual_seed(seed)
     return GPTModel(
         config,
@@ -131,6 +183,7 @@ def gpt(seed: int = 0, tied: bool = False, **options: Any) -> Any:
         max_sequence_length=LENGTH,
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=tied,
+        mtp_block_spec=mtp,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )

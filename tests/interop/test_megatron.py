@@ -17,6 +17,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, annotate, shard, unshard
 from meshstep.parallel.interop.audit import Audit, audit
 from meshstep.parallel.interop.local_parameters import spec_of
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
+from meshstep.parallel.interop.megatron_mla import sum_rope_gradients
 from torch import Tensor, nn
 from world import World
 
@@ -60,6 +61,7 @@ def stepped_by_us(
         if precision == "bf16":
             given.bfloat16()
         model = given if kept is None else in_its_ddp(given, **kept)
+        sum_rope_gradients(model)
         declare_by_flags(model, registry)
         first = gathered(given, registry)
         adam = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, fused=True)
@@ -179,6 +181,72 @@ def test_uncleared_gradients_in_megatron_ddp_accumulate_once(world: World, overl
         assert farthest(last, alone[2]) < 1e-6
 
 
+# Multi-latent attention -----------------------------------------------------------------------------------------------
+
+MLA: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "normalization": "LayerNorm",
+    "qk_layernorm": True,
+    "init_method_std": 0.3,
+}
+KINDS_OF_MLA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequence parallel": {"sequence_parallel": True},
+    "column-parallel down projections": {"duplicated": False},
+    "column-parallel down projections, sequence parallel": {"duplicated": False, "sequence_parallel": True},
+    "without compressed queries": {"q_lora_rank": None},
+    "without compressed queries, sequence parallel": {"q_lora_rank": None, "sequence_parallel": True},
+}
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("options", KINDS_OF_MLA.values(), ids=KINDS_OF_MLA)
+def test_multi_latent_attention_trains_like_dense_model(world: World, options: dict[str, Any]) -> None:
+    first, norms, last = world.run(4, stepped_by_us, {**MLA, **options})[0]
+    expected, weights = world.run(1, dense, first, {**MLA, **options})[0]
+    assert norms == pytest.approx(expected, rel=1e-6)
+    assert min(expected) > MAX_NORM  # every step clips
+    assert farthest(last, weights) < 2e-6
+
+
+def audited_mla(options: dict[str, Any]) -> str:
+    with megatron(tensor_model_parallel_size=2), registry_of() as registry:
+        model = gpt(tensor_model_parallel_size=2, **MLA, **options)
+        sum_rope_gradients(model)
+        declare_by_flags(model, registry)
+        loss_of(model, registry.rank("data")).backward()
+        return str(audit(model, registry))
+
+
+def refused_mla(options: dict[str, Any]) -> str:
+    with megatron(tensor_model_parallel_size=2), registry_of() as registry:
+        model = gpt(tensor_model_parallel_size=2, **MLA, **options)
+        try:
+            declare_by_flags(model, registry)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("duplicated", [False, True], ids=["sharded", "duplicated"])
+def test_mla_whose_backward_misses_rope_sum_is_rejected(
+    world: World, duplicated: bool, sequence_parallel: bool
+) -> None:
+    options = {"duplicated": duplicated, "sequence_parallel": sequence_parallel}
+    found = world.run(4, refused_mla, options)[3]
+    assert found == "" if duplicated and sequence_parallel else "sum_rope_gradients(model)" in found
+    assert world.run(4, audited_mla, options)[0].endswith("match their declared layouts")
+
+
 # Its pipeline ---------------------------------------------------------------------------------------------------------
 
 
@@ -267,12 +335,25 @@ def expert_names(name: str, ranks: int) -> list[str]:
     return [f"{before}local_experts.{4 // ranks * rank + int(local)}.{rest}" for rank in range(ranks)]
 
 
-def with_experts(tensor: int, sizes: dict[str, Any], kept: bool) -> tuple[Weights, float, Weights]:
+# A small DeepSeek-V3: multi-latent attention, shared experts, and one layer of multi-token prediction.
+DEEPSEEK: dict[str, Any] = {
+    **MLA,
+    **MOE,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+    "mtp_num_layers": 1,
+}
+
+
+def with_experts(
+    tensor: int, sizes: dict[str, Any], kept: bool, options: dict[str, Any] = MOE
+) -> tuple[Weights, float, Weights]:
     """Return initial weights, first norm, and weights after a step, by names of the dense model."""
     ranks = sizes["expert_model_parallel_size"]
     with megatron(tensor_model_parallel_size=tensor, **sizes), registry_of() as registry:
-        given = gpt(tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1, **sizes, **MOE)
+        given = gpt(tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1, **sizes, **options)
         model: Any = in_its_ddp(given) if kept else given
+        sum_rope_gradients(model)
         declare_by_flags(model, registry)
         draw_experts(given, registry, ranks)
         how: Any = {"data_parallel": model} if kept else {}
@@ -309,20 +390,27 @@ def by_dense_names(model: nn.Module, registry: ProcessGroupRegistry, ranks: int)
     return found
 
 
-def dense_with_experts(first: Weights, batches: int) -> tuple[float, Weights]:
+def dense_with_experts(first: Weights, batches: int, options: dict[str, Any] = MOE) -> tuple[float, Weights]:
     with megatron():
-        model = gpt(**MOE).double()
+        model = gpt(**options).double()
+        model.compute_language_model_loss = float64_loss
         params = dict(model.named_parameters())
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(first[name])
         for batch in range(batches):
-            tokens, positions, mask = tokens_of(batch)
-            logits = model(tokens[:, :-1], positions, mask)
-            (nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / batches).backward()
+            loss_of(model, batch).backward()
+        for param in params.values():  # Megatron's loss of multi-token prediction ignores a factor of the main loss
+            param.grad /= batches
         norm = float(torch.nn.utils.clip_grad_norm_(params.values(), 0.5))
         torch.optim.SGD(params.values(), lr=0.1).step()
         return norm, {name: param.detach() for name, param in params.items()}
+
+
+def float64_loss(labels: Tensor, logits: Tensor) -> Tensor:
+    """Return the losses [batch, length]; Megatron's own function computes them in float32."""
+    assert logits.dtype == torch.float64
+    return nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["alone", "in its DDP"])
@@ -336,6 +424,27 @@ def test_megatron_experts_on_separate_mesh_train_like_one_process(
     for _, found, last in ours:
         assert found == pytest.approx(norm, rel=1e-6)
         assert farthest(last, weights) < 1e-6
+
+
+WITH_ETP, WITHOUT_ETP = "experts over data, sharded over tensor", "experts over tensor"
+
+
+@pytest.mark.default_cases(4)
+@pytest.mark.parametrize("kept", [False, True], ids=["alone", "in its DDP"])
+@pytest.mark.parametrize("mesh", [WITH_ETP, WITHOUT_ETP])
+@pytest.mark.parametrize("duplicated", [True, False], ids=["duplicated", "sharded"])
+def test_shared_experts_and_multi_token_prediction_train_like_one_process(
+    world: World, duplicated: bool, mesh: str, kept: bool
+) -> None:
+    (tensor, sizes), options = EXPERT_MESHES[mesh], {**DEEPSEEK, "duplicated": duplicated}
+    first, found, last = world.run(4, with_experts, tensor, sizes, kept, options)[0]
+    assert any("shared_experts" in name for name in first)
+    assert any("eh_proj" in name for name in first)
+    assert any("gate_weight" in name for name in first)
+    norm, weights = world.run(1, dense_with_experts, first, 4 // tensor, options)[0]
+    assert norm > 0.5
+    assert found == pytest.approx(norm, rel=1e-6)
+    assert farthest(last, weights) < 1e-6
 
 
 def all_experts_by_megatron() -> tuple[Weights, float, set[str]]:

@@ -156,9 +156,9 @@ def scales_rows(device: torch.device) -> bool:
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return `product` computed by `torch._scaled_mm`.
+    """Return ``a @ b.T`` as `product` does, but compute it by `torch._scaled_mm`: [m, k] x [n, k] -> [m, n].
 
-    n must be a multiple of 16. If k is not, copies of the operands are padded with zeros.
+    n must be a multiple of 16. If k is not a multiple of 16, copies of the operands are padded with zeros along k.
     """
     # torch._scaled_mm requires a row-major first and a column-major second operand.
     result: Tensor = torch._scaled_mm(

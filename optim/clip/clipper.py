@@ -442,7 +442,9 @@ class GradientClipper:
         norms, inverse, sums = self._measure_unscaled(needs, scale_info, vote)
         finite, past = norms.total < inf, None  # False for NaN
         if "bypassed" in sums:
-            past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # allowed: gradients of zeros, to create states
+            # Gradients that bypassed the optimizer must not be applied. A norm of 0 is accepted, because code that only
+            # creates optimizer states steps with gradients of zeros.
+            past = (sums["bypassed"][0] < 0) & (norms.total != 0)
             finite = finite & ~past
         rejected, replicas_diverged = (None, None) if vote is None else vote.count(sums, finite)
         disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None

@@ -178,9 +178,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class SGD:
-    """torch's SGD, with Nesterov momentum as in Sutskever et al. 2013.
+    """SGD as in torch; with ``nesterov`` also torch's Nesterov momentum, whose buffer does not contain the learning rate.
 
-    State: the momentum buffer, initially zeros; none without momentum.
+    State: the momentum buffer, initially zeros; none without momentum. With ``dampening``, torch's first step differs: it
+    starts the buffer with the undampened gradient.
     """
 
     lr: float

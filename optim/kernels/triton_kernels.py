@@ -134,7 +134,7 @@ def count_steps(
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the factors ``by_row`` of all rows, and increment the rows' step counts if ``found_inf`` is 0.
+    """Compute each tensor's numbers of the update (see `BY_ROW`), and increment its step count if ``found_inf`` is 0.
 
     Args:
         fixed: Addresses [5, rows] of parameter, first, second and third state, and step count; 0: none.
@@ -142,7 +142,7 @@ def count_steps(
         hyper: Numbers per param group, [groups, HYPER] float64.
         rates: Per group, the address of a learning rate tensor (0: none), and 1 if it is float64, [groups, 2].
         found_inf: A single float32.
-        by_row: Output, [rows, BY_ROW] float32.
+        by_row: Output, [rows, BY_ROW] float32: one row per tensor.
         rows: Number of tensors.
         KIND: Value of `native.Kind`.
         DECOUPLED: Whether Adam's weight decay is decoupled.

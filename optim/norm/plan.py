@@ -265,7 +265,8 @@ class ReductionPlan:
         buckets: Until `meshstep.optim.norm.plan_agreement.agree`: the buckets of this rank's parameters. After it: the
             buckets of all ranks, equal on every rank.
         num_groups: Number of param groups; equal on every rank after `agree`.
-        counted: Number of elements that all ranks count together. None: `agree` has not run.
+        counted: Number of elements of all parameters, summed over ranks, with replicas counted once. None: `agree` has
+            not run.
         parameter_names: Unique names of all logical parameters of the model. Empty before `agree` with names.
         parameter_slots: For each entry the index of its name in `parameter_names`. Empty before `agree` with names.
         parameter_shapes: Shape of the full tensor per logical parameter; None for a parameter whose full shape is not

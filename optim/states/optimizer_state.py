@@ -211,7 +211,7 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
     Args:
         name: Key of the value in the optimizer state.
-        value: The value. Tensors are checked only if they are 0-dim and ``name`` is "step".
+        value: The value. Of tensors, only a "step" is checked; it must be 0-dim.
         where: The state, for the error.
     """
     number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and name == "step" else value

@@ -88,8 +88,10 @@ class Report:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """Return all numbers except ``step`` and those that are None, by name, such as ``"grad_norm/total"``.
+        """Return the report's numbers by name, such as ``"grad_norm/total"``.
 
+        ``step``, ``measured_step`` and numbers that are None are left out. The norms of param groups are included if there
+        are at least two.
         Control characters in names are escaped by `printable`.
         """
         own: dict[str, float | None] = {

@@ -496,9 +496,8 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
             local = torch.zeros_like(local)
         if axis in sum_axes and has == wanted:
             raise ValueError(
-                _describe_mismatch(param, axis, has, wanted)
-                + ", although it was a partial gradient in the first step; make backward "
-                "return the same placements in every step"
+                f"the gradient of {label(param)} was partial over {axis!r} in the first step, and is {has!r} now; make "
+                "backward return the same placements in every step"
             )
         stays_partial |= _is_sum(has) and axis in partial_axes and not to_sum
         sliced_axes += [axis] if has != wanted and _is_shard(wanted) else []

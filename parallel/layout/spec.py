@@ -142,7 +142,10 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 # Entries --------------------------------------------------------------------------------------------------------------
 
-# An entry of a spec has the axes that shard one tensor dim. They shard it one after the other, jointly, or block by block.
+# An entry of a spec has the axes that shard one tensor dim:
+#   ("a", "b")        a shards the dim, then b shards each shard of a
+#   (("a", "b"),)     both at once, like one axis of size a * b; different from ("a", "b") if the length is not a multiple
+#   blocks("a", n)    a shards each of n blocks of the dim
 
 Together = tuple[str, ...]
 """Axes that shard a dim jointly, like one axis whose size is the product of their sizes."""
@@ -232,6 +235,10 @@ def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[
     return dict(pairs)
 
 
+def _sized(axes: Sequence[str], topology: Topology) -> str:
+    return " x ".join(f"{axis} ({topology.size(axis)})" for axis in axes)
+
+
 def _by_axis(
     pair: tuple[str, int | str], topology: Topology, aliases: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, int | str]]:
@@ -246,8 +253,9 @@ def _by_axis(
         yield from ((atom, index) for atom, (index,) in by_axis((at if isinstance(at, int) else 0,), sizes))
     elif [*sizes.values()] != [topology.size(atom) for atom in others]:
         raise ValueError(
-            f"the owner along {axis!r} = {' x '.join(axes)} can't follow {at!r} = {' x '.join(others)}, because the sizes "
-            "of their axes differ; name the axes instead of the aliases"
+            f"owned={{{axis!r}: {at!r}}}: the owner's coordinate along {axis!r} = {_sized(axes, topology)} can't equal the "
+            f"coordinate along {at!r} = {_sized(others, topology)}, because the sizes differ; name axes of equal size "
+            "instead of the aliases"
         )
     else:
         yield from zip(axes, others, strict=True)

@@ -90,7 +90,8 @@ class Answering:
             RuntimeError: The process that serves the store has exited. Earlier responses are in ``found``.
         """
         waiting = set(range(self.world_size)) - {rank}
-        time.sleep(POLL_INTERVAL / 5)  # an exiting process closes its connections one by one
+        # An exiting process closes its connections one by one. Wait, so that `check` sees that its own one is closed.
+        time.sleep(POLL_INTERVAL / 5)
         self._server.check()
         question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + RESPONSE_TIMEOUT
         while waiting and time.monotonic() < until:

@@ -24,6 +24,7 @@ FOLDER = ROOT / "tests" / "benchmarks"
 SMALL: dict[str, list[tuple[str, list[str]]]] = {
     "bits": [("--only overlap", ["overlap: "])],
     "checkpoint": [("--rounds 2 --mib 0.1", ["save", "load"])],
+    "dtensor_clip": [("--counts 10 20 --rounds 1 --torch-limit 10", ["       10 ", "       20 "])],
     "fingerprints": [("--seconds 0.01 --width 16 --clean 0", ["no watch"])],
     "gram": [
         ("--widths 16 --aspects 1 4 --rounds 1", ["16 x 16 | bfloat16", "16 x 64 | float32"]),

@@ -152,7 +152,7 @@ def test_resumed_run_with_non_contiguous_parameters_is_bitwise_identical(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_resumed_run_next_to_parameter_with_memory_gaps_is_bitwise_identical(mode: str, tmp_path: Path) -> None:
+def test_resumed_run_of_model_with_memory_gaps_in_a_parameter_is_bitwise_identical(mode: str, tmp_path: Path) -> None:
     for name in ("AdamW", "SGD, Nesterov"):
         check_resumed(Model(MODES[mode], gaps=True), name, MODES[mode], "checkpoint", tmp_path / name)
 

@@ -1,0 +1,56 @@
+"""The Python work of `clip_grad_norm_` without a registry is linear in the number of DTensors, in all calls."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+from meshstep.optim import clip_grad_norm_
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from world import World
+
+
+def params_on_two_meshes(count: int) -> list[nn.Parameter]:
+    data = init_device_mesh("cpu", (2,), mesh_dim_names=(f"data_{count}",))
+    experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=(f"rest_{count}", f"expert_{count}"))
+
+    def tensor(index: int) -> Tensor:
+        mesh, placements = ((data, (Shard(0),)), (experts, (Replicate(), Shard(0))))[index % 2]
+        return DTensor.from_local(torch.ones(2), mesh, placements, run_check=False)
+
+    params = [nn.Parameter(tensor(index)) for index in range(count)]
+    for index, param in enumerate(params):
+        param.grad = tensor(index)
+    return params
+
+
+def function_calls(params: list[nn.Parameter]) -> int:
+    """Return the number of Python and C functions that one call of `clip_grad_norm_` calls."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        clip_grad_norm_(params, 1.0)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def first_and_warm(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    every = [params_on_two_meshes(count) for count in counts]
+    function_calls(every[0])  # imports, and caches of the process
+    return [(function_calls(params), function_calls(params)) for params in every[1:]]
+
+
+def test_clip_without_registry_calls_a_linear_number_of_functions(world: World) -> None:
+    for (first, warm), (first_of_twice, warm_of_twice) in world.run(2, first_and_warm, (10, 500, 1000)):
+        assert warm_of_twice <= 2.02 * warm
+        assert first_of_twice <= 2.02 * first
+        assert warm_of_twice / 1000 < 20

@@ -15,7 +15,7 @@ from ..layout.spec import P
 from ..mesh.refinement import Dim, dims_of, gathered, refined
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import without_wrappers
-from ..mesh.topology import Role, Topology, has_default_role, names_of
+from ..mesh.topology import Role, Topology, default_role, has_default_role, names_of
 from .local_parameters import loaded_class
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class _View(NamedTuple):
 _known: list[_Inferred] = []
 
 
-def infer_registry(params: Sequence[Tensor]) -> ProcessGroupRegistry:
+def infer_registry(params: Sequence[Tensor], *, any_roles: bool = False) -> ProcessGroupRegistry:
     """Return a new registry whose axes are the common refinement of the DTensors' device meshes.
 
     `Topology.of_meshes` describes the common refinement. The meshes may be slices of a mesh, flattened meshes, or meshes of
@@ -53,18 +53,23 @@ def infer_registry(params: Sequence[Tensor]) -> ProcessGroupRegistry:
 
     Args:
         params: This rank's parameters: DTensors and plain tensors.
+        any_roles: True: an axis whose names have different default roles, such as ``tp`` of one mesh and ``edp`` of another
+            mesh, is a model axis. This is right if nothing is averaged, as in clipping. Default: False.
     Raises:
-        ValueError: On every rank: a mesh has no dim names, or the meshes have no common refinement.
+        ValueError: On every rank: a mesh has no dim names; the meshes have no common refinement; or without
+            ``any_roles``, the names of an axis have different default roles.
     Collectives: one object all-gather over the world. Every rank must call it.
     Host synchronization: yes.
     """
     if not dist.is_initialized():
         return ProcessGroupRegistry(Topology())
-    return ProcessGroupRegistry(_topology(gathered(lambda: _view(params))))
+    return ProcessGroupRegistry(_topology(gathered(lambda: _view(params)), any_roles))
 
 
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     """Return the registry that `infer_registry` returned for the first parameters with the same device meshes.
+
+    The registry is for norms and clipping: it has ``any_roles``.
 
     The first call with these meshes calls `infer_registry`. Later calls return the same registry object.
 
@@ -78,7 +83,7 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
     for known in _known:
         if known.world is world and len(known.meshes) == len(meshes) and all(map(is_, known.meshes, meshes)):
             return known.registry
-    registry = infer_registry(params)
+    registry = infer_registry(params, any_roles=True)
     _known[:] = [known for known in _known if known.world is world]  # registries of earlier default groups are invalid
     _known.append(_Inferred(world, meshes, registry))
     return registry
@@ -145,18 +150,18 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if root_of is None else root_of()
 
 
-def _topology(views: Sequence[_View]) -> Topology:
+def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
     """Return the topology of the common refinement of all mesh dims, with an axis for ranks that no mesh connects.
 
     The dims in `_View.sliced_off` are left out if they contradict the other dims: no DTensor is on them.
     """
     if any(view.sliced_off for view in views):
         with suppress(ValueError):
-            return _refined_topology(views, [[*view.dims, *view.sliced_off] for view in views])
-    return _refined_topology(views, [view.dims for view in views])
+            return _refined_topology(views, [[*view.dims, *view.sliced_off] for view in views], any_roles)
+    return _refined_topology(views, [view.dims for view in views], any_roles)
 
 
-def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]]) -> Topology:
+def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any_roles: bool) -> Topology:
     """Return the topology whose axes are the common refinement of ``dims``, which has a list per rank."""
     roles: dict[str, Role] = {}
 
@@ -172,6 +177,8 @@ def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]]) -> 
     for dim in (dim for view in views for dim in view.sliced_off if dim.name in axes and dim.name not in in_meshes):
         if not any(has_default_role(name) for name in names_of(dim.name, aliases)):
             roles[dim.name] = "pipe" if "pipe" in (roles.get(dim.name), _role_along(dim.ranks, views)) else "data"
+    if any_roles:
+        roles.update({axis: "model" for axis in axes if axis not in roles and default_role(axis, aliases) is None})
     return Topology(roles=roles, aliases=aliases, **axes)
 
 

@@ -45,12 +45,15 @@ class Dense:
     second: Tensor
     steps: Tensor  # number of steps of each element
     largest: Tensor  # largest absolute value of any element so far (0-dim): it bounds the accumulated rounding error
+    remainders: (
+        Tensor  # bound of the remainders of master weights that a shard may have kept when the user wrote weights
+    )
 
     @classmethod
     def of(cls, name: str) -> Dense:
         value = start_of(name).flatten()
-        first, second, steps = (torch.zeros_like(value) for _ in range(3))
-        return cls(value, first, second, steps, value.abs().max())
+        first, second, steps, remainders = (torch.zeros_like(value) for _ in range(4))
+        return cls(value, first, second, steps, value.abs().max(), remainders)
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
@@ -161,8 +164,13 @@ class DenseRun:
         for name, param in self.params.items():
             if self.case.has(name, number - 1):
                 value = written_to(self.case, name).flatten()
-                if is_moved and torch.equal(param.value.bfloat16().double(), value):
-                    continue  # the same weights in new memory keep the remainders of their master weights
+                if is_moved:
+                    # A shard of equal weights in new memory keeps the remainders of its master weights. Which elements
+                    # are in one shard is unknown here.
+                    is_equal = param.value.bfloat16().double() == value
+                    if is_equal.all():
+                        continue
+                    param.remainders = torch.where(is_equal, 2 * (param.value - value).abs(), 0.0)
                 param.value = value
                 param.largest = torch.maximum(param.largest, param.value.abs().max())
 

@@ -8,9 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from dtensor_layouts import LAYOUTS, Net, batch, expert_gradient, mesh_of, net, shard_layers
-from meshstep.optim import ClipState, PerParameter, ReplicaMismatchError, clip_grad_norm_, global_norm, scale_gradients_
+from meshstep.optim import (
+    ClipState,
+    ParallelOptimizer,
+    PerParameter,
+    ReplicaMismatchError,
+    clip_grad_norm_,
+    global_norm,
+    scale_gradients_,
+)
 from meshstep.parallel import ProcessGroupRegistry
-from meshstep.parallel.interop.inferred_registry import registry_of_meshes
+from meshstep.parallel.interop.inferred_registry import _topology, _View, registry_of_meshes
+from meshstep.parallel.mesh.refinement import Dim
 from torch import nn
 from world import World
 
@@ -138,24 +147,46 @@ def test_declared_dim_of_root_mesh_is_an_axis(world: World) -> None:
         assert norm == pytest.approx((8 + experts**2) ** 0.5, rel=1e-12)
 
 
-def conflicting_names() -> tuple[float, float, tuple[str, ...]]:
-    """A slice whose root mesh gives an axis another role than the mesh of a DTensor does."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+def two_roles() -> tuple[float, float, str]:
+    """Return the norm of DTensors on two meshes that call the same ranks `tp` and `edp`, and the error of `for_model`."""
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    sliced, mesh = mesh_of((2, 2), ("tp", "x"))["x"], mesh_of((2, 2), ("dp", "x"))
+    tensor, experts = mesh_of((2, 2), ("dp", "tp"))["tp"], mesh_of((2, 2), ("ep", "edp"))["edp"]
     gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    params = []
-    for on, placements in ((sliced, [Shard(0)]), (mesh, [Shard(0), Replicate()])):
-        param = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), on, placements))
-        param.grad = distribute_tensor(gradient, on, placements)
-        params.append(param)
-    return float(global_norm(params)), float(gradient.norm()), registry_of_meshes(params).topology.axes
+    model = nn.Module()
+    for name, mesh in (("dense", tensor), ("experts", experts)):
+        param = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)]))
+        param.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        model.register_parameter(name, param)
+    with pytest.raises(ValueError, match="has two roles") as caught:
+        ParallelOptimizer.for_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return float(global_norm(model)), float(gradient.norm()), str(caught.value)
 
 
-def test_dims_of_root_mesh_are_left_out_if_they_contradict_meshes_of_dtensors(world: World) -> None:
-    for norm, wanted, axes in world.run(4, conflicting_names):
+def test_norm_does_not_depend_on_roles_of_mesh_dims(world: World) -> None:
+    """An optimizer averages over data axes, so it needs the role of the ranks that are called `tp` and `edp`."""
+    for norm, wanted, error in world.run(4, two_roles):
         assert norm == pytest.approx(wanted * 2**0.5, rel=1e-12)
-        assert axes == ("dp", "x")
+        assert "'tp'" in error
+        assert "'edp'" in error
+
+
+def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) -> list[_View]:
+    """Return the views of 12 ranks. A mesh dim is given as (name, size, stride)."""
+
+    def dim_at(rank: int, name: str, size: int, stride: int) -> Dim:
+        first = rank - rank // stride % size * stride
+        return Dim(0, name, tuple(range(first, first + size * stride, stride)))
+
+    return [_View([dim_at(rank, *dim) for dim in meshes], [dim_at(rank, *sliced_off)], ()) for rank in range(12)]
+
+
+def test_dim_of_root_mesh_becomes_an_axis_only_if_it_nests() -> None:
+    """Twelve ranks as (6, 2), with DTensors on the slice of stride 2, and as (4, 3): the strides 2 and 3 do not nest."""
+    nesting = _topology(views_of(("a", 6, 2), sliced_off=("b", 2, 1)), any_roles=True)
+    assert (nesting.axes, nesting.sizes) == (("a", "b"), (6, 2))
+    other = _topology(views_of(("a", 6, 2), sliced_off=("c", 3, 1)), any_roles=True)
+    assert (other.axes, other.sizes) == (("a", "replica_2x1"), (6, 2))
 
 
 def plain_differs(of: str) -> str:

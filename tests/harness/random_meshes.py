@@ -1,0 +1,252 @@
+"""Random models of DTensors on several device meshes, for tests of clipping without a registry."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf, prod
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from meshstep.optim import clip_grad_norm_
+from torch import Tensor, nn
+
+WORLDS = {2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 8: [2, 2, 2]}
+NAMES = ("dp", "dp_replicate", "dp_shard", "fsdp", "tp", "sp", "cp", "ep", "edp", "row", "x", "y", "shard")
+PLAIN = -1
+
+
+@dataclass(frozen=True)
+class Param:
+    """One logical parameter.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        mesh: Number of the root mesh, or `PLAIN` for a plain tensor.
+        dims: The dims of the root mesh on which the DTensor is. Several adjacent dims may be flattened into one.
+        flat: True: `dims` are flattened.
+        shards: The sharded tensor dim per dim of the DTensor's mesh. None: replicated.
+        strided: True: the mesh dims that shard the same tensor dim shard it in the reverse order, as `fully_shard` does.
+        missing: The indices of the shards without a gradient, among all combinations of coordinates that shard.
+    """
+
+    shape: tuple[int, ...]
+    mesh: int
+    dims: tuple[int, ...] = ()
+    flat: bool = False
+    shards: tuple[int | None, ...] = ()
+    strided: bool = False
+    missing: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """A model on several meshes, and how it is clipped."""
+
+    number: int
+    world: int
+    meshes: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+    params: tuple[Param, ...]
+    norm_type: float
+    dtype: torch.dtype
+    given: str
+    factor: float  # max_norm / norm
+
+
+def mesh_case(number: int) -> MeshCase:
+    """Draw a case uniformly."""
+    rng = random.Random(number)
+    world = rng.choice([2, 3, 4, 4, 4, 4, 6, 8])
+    meshes = tuple(_mesh(rng, WORLDS[world]) for _ in range(rng.choice([1, 2, 2, 3])))
+    params = tuple(_param(rng, meshes) for _ in range(rng.randint(1, 6)))
+    return MeshCase(
+        number,
+        world,
+        meshes,
+        params,
+        rng.choice([2.0, 2.0, 2.0, 1.0, 1.5, 3.0, 12.0, inf]),
+        rng.choice([torch.float64, torch.float64, torch.float64, torch.float32, torch.bfloat16]),
+        rng.choice(["module", "generator", "named", "list"]),
+        rng.choice([0.5, 0.1, 3.0]),
+    )
+
+
+MESH_CASES = st.integers(0, 2**32 - 1).map(mesh_case)
+
+
+def _mesh(rng: random.Random, factors: list[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Draw a mesh whose dims are products of consecutive factors of the world size, so that all meshes nest."""
+    cuts = sorted(rng.sample(range(1, len(factors)), rng.randint(0, len(factors) - 1)))
+    sizes = [prod(factors[a:b]) for a, b in zip([0, *cuts], [*cuts, len(factors)], strict=True)]
+    if rng.random() < 0.2:
+        sizes.insert(rng.randint(0, len(sizes)), 1)
+    return tuple(sizes), tuple(rng.sample(NAMES, len(sizes)))
+
+
+def _param(rng: random.Random, meshes: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]) -> Param:
+    number = rng.choice([PLAIN, *range(len(meshes)), *range(len(meshes))])
+    shape = tuple(rng.choice([1, 2, 3, 4, 5, 8, 12]) for _ in range(rng.randint(1, 3)))
+    if number == PLAIN:
+        return Param(shape, PLAIN, missing=frozenset({0}) if rng.random() < 0.15 else frozenset())
+    sizes, _ = meshes[number]
+    count = rng.randint(1, len(sizes))
+    dims = rng.choice([*combinations(range(len(sizes)), count)])
+    flat = count > 1 and rng.random() < 0.3 and dims[-1] - dims[0] == count - 1
+    on = (prod(sizes[dim] for dim in dims),) if flat else tuple(sizes[dim] for dim in dims)
+    shards = tuple(rng.choice([None, *range(len(shape)), *range(len(shape))]) for _ in on)
+    strided = len(set(shards) - {None}) < len([dim for dim in shards if dim is not None]) and rng.random() < 0.5
+    if strided:  # torch applies strided shards to even dims only
+        shape = tuple(size * prod(on) if dim in shards else size for dim, size in enumerate(shape))
+    pieces = prod(size for size, dim in zip(on, shards, strict=True) if dim is not None)
+    gone = rng.random() < 0.25
+    missing = frozenset(piece for piece in range(pieces) if gone and rng.random() < 0.5)
+    return Param(shape, number, dims, flat, shards, strided, missing)
+
+
+# On a rank ------------------------------------------------------------------------------------------------------------
+
+
+def full_gradient(case: MeshCase, index: int) -> Tensor:
+    """Return the full gradient, without missing shards. Each value is exact in ``case.dtype``."""
+    generator = torch.Generator().manual_seed(case.number % 1000 * 10 + index)
+    gradient = torch.randn(case.params[index].shape, generator=generator, dtype=torch.float64)
+    return (gradient * 10.0 ** (index - 2)).to(case.dtype).double()
+
+
+def slices(param: Param, sizes: tuple[int, ...], at: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the indices per tensor dim that the rank at these mesh coordinates holds."""
+    held = [torch.arange(size) for size in param.shape]
+    order = list(enumerate(zip(param.shards, sizes, at, strict=True)))
+    for _, (dim, size, where) in reversed(order) if param.strided else order:
+        if dim is not None:
+            chunks = held[dim].chunk(size)
+            held[dim] = chunks[where] if where < len(chunks) else held[dim][:0]
+    return tuple(held)
+
+
+def piece_of(param: Param, sizes: tuple[int, ...], at: tuple[int, ...]) -> int:
+    """Return the index of the shard at these mesh coordinates, as in ``Param.missing``."""
+    index = 0
+    for dim, size, where in zip(param.shards, sizes, at, strict=True):
+        if dim is not None:
+            index = index * size + where
+    return index
+
+
+def placements_of(param: Param, sizes: tuple[int, ...]) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    found: list[Any] = []
+    for index, dim in enumerate(param.shards):
+        later = prod(
+            size for size, other in zip(sizes[index + 1 :], param.shards[index + 1 :], strict=True) if other == dim
+        )
+        if dim is None:
+            found.append(Replicate())
+        elif param.strided and later > 1:
+            found.append(_StridedShard(dim, split_factor=later))
+        else:
+            found.append(Shard(dim))
+    return found
+
+
+class Held(nn.Module):
+    """The parameters of this rank with their gradients."""
+
+
+def model_of(case: MeshCase) -> Held:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    roots = [init_device_mesh("cpu", sizes, mesh_dim_names=names) for sizes, names in case.meshes]
+    views: dict[Any, Any] = {}
+    model = Held()
+    for index, param in enumerate(case.params):
+        gradient = full_gradient(case, index).to(case.dtype)
+        if param.mesh == PLAIN:
+            made = nn.Parameter(torch.zeros_like(gradient))
+            made.grad = None if param.missing else gradient
+            model.register_parameter(f"param_{index}", made)
+            continue
+        root, names = roots[param.mesh], case.meshes[param.mesh][1]
+        key = param.mesh, param.dims, param.flat
+        if key not in views:
+            view = root if len(param.dims) == len(names) else root[tuple(names[dim] for dim in param.dims)]
+            views[key] = view._flatten("_".join(("flat", *(names[dim] for dim in param.dims)))) if param.flat else view
+        mesh = views[key]
+        at = tuple(mesh.get_coordinate())
+        held = slices(param, tuple(mesh.shape), at)
+        local = gradient[torch.meshgrid(*held, indexing="ij")].contiguous()
+
+        def placed(tensor: Tensor, param: Param = param, mesh: Any = mesh, like: Tensor = gradient) -> Any:
+            places = placements_of(param, tuple(mesh.shape))
+            return DTensor.from_local(tensor, mesh, places, run_check=False, shape=like.shape, stride=like.stride())
+
+        made = nn.Parameter(placed(torch.zeros_like(local)))
+        if piece_of(param, tuple(mesh.shape), at) not in param.missing:
+            made.grad = placed(local.clone())
+        model.register_parameter(f"param_{index}", made)
+    return model
+
+
+def dense_gradients(case: MeshCase) -> list[Tensor]:
+    """Return the full gradients, with zeros for the missing shards."""
+    found = []
+    for index, param in enumerate(case.params):
+        gradient = full_gradient(case, index)
+        if param.mesh == PLAIN:
+            found.append(gradient * 0 if param.missing else gradient)
+            continue
+        sizes = case.meshes[param.mesh][0]
+        on = tuple(sizes[dim] for dim in param.dims)
+        on = (prod(on),) if param.flat else on
+        for at in torch.cartesian_prod(*(torch.arange(size) for size in on)).view(-1, len(on)).tolist():
+            if piece_of(param, on, tuple(at)) in param.missing:
+                gradient[torch.meshgrid(*slices(param, on, tuple(at)), indexing="ij")] = 0
+        found.append(gradient)
+    return found
+
+
+def parameters_as(given: str, model: nn.Module) -> Any:
+    """Return the parameters in one of the forms that `clip_grad_norm_` takes."""
+    if given == "module":
+        return model
+    if given == "generator":
+        return model.parameters()
+    return [*(model.named_parameters() if given == "named" else model.parameters())]
+
+
+def clip_random_model(case: MeshCase, max_norm: float) -> tuple[list[float], list[float]]:
+    """Clip twice, because the first call compares replicas.
+
+    Returns:
+        The norm of each call, and the largest relative error of the gradients after each call with the factor
+        min(1, max_norm / (norm + 1e-6)).
+    """
+    model = model_of(case)
+    held = [param.grad for param in model.parameters() if param.grad is not None]
+    locals_ = [one.to_local() if hasattr(one, "to_local") else one for one in held]
+    before = [one.clone() for one in locals_]
+    norms, errors = [], []
+    for _ in range(2):
+        params = parameters_as(case.given, model)
+        norm = float(clip_grad_norm_(params, max_norm, norm_type=case.norm_type))
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        norms.append(norm)
+        wanted = [(one.double() * factor) for one in before]
+        errors.append(
+            max(
+                (
+                    float((one.double() - want).abs().max() / want.abs().max().clamp(min=1e-300))
+                    for one, want in zip(locals_, wanted, strict=True)
+                    if one.numel()
+                ),
+                default=0.0,
+            )
+        )
+        for one, old in zip(locals_, before, strict=True):
+            one.copy_(old)
+    return norms, errors

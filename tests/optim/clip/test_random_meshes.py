@@ -1,0 +1,45 @@
+"""Clipping without a registry on random models of DTensors, against the norm of the dense gradients.
+
+The models have several meshes, slices, flattened dims, strided and uneven shards, plain tensors and missing gradients.
+``tests/benchmarks/random_cases.py clip`` runs 1,000 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+
+import torch
+from properties import random_cases
+from random_meshes import MESH_CASES, MeshCase, clip_random_model, dense_gradients
+from world import World
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+@random_cases(MESH_CASES, 100)
+def test_clip_grad_norm_matches_dense_on_random_meshes(world: World, drawn: list[MeshCase]) -> None:
+    for case, problems in zip(drawn, problems_of_meshes(world, drawn), strict=True):
+        assert not problems, f"{problems} in {case}"
+
+
+def problems_of_meshes(world: World, drawn: Sequence[MeshCase]) -> list[list[str]]:
+    """Clip all cases, and return the differences from the dense norm and the dense clipped gradients per case."""
+    wanted = [dense_norm(case) for case in drawn]
+    calls = [(case.world, (case, case.factor * norm or 1.0)) for case, norm in zip(drawn, wanted, strict=True)]
+    found = []
+    for case, norm, reports in zip(drawn, wanted, world.run_each(clip_random_model, calls), strict=True):
+        problems = []
+        for rank, (norms, errors) in enumerate(reports):
+            # The norm is summed in float64 from values that are exact in the dtype of the gradients.
+            problems += [
+                f"rank {rank}: norm {one} for {norm}" for one in norms if not isclose(one, norm, rel_tol=1e-11)
+            ]
+            problems += [f"rank {rank}: gradients {error:.1e} off" for error in errors if error > ROUNDING[case.dtype]]
+        found.append(problems)
+    return found
+
+
+def dense_norm(case: MeshCase) -> float:
+    flat = torch.cat([gradient.flatten() for gradient in dense_gradients(case)])
+    return float(torch.linalg.vector_norm(flat, case.norm_type))

@@ -152,7 +152,8 @@ def test_torch_clipping_of_scaled_gradients_warns() -> None:
 
 
 def unscaled_by_a_scaler() -> None:
-    with ProcessGroupRegistry(Topology(data=2)) as registry:
+    with ProcessGroupRegistry(Topology(data=2)) as registry, warnings.catch_warnings():
+        warnings.simplefilter("error")  # pytest's own filter has no effect in the ranks' processes
         model, scaler = small(), GradScaler(registry)
         optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
         with optimizer.window():

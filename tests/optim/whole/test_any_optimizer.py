@@ -80,14 +80,14 @@ def test_whole_without_sharding_matches_plain_optimizer(make: Callable[..., torc
         assert torch.equal(param, same)
 
 
-def with_schedule(split: bool) -> Tensor:
+def with_schedule(split: bool, factor: float = 0.5) -> Tensor:
     axes = {"tensor": 2} if split else {}
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         full = start(("up", 0))
         weight = nn.Parameter(full.chunk(2)[registry.global_rank].clone() if split else full)
         annotate(weight, P("tensor") if split else P(), "weight")
         optimizer = ParallelOptimizer(whole(torch.optim.Adafactor([weight], lr=0.1)), registry, max_norm=1.0)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, factor)
         for step in range(4):
             optimizer.zero_grad()
             optimizer.backward((weight * (step + 1)).square().sum())
@@ -100,6 +100,7 @@ def test_wrapped_optimizer_with_schedule_on_shards_matches_single_process(world:
     (dense,) = world.run(1, with_schedule, False)
     torch.testing.assert_close(torch.cat(world.run(2, with_schedule, True)), dense, rtol=1e-12, atol=1e-12)
     assert not torch.equal(dense, start(("up", 0)))
+    assert not torch.allclose(dense, world.run(1, with_schedule, False, 1.0)[0], rtol=1e-3)
 
 
 def without_wrapper() -> str:

@@ -38,7 +38,7 @@ from .in_place import change_each, gradient_dtype, is_complete, mark_complete, w
 #     bucket   | parameter 7 |   parameter 8   | 9 |     parameter 10      | padding |
 #     slices   |        rank 0        |        rank 1        |        rank 2         |
 #
-# Rank 1 then holds the *segments* 8[9:], 9 and 10[:8]. A slice holds at most one contiguous segment of any parameter. All
+# Rank 1 then holds the *segments* 8[8:], 9 and 10[:8]. A slice holds at most one contiguous segment of any parameter. All
 # slices have one length. Parameters, slices and segments begin at multiples of ``ALIGNMENT`` elements; padding fills gaps.
 
 ALIGNMENT = 8
@@ -133,7 +133,7 @@ def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, buc
         indices: Indices of the parameters, ascending.
         numels: Number of elements of each parameter.
         slices: Number of slices per bucket.
-        bucket_numel: Maximum number of elements per bucket. A larger parameter gets a separate bucket.
+        bucket_numel: Maximum number of elements per bucket, without padding. A larger parameter gets a separate bucket.
     """
     runs: list[list[int]] = []
     size = 0
@@ -219,7 +219,8 @@ class Reducible(Protocol):
     def start(self) -> Finish:
         """Start to reduce the gradients, and return a function that finishes it.
 
-        In a sum over ranks, a gradient that is None counts as zeros, and is set to the sum.
+        In a sum over ranks, a gradient that is None counts as zeros, and is set to the sum unless the parameter was frozen
+        meanwhile.
         """
 
 
@@ -261,15 +262,16 @@ class GradientBucket:
     """The gradients of the parameters of one bucket, on one rank.
 
     Args:
-        params: The tensors whose ``.grad`` is summed; all of one dtype and device.
+        params: The tensors whose ``.grad`` is summed; all have one gradient dtype and device.
         layout: The layout of the buffer. Its slices are those that `reduce_scatter` distributes.
         group: The process group of the sum.
         hook: The communication hook.
         dtype: Dtype of the buffer.
         scale: Factor on gradients before the sum, so that a half-precision sum does not overflow before one rank's gradient
             would. Default: 1.
-        adopt: True: gradients become views of the flat buffer after an all-reduce, which saves a copy (see also
-            `Reducible`). Do not use it if other code holds a reference to a gradient tensor. Default: False.
+        adopt: True: gradients of contiguous parameters become views of the flat buffer after an all-reduce, which saves a
+            copy (see also `Reducible`). Do not use it if other code holds a reference to a gradient tensor. False
+            (default): only gradients whose dtype is not the buffer's become views.
         pending: Parameters with partial or tied gradients, which must be summed only once. Their gradients are marked as
             reduced after the sum. A bucket that has such parameters ignores ``adopt``. Default: none.
     """
@@ -380,7 +382,8 @@ class GradientBucket:
     def fits_exactly(self, tensor: Tensor) -> bool:
         """Return True if ``tensor``, flattened, can be the buffer without a copy.
 
-        The bucket must have a single parameter, and its size must equal the buffer's.
+        The bucket must have a single parameter whose size equals the buffer's, and ``tensor`` must be contiguous and not
+        lazy (`is_lazy`).
         """
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
@@ -501,9 +504,10 @@ def gradient_buckets(
     only: Callable[[ParameterEntry], bool] | None = None,
     bucket_bytes: int | None = None,
 ) -> list[Reducible]:
-    """Return the buckets that reduce the gradients of one plan's parameters, in place.
+    """Return the buckets that reduce the gradients of one plan's parameters.
 
-    After the reduction, a parameter whose gradient is summed has a gradient on every rank of the sum. Buckets that are
+    After the reduction, a parameter whose gradient is summed has a gradient on every rank of the sum, unless it was frozen
+    after the plan was made. Buckets that are
     summed over the same ranks have the same order on all of these ranks: roughly the order in which backward fills them.
     Gradients that are only scaled come last.
 
@@ -586,10 +590,12 @@ def sync_gradients(
         registry: The process groups.
         average_data: As for `gradient_buckets`. Default: True.
     Raises:
-        ValueError: A parameter has no spec, its partial gradient was already summed, or ``params`` is an exhausted
-            generator.
-    Collectives: one all-reduce per bucket of at most 32 MiB. The gradients in a bucket have equal layout and dtype, and are
-        summed over the same ranks.
+        ValueError: A parameter has no spec or does not fit it, its partial or tied gradient was already summed, the layout
+            of a DTensor or of its gradient is not supported, or ``params`` is an exhausted generator.
+        TypeError: A parameter is complex or sparse, or ``registry`` is no registry.
+    Collectives: one all-reduce per bucket; a bucket has at most 32 MiB, or a single larger parameter. The gradients in a
+        bucket have equal layout and dtype, and are summed over the same ranks. Partial gradients of sharded DTensors are
+        all-reduced separately.
     Host synchronization: none.
     """
     check_registry(registry)
@@ -628,8 +634,7 @@ class Bf16Compression(CommHook):
     state dict, and are dropped when param groups are added. The error of a non-finite gradient element is set to 0.
 
     Args:
-        error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank, for the lifetime
-            of the optimizer.
+        error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank.
     Collectives: one per call, as in `NoCompression`.
     Host synchronization: none.
 

@@ -1,8 +1,8 @@
 """Change gradients in place, and mark gradients that are already reduced.
 
-A mark on a parameter stores the address and the version counter of its gradient. Every write to the gradient increments
-the counter, so a later backward makes the mark invalid. Code that changes a reduced gradient, such as clipping, must renew
-the mark; see `keep_complete_marks`.
+A mark on a parameter stores the address and the version counter of its gradient. torch's in-place operations increment
+the counter, except through ``.data``, so a later backward makes the mark invalid. Code that changes a reduced gradient,
+such as clipping, must renew the mark; see `keep_complete_marks`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
 
 
 def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
-    """Set gradients to None or zero, as `torch.optim.Optimizer.zero_grad` does."""
+    """Set gradients to None if ``set_to_none``, else fill them with zeros."""
     for param in params:
         if set_to_none:
             param.grad = None

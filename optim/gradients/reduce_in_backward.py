@@ -62,7 +62,8 @@ class BackwardReducer:
         in_flight: Maximum number of running reductions, as for `InFlight`. Default: 2.
 
     Attributes:
-        late_grad: A parameter that got a gradient after the last reduction, outside of `micro_batch`. None: there is none.
+        late_grad: The last parameter that got a gradient outside of `micro_batch` since `micro_batch` last ended without an
+            error. None: there is none.
         came: True once a parameter of an eager bucket has got a gradient inside of `micro_batch`.
     """
 
@@ -137,7 +138,7 @@ class BackwardReducer:
         run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
     def check_no_stray(self) -> None:
-        """Raise RuntimeError if a parameter got a gradient after the last reduction.
+        """Raise RuntimeError if a parameter got a gradient outside of `micro_batch`; see ``late_grad``.
 
         Without the error, only this rank would apply that gradient, and replicas would diverge.
         """

@@ -7,8 +7,8 @@ it also holds one power per parameter or unit, and powers of the weights. The po
 replication factor. The length of the vector and the ranks of the collective are equal on all ranks, whichever shards a
 rank holds. A NaN or inf in any gradient makes the sum NaN or inf, so the vector needs no element for an overflow flag.
 
-For p = inf, a MAX all-reduce would lose a NaN on some backends. For p >= `HIGH`, powers leave the range of float64. In both
-cases one all-gather collects norms instead of powers, and every rank combines them.
+For p = inf, a MAX all-reduce would lose a NaN on some backends. For p >= `HIGH`, powers often leave float64's range. In
+both cases one all-gather collects norms instead of powers, and every rank combines them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class GlobalNorm:
         reduction: ``"packed"`` (default): one all-reduce over all ranks. ``"per_group"``: one all-reduce per bucket over
             exactly its axes, and one all-reduce of the overflow flag over all ranks. For p >= `HIGH`, inf included, norms
             are all-gathered instead of all-reduced.
-        per_parameter: True: compute the norm of each logical parameter too. Default: False.
+        per_parameter: True: compute the norm of each logical parameter too. Default: False, unless ``weights_at`` is
+            "parameters".
         units: Units whose norms are computed too; requires "packed". None (default): no units.
-        weights_at: Level at which norms of the weights are computed too: "total", "groups", "parameters" or "units";
-            requires "packed". None (default): no norms of weights.
+        weights_at: Level at which norms of the weights are computed too: "total", "groups", "parameters" or, with
+            ``units``, "units"; requires "packed". None (default): no norms of weights.
     Raises:
         TypeError: ``norm_type`` is not a number.
         ValueError: ``norm_type`` or ``reduction`` is invalid, or ``reduction`` does not support ``units`` or
@@ -100,8 +101,8 @@ class GlobalNorm:
             extra: 1-dim tensor that the same collective sums over all ranks; the sum is ``Norms.extra``. None (default):
                 ``Norms.extra`` is empty.
             weights: The weights, one per entry; needed with ``weights_at``. Default: none.
-        Collectives: with "packed", one over all ranks; with "per_group", one per bucket and one over all ranks. None in a
-            world of one rank.
+        Collectives: with "packed", one over all ranks; with "per_group", one per bucket that is summed over several ranks,
+            and one over all ranks. None in a world of one rank.
         Host synchronization: none.
         """
         here = [gradient for gradient in gradients if gradient is not None]
@@ -128,7 +129,7 @@ class GlobalNorm:
     ) -> list[Tensor]:
         """Return this rank's powers of the units' gradients, and its powers of the weights at the level ``weights_at``.
 
-        All powers are divided by replication factors. Powers that are not requested are left out.
+        Powers are weighted as in `_divide_by_replicas`. Powers that are not requested are left out.
         """
         found = []
         if self.units is not None:

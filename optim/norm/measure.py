@@ -34,8 +34,8 @@ class Norms(NamedTuple):
         parameters: [logical parameters]: one norm per logical parameter; empty if they are not measured.
         extra: The ``extra`` of `GlobalNorm`, summed over all ranks.
         units: [units of all parameters]: one norm per unit; empty if units are not measured.
-        weights: Norms of the weights. They have the shape of the gradients' norms at the level ``weights_at`` of
-            `GlobalNorm`; empty if not requested.
+        weights: Norms of the weights at the level ``weights_at`` of `GlobalNorm`, 1-dim: a single one for "total". Empty if
+            not requested.
         named: [patterns + 1]: one norm per pattern, and one of all parameters that match no pattern; see `Named`. Empty
             without patterns.
     """
@@ -102,16 +102,16 @@ class Fingerprints:
     Weights, master weights, optimizer states with their step counts, and reduced gradients are compared bitwise. A single
     flipped bit is always detected. Any other difference is missed with a probability of 2^-32.
 
-    A comparison does not synchronize the host. If replicas differ, the device skips that step and all later steps on every
-    rank, so weights and states stay as they were at the comparison. 16 steps later, or in `ParallelOptimizer.poll`, every
-    rank raises `ReplicaMismatchError`, which names the parameter, the state, the axis and the ranks. Call `poll` before a
-    checkpoint and at the end of training.
+    A comparison does not synchronize the host. If replicas differ, the device skips that step and all later steps on
+    every rank, so weights and states stay as they were at the comparison. 16 steps later, or in
+    `ParallelOptimizer.poll`, or at once with ``on_nonfinite="raise"``, every rank raises `ReplicaMismatchError`, which
+    names the parameter, the state, the axis and the ranks. Call `poll` before a checkpoint and at the end of training.
 
     Limits:
 
     * A shard without a replica is not compared. Examples are sharded weights on a mesh without data-parallel axes, states
-      sharded by `Sharded`, and everything in a single process. With `Sharded` the full weights are compared. If nothing can
-      be compared, a warning is issued.
+      sharded by `Sharded`, and everything in a single process. With `Sharded` the full weights are compared. If one of
+      several ranks can compare nothing, it issues a warning.
     * A gradient that was wrong before it was averaged is equally wrong on all replicas, so it is not detected.
     * With master weights, every step overwrites the half-precision weights. So a flipped bit in such a weight lasts for one
       step only, and most comparisons do not see it.
@@ -121,7 +121,8 @@ class Fingerprints:
 
     Args:
         every: Steps between two comparisons, >= 1. A comparison reads all compared tensors once more. It adds six numbers
-            per parameter and mesh axis to the collective that measures the norm. Default: 100.
+            per parameter and mesh axis to the collective that measures the norm, or ten with master weights or state
+            placements. Default: 100.
     """
 
     every: int = 100
@@ -137,7 +138,12 @@ CheckReplicas = bool | Literal["first"] | Fingerprints
 def check_measurement(
     norm_type: float, reduction: Reduction, check_replicas: CheckReplicas, commit: Commit | None
 ) -> None:
-    """Check arguments of `ParallelOptimizer`: raise ValueError for an invalid value, TypeError for an invalid type."""
+    """Check arguments of `ParallelOptimizer`.
+
+    Raises:
+        TypeError: ``norm_type`` is not a number, or ``commit`` is not callable.
+        ValueError: Another argument, or the value of ``norm_type``, is invalid.
+    """
     checked_norm_type(norm_type)
     checked_reduction(reduction)
     if isinstance(check_replicas, Fingerprints):
@@ -168,8 +174,8 @@ class GradStats:
         print(stats)  # norm 0.913, clipped x0.548
 
     The object can replace the tensor that ``torch.nn.utils.clip_grad_norm_`` returns. It then stands for ``total_norm``:
-    in ``float(stats)``, ``stats.item()``, ``f"{stats:.3f}"``, comparisons with numbers, ``stats.full_tensor()`` and torch's
-    functions, such as ``torch.isfinite(stats)``.
+    in ``float(stats)``, ``stats.item()``, ``f"{stats:.3f}"``, the comparisons ``<``, ``<=``, ``>`` and ``>=``,
+    ``stats.full_tensor()`` and torch's functions, such as ``torch.isfinite(stats)``.
 
     Creating the object does not synchronize the host. ``float(stats.total_norm)`` and ``str(stats)`` read tensors, and
     synchronize it. Each step returns new tensors, except a step captured in a CUDA graph: every replay of the graph
@@ -187,12 +193,13 @@ class GradStats:
         parameter_norms: The global p-norm of each logical parameter, by name. Empty without ``per_parameter_norms=True``.
         rejected: 0-dim float32: 1 if ``commit=`` of any rank rejected the step, else 0. None without ``commit=``.
         replicas_diverged: 0-dim float32: 1 from the step in which replicas differed until the error is raised, else 0. None
-            without `Fingerprints`.
+            without `Fingerprints`, and on a single rank.
         spiked: 0-dim float32: 1 if the clipping rule skips the step although its norm is finite, else 0. None unless the
             rule can skip steps (`SkipSpikes`).
         named_norms: With `ByName`: for each pattern the global p-norm of the parameters whose first match it is.
         ranks_disagree: 0-dim bool: True if ranks differ in the number of micro-batches, in the weights of micro-batches, in
-            clipping, in hyper-parameters or in their frozen parameters. The step is then skipped. None on a single rank.
+            clipping, in hyper-parameters or in their frozen parameters. The step is then skipped. None on a single rank,
+            and from functions such as `clip_grad_norm_`.
         unclipped: With `ByName`: the patterns whose parameters are not clipped, and ``"others"`` if the parameters that
             match no pattern are not clipped.
     """

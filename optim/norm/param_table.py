@@ -1,4 +1,4 @@
-"""One record per tensor that the optimizer steps, made when the optimizer is created or gets another param group."""
+"""One record per tensor that the optimizer steps."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ParamTable:
         return [row.tensor for row in self.rows]
 
     def with_specs(self, spec_of: Callable[[SteppedTensor], P]) -> ParamTable:
-        """Return the table with other specs, in its rows and in its plan."""
+        """Return the table with other specs, in its rows and in its plan's entries. The plan's buckets are unchanged."""
         rows = tuple(replace(row, entry=replace(row.entry, spec=spec_of(row))) for row in self.rows)
         return replace(self, rows=rows, plan=replace(self.plan, entries=tuple(row.entry for row in rows)))
 

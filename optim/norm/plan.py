@@ -52,7 +52,7 @@ class ParameterEntry:
         shape: Shape of this rank's shard.
         group: Index of its param group.
         dtype: Its dtype.
-        averaged: The axes over which its gradient is already averaged when gradient reduction begins.
+        averaged: The mesh axes of a DTensor. Data axes among them are left out of the average in gradient reduction.
         trained: False: the parameter is frozen.
         full_shape: Shape of the full tensor. If it was not declared, it is computed as if all shards were as large as this
             rank's. None: not known.
@@ -103,7 +103,8 @@ def entries_of(
         undeclared_are_replicas: True: undeclared parameters are accepted. They count as replicated over all axes for which
             they have no placement, and the caller compares replicas. Default: False.
     Raises:
-        ValueError: Some parameters are undeclared (the message names them), or a DTensor's layout has no equivalent spec.
+        ValueError: Some parameters are undeclared (the message names up to five), or a DTensor's layout has no equivalent
+            spec.
         TypeError: A parameter is complex or sparse.
     """
     entries, undeclared = [], []
@@ -316,10 +317,11 @@ class ReductionPlan:
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
     def groups(self, reduction: str) -> list[tuple[str, ...]]:
-        """Return the axes of each process group that training uses, in the same order on every rank.
+        """Return the axes of process groups that training uses, in the same order on every rank.
 
-        The model uses one group per model axis that indexes shards (`NormBucket.distinct`). With
-        ``reduction="per_group"``, the norm uses the group of each bucket's `NormBucket.axes` as well.
+        These are one group per model axis that indexes shards (`NormBucket.distinct`), for the model, and with
+        ``reduction="per_group"`` the group of each bucket's `NormBucket.axes`. Groups of gradient reduction, and the group
+        of all ranks, are not included.
         """
         named = {axis for bucket in self.buckets for axis in bucket.distinct}
         summed = {bucket.axes(self.topology) for bucket in self.buckets if reduction == "per_group"}

@@ -1,7 +1,8 @@
-"""Check once per reduction plan that all ranks have the same plan. If plans differ, every rank raises the same error.
+"""Check once per reduction plan that ranks with the same parameters declare them equally. Else every rank raises.
 
 Each rank sends a digest of its declarations, a few hundred bytes long. On request it also sends the names and full shapes
-of its parameters. Ranks exchange all declarations only if digests differ, to name the first declaration that differs.
+of its parameters. Only if digests differ, ranks exchange the declarations, to name the first one that differs, or the
+full shapes, to drop those of unevenly sharded parameters.
 """
 
 from __future__ import annotations
@@ -163,8 +164,9 @@ def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, na
 def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGroupRegistry) -> ReductionPlan:
     """Return ``plan`` with the buckets, the element count and the parameter names of all ranks.
 
-    Ranks of one pipeline stage must declare the same parameters in the same order: names, specs, unsharded dims and param
-    groups. For an owned parameter this applies to its owner ranks only. For a tied parameter it applies to the tied stages,
+    It has no full shapes of parameters whose shards have unequal sizes. Ranks of one pipeline stage must declare the same
+    parameters in the same order: names, specs, unsharded dims, dtypes, param groups, and which are frozen. For an owned
+    parameter this applies to its owner ranks only. For a tied parameter it applies to the tied stages,
     where its names may differ.
 
     Args:
@@ -173,9 +175,9 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
         registry: The process groups.
     Raises:
         ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows both
-            declarations of the first such parameter.
-    Collectives: object all-gathers, only if declarations or full shapes differ.
-    Host synchronization: that of these all-gathers.
+            declarations of the first such parameter, or both param groups if only these differ.
+    Collectives: one object all-gather, only if declarations or full shapes differ.
+    Host synchronization: that of the all-gather.
     """
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
     if disagreement is not None:
@@ -195,7 +197,9 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
 
 
 def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """Return an agreed plan with a unique name per logical parameter. Equal names on several stages get a stage suffix.
+    """Return an agreed plan with a unique name per logical parameter.
+
+    Equal names of different parameters on several stages or owner ranks get a suffix, such as ``@pipe=1``.
 
     Collectives: an object all-gather.
     Host synchronization: yes.
@@ -285,7 +289,10 @@ def _first_disagreement(
 
 
 def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration]) -> tuple[str, int, int] | None:
-    """Return a parameter's name and its param groups on two ranks; None if declarations also differ in other respects."""
+    """Return a parameter's name and its param groups on two ranks.
+
+    Return None if no group differs, or if the declarations also differ in other respects than their order.
+    """
     if sorted(of._replace(group=0) for of in mine) != sorted(of._replace(group=0) for of in theirs):
         return None
     group_of = {of.name: of.group for of in theirs}

@@ -1,13 +1,14 @@
 """Compute the powers, sums of |g|^p, of one rank's gradients in one pass over the gradients, without a collective.
 
 `reference_powers` is a slow reference in float64. `powers_by_torch` computes the same values with torch's kernels, and
-`local_powers` chooses the fastest kernels. The power of a finite gradient never overflows or underflows.
+`local_powers` chooses the kernels. Up to p = 6, the power of a finite float32 or half-precision gradient neither overflows
+nor underflows in float64.
 
-Sums are accumulated in float64. ``torch.linalg.vector_norm`` on a CPU accumulates float32 gradients in float32; its
-relative error is 1e-5 at a million elements and 3e-4 at ten million.
+Sums are accumulated in float64, except sums of `ROW` squares of float32 on a CPU. ``torch.linalg.vector_norm`` on a CPU
+accumulates float32 gradients in float32; its relative error is 1e-5 at a million elements and 3e-4 at ten million.
 
-For p >= `HIGH`, p-th powers leave the range of float64. Then p-norms replace powers. `p_norm` combines them: it divides the
-values by their maximum before it raises them to the power p.
+For p >= `HIGH`, p-th powers often leave the range of float64. Then p-norms replace powers. `p_norm` combines them: it
+divides the values by their maximum before it raises them to the power p.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _largest(gradient: Tensor) -> Tensor:
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Return True if all tensors have the same dtype and device."""
+    """Return True if all tensors have the same dtype and device; False for an empty list."""
     return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
 
 
@@ -174,11 +175,12 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the power of each gradient: the sum of |g|^p, [n] float64. For p = inf, it is the largest |g|.
 
     For `HIGH` <= p < inf the values are p-norms instead. On a device without float64 the values are float32. A value is NaN
-    or inf only if its gradient has a NaN or inf.
+    or inf if its gradient has a NaN or inf. It is also inf if the sum overflows: in float64, with p <= 6, only for float64
+    gradients.
 
     Relative errors: 1e-14 with the compiled loops (`Native`; p = 1, 2 and inf on a CPU) and with the Triton kernels
     (integer p and inf on a GPU); 1e-7 for squares of float32 gradients on a CPU without the compiled loops; 1e-12
-    otherwise. GPU kernels cast every element to float64 as they read it, and sum in float64.
+    otherwise, if values are float64. GPU kernels cast every element to float64 as they read it, and sum in float64.
 
     Args:
         gradients: Dense real tensors of one float dtype, all on one device.

@@ -42,7 +42,8 @@ class ReplicaMismatchError(RuntimeError):
             print(error.mismatches[0].name, error.mismatches[0].ranks)
 
     Args:
-        mismatches: One entry per parameter, axis and kind of tensor that differs. The message shows the first 20.
+        mismatches: One entry per parameter, axis and kind of tensor that differs; with `Fingerprints` also per shard and
+            state. The message shows the first 20.
         since: First line of the message: what differs, and which steps were not taken.
         advice: Last line of the message: possible causes, and what to do.
     """
@@ -65,8 +66,8 @@ class Mismatch:
         axis: The mesh axis.
         kind: "parameter", "gradient", "master", "stepped weight" (the tensor that the optimizer steps instead of the
             parameter: a shard, or an offloaded or cast copy), "state", or one state by name, such as "state exp_avg".
-        ranks: The global ranks whose replicas differ from the most frequent value. If two values are equally frequent,
-            this is all ranks with a replica. Empty if it was not determined which ranks differ.
+        ranks: The global ranks whose replicas differ from the most frequent value. If two values are the most frequent
+            ones, this is all ranks with a replica. Empty if it was not determined which ranks differ.
         copies: Number of ranks with a replica; 0 if ``ranks`` is empty.
     """
 
@@ -119,7 +120,7 @@ class ReplicaCheck:
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
         """Return this rank's summands of all slots, [numel] float64.
 
-        Makes one pass over the parameters, the gradients and the states. Host synchronization: none.
+        Makes one pass over the parameters, the gradients and the states. Host synchronization: as in `numbers`.
 
         Args:
             gradients: One gradient per entry, or None. None (default): gradients are not compared.
@@ -129,7 +130,7 @@ class ReplicaCheck:
     def numbers(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
         """Return the hashes of this rank's tensors, [entries, kinds] int64. Arguments as for `slots`.
 
-        Host synchronization: none.
+        Host synchronization: none, if all tensors are on the device of the slots.
         """
         given = [None] * len(self.params) if gradients is None else list(gradients)
         states = [] if self.states is None else [[value for _, value in sorted(of.items())] for of in self.states()]
@@ -254,7 +255,7 @@ class FingerprintMonitor:
     def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Count a measurement. Return this rank's slots per check if a comparison is due, else an empty list.
 
-        Host synchronization: none.
+        Host synchronization: as in `ReplicaCheck.numbers`.
         """
         is_due = self._steps % self.every == 0
         self._steps += 1
@@ -369,7 +370,8 @@ def _find_minorities(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (ranks, number of replicas) for each shard whose replicas of the tensor ``what`` differ.
 
-    ``ranks`` are the ranks whose hash is not the most frequent one; if two hashes are equally frequent, all ranks.
+    ``ranks`` are the ranks whose hash is not the most frequent one. If two hashes are the most frequent ones, these are all
+    ranks with a replica.
     """
     for place in sorted({place for of_rank in held for place in of_rank.get(what, {})}):
         copies = {rank: repr(of[what][place]) for rank, of in enumerate(held) if place in of.get(what, {})}
@@ -394,7 +396,7 @@ def _find_minorities(
 #
 # * shards without a gradient, or with a constant gradient (zeros; ones of a symmetric initialisation),
 # * shards with fewer than `ENOUGH` elements, or with fewer than `ENOUGH_CONSTANT` and constant weights (a bias of zeros),
-# * empty or uneven shards, whose sizes differ.
+# * empty shards, and shards whose gradient is not a dense float tensor.
 #
 # Owned and tied parameters and DTensors are left out, because a dim and an axis alone do not describe their layout.
 
@@ -455,7 +457,7 @@ class EqualShards:
         ]
 
     def check(self, totals: Tensor) -> None:
-        """Raise ValueError if all shards of a parameter along an axis are equal. ``totals`` as for `find`."""
+        """Raise ValueError if all compared shards of a parameter along an axis are equal. ``totals`` as for `find`."""
         if found := self.find(totals):
             name, axis = found[0]
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -492,8 +494,8 @@ def _varies(tensor: Tensor) -> Tensor:
 
 # A tensor is read as words w_i: its elements as integers, where a 64-bit element gives two 32-bit words. The hash is
 # ``sum of w_i r_i`` modulo 2^64, with fixed odd numbers r_i that depend on the position only. One flipped bit changes
-# w_i by a power of two below 2^32, and the sum by an odd multiple of it. That is never 0 modulo 2^64, so one flipped
-# bit is always detected. Any other difference cancels about once in 2^32.
+# w_i by a power of two below 2^32, and the sum by an odd multiple of it. That is never 0 modulo 2^64, so with ``exact``
+# one flipped bit is always detected. Any other difference cancels about once in 2^32.
 #
 # `splitmix64_finalizer`, a permutation of 64-bit integers, is then applied to the sum, so that differences of several
 # replicas do not cancel each other. The result is split into two 32-bit numbers, because sums of such numbers over a
@@ -566,7 +568,10 @@ class TensorHash:
         return running[self._constants(("ends", *ends), ends.copy, torch.int64, table.device)].diff()
 
     def _words(self, flat: Tensor) -> Tensor:
-        """Return the bits of ``flat`` as 1-dim integers. If not `exact`, first replace NaNs by one NaN and -0 by 0."""
+        """Return the bits of ``flat`` as 1-dim integers.
+
+        If not `exact`, first replace NaNs by one NaN and -0 by 0, except in 8-bit floats.
+        """
         if not self.exact and flat.is_floating_point() and flat.element_size() > 1:
             flat = flat + 0.0
             flat = torch.where(flat.isnan(), torch.full_like(flat, torch.nan), flat)

@@ -190,8 +190,8 @@ class ParamRows:
         names: The names of the states, from `states_in`.
         table: The rows.
         remainders: The remainders of split weights.
-        without_grad: Parameters that have had no gradient yet.
-        unsupported: Parameters with a gradient or states that the kernels do not support.
+        without_grad: Parameters without a gradient and without a state.
+        unsupported: The other parameters. The kernels do not support them or their states.
     """
 
     def __init__(
@@ -232,7 +232,8 @@ class ParamRows:
 
         Parameters, states and remainders must be the same tensors at the same addresses as at `keep`. Parameters and
         remainders must also have the same dtypes, shapes and strides. (The dtype, shape or strides of a state change
-        only if its tensor or address does.) No parameter of ``without_grad`` may have a gradient now.
+        only if its tensor or address does.) ``state`` must have no new entries, and no parameter of ``without_grad`` may
+        have a gradient now.
         """
         now = self._values_now()
         return (
@@ -332,7 +333,7 @@ def update_by_loops(
 
 
 def number(value: float | Tensor) -> float:
-    """Return a hyper-parameter as a float. A plain tensor on the CPU is read from its address, which is faster.
+    """Return a hyper-parameter as a float. A plain float tensor on the CPU is read from its address, which is faster.
 
     Host synchronization: one if ``value`` is a tensor on a device.
     """
@@ -376,8 +377,8 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Return True if the loops or Triton kernels support the optimizer.
 
-    The optimizer must be of a class in `SUPPORTED_OPTIMIZERS` with ``fused=True``, without step hooks and without a
-    replaced `step`. ``is_read(tensor)`` must be True for all hyper-parameters that are tensors.
+    The optimizer must be of a class in `SUPPORTED_OPTIMIZERS` with ``fused=True``, without ``differentiable``, step hooks
+    and a replaced `step`. ``is_read(tensor)`` must be True for all hyper-parameters that are tensors.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False
@@ -427,7 +428,7 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
 def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> list[list[Tensor]]:
     """Step all parameters that the compiled loops support, and return the parameters that torch must step.
 
-    If ``request.skip`` is 1, nothing changes except that missing states are created.
+    If ``request.skip`` is 1, no value changes; missing states are created.
 
     Args:
         loops: The result of `loops_for` for the optimizer.
@@ -450,7 +451,8 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
 def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[ParamRows]:
     """Return the rows of each param group for kernels on ``device``; valid rows come from ``cache``.
 
-    New rows are stored in ``cache``. For a parameter's first gradient its states are created as torch creates them.
+    New rows are stored in ``cache``, unless a bucket is in the param groups. Missing states of parameters with a gradient
+    are created: the step count is 0, and other states are filled with `first_value`.
     """
     spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
     before = find_valid_rows(optimizer, device, remainders, cache)
@@ -474,9 +476,9 @@ def _rows(
 ) -> ParamRows:
     """Return new rows of one param group.
 
-    A parameter becomes a row if it is dense, on ``device``, and float32 with float32 states, or bfloat16 with a
-    remainder. Other parameters are left for torch. Missing states are created, and states and remainders get their
-    parameters' strides.
+    A parameter becomes a row if it has a gradient or a state, is dense and on ``device``, has float32 states, and is
+    float32, or bfloat16 with a remainder. Other parameters are left for torch. Missing states are created, and states
+    and remainders get their parameters' strides.
 
     Args:
         all_params: All parameters of the group.
@@ -489,7 +491,7 @@ def _rows(
     params, without_grad, unsupported = list[Tensor](), list[Tensor](), list[Tensor]()
     for param in all_params:
         if param.grad is None and param not in state:
-            without_grad.append(param)  # its first gradient invalidates the cached rows
+            without_grad.append(param)  # a gradient invalidates the cached rows
         elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, first):
             params.append(param)
         else:

@@ -58,7 +58,9 @@ def check_gradient_reduction(
 
 
 class GradSyncController(ABC):
-    """A controller that turns gradient reduction in backward on for the last micro-batch of a window, and off before.
+    """A controller that turns gradient reduction in backward on and off.
+
+    In managed accumulation it is on for the last micro-batch of a window only.
 
     Attributes:
         on: True if the next backward reduces gradients.
@@ -111,7 +113,7 @@ class GradSyncController(ABC):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around the backward of one micro-batch. On exit it prepares the next micro-batch."""
+        """Return a context manager around one micro-batch. On exit without an error it prepares the next micro-batch."""
         yield
         window.sync_skipped = not self.on
         self.expect(window)
@@ -241,8 +243,8 @@ class TorchGradSync(GradSyncController):
     def averages(self, window: Window) -> bool:
         """Return False if DDP did not reduce gradients in the last micro-batch, so that `step` must average them.
 
-        Gradients that DDP averaged in earlier micro-batches are equal on all ranks; averaging again does not change
-        them.
+        Gradients that DDP averaged in earlier micro-batches are equal on all ranks; averaging again changes them by
+        rounding only.
 
         Raises:
             RuntimeError: `fully_shard` did not reduce gradients in the last micro-batch; only its backward can do so.
@@ -351,7 +353,7 @@ def reducing_module(module: nn.Module) -> nn.Module:
 #     declare_by_flags(model, registry)
 #     optimizer = ParallelOptimizer(adam, registry, data_parallel=model)
 #
-# The ``main_grad`` tensors are views of buffers; one collective reduces one buffer. `step` finishes these reductions,
+# The ``main_grad`` tensors are views of buffers, which collectives reduce. `step` finishes these reductions,
 # aliases ``.grad`` to ``main_grad``, and reduces the remaining partial gradients (sequence parallelism, tied embeddings).
 # Don't call ``finalize_model_grads``: it would reduce the remaining partial gradients a second time.
 
@@ -362,6 +364,7 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
     Megatron's class is recognized by its methods, without an import of Megatron.
 
     Raises:
+        ValueError: As for `MegatronGradSync`.
         TypeError: As for `TorchGradSync`, or there are several modules and one of them is Megatron's.
     """
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
@@ -412,7 +415,7 @@ class MegatronGradSync(TorchGradSync):
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
         """Raise ValueError if Megatron averages gradient buffers over other ranks than those of the data axes.
 
-        Buffers of experts are not checked.
+        Buffers of experts, and modules without ``dp_cp_group``, are not checked.
         """
         group = getattr(self.module, "dp_cp_group", None)
         if group is not None:
@@ -439,7 +442,8 @@ class MegatronGradSync(TorchGradSync):
     def hand_over(self, params: Sequence[Tensor]) -> None:
         """Finish the reduction of the buffers, and set each ``.grad`` to an alias of ``main_grad``.
 
-        Collectives: one all-reduce per buffer over the data ranks, or over the data ranks of experts.
+        Collectives: one all-reduce per buffer over the data ranks, or over the data ranks of experts. None with
+            ``overlap_grad_reduce``: the call only waits for the reductions that backward started.
         """
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:

@@ -193,9 +193,10 @@ class ModelParams:
 def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology, scaled: bool, averaged: bool) -> None:
     """Warn on every rank if all gradients of some rank were written to between the last backward and the first `step`.
 
-    torch's gradient clipping writes to all gradients, and here would clip gradients that are not reduced yet. Writes to
-    only some gradients, such as rows of an embedding, are intended. Without a loss scale it does not warn if gradients
-    were already complete: on a single rank, or averaged over all ranks in backward.
+    torch's gradient clipping writes to all gradients, and here would clip gradients that are not reduced yet. Gradients
+    that are DTensors are not observed. Writes to only some gradients, such as rows of an embedding, are intended.
+    Without a loss scale it does not warn if gradients were already complete: on a single rank, or averaged over all
+    ranks in backward.
 
     Args:
         seen: The reports of all ranks.
@@ -218,13 +219,14 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
 
 
 def check_window_is_used(window: Window, params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
-    """Raise RuntimeError if a rank has gradients although the window has no micro-batch. `step` would ignore them.
+    """Raise RuntimeError if a rank has non-zero gradients although the window has no micro-batch. `step` would ignore them.
 
     Call it in managed accumulation only.
 
     Raises:
-        RuntimeError: On every rank: a rank has gradients from other calls than `backward` and `window`. On this rank
-            only: the all-gather failed, because other ranks have micro-batches in their window and do not call it.
+        RuntimeError: On every rank: a rank has non-zero gradients from other calls than `backward` and `window`. On
+            this rank only: the all-gather failed, because other ranks have micro-batches in their window and do not
+            call it.
     Collectives: an object all-gather. Host synchronization: yes.
     """
     try:
@@ -254,8 +256,8 @@ def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -
 
     Args:
         names: The result of `TransformChain.find_overwritten` on each global rank: a parameter's name, or None.
-        has_fingerprints: True if `Fingerprints` compare replicas. Then a difference on a single rank is not an error
-            here: it may be a flipped bit, and `Fingerprints` report its tensor and rank.
+        has_fingerprints: True if `Fingerprints` compare replicas. Then a difference on exactly one of several ranks is not
+            an error here: it may be a flipped bit, and `Fingerprints` report its tensor and rank.
     """
     if has_fingerprints and len(names) > 1 and sum(name is not None for name in names) == 1:
         return

@@ -70,7 +70,7 @@ class SkipMonitor:
     steps in which settings differed between ranks ("ranks disagreed").
 
     The counts are on the device. Each step starts a copy to host memory without waiting. `count` reads the copy of the
-    step `LAG` steps earlier, which has arrived by then. All ranks read the counts of the same step, so they decide
+    step `LAG` steps earlier, which has usually arrived by then. All ranks read the counts of the same step, so they decide
     equally.
 
     Args:
@@ -113,8 +113,8 @@ class SkipMonitor:
         Raises:
             RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago or, with
                 ``on_nonfinite="raise"``, in this step.
-        Host synchronization: with ``"raise"``, one per checked flag (up to four). Otherwise the host only waits for the
-            step `LAG` steps ago.
+        Host synchronization: with ``"raise"``, one per checked flag (up to four), and one to read a non-finite norm.
+            Otherwise the host only waits for the step `LAG` steps ago.
         """
         stats = decision.stats
         in_a_row, bypassed, diverged, disagreed = (0, 0, 0, 0) if captured else self._earlier_counts()
@@ -202,6 +202,8 @@ class SkipMonitor:
 
     def _earlier_counts(self) -> tuple[int, int, int, int]:
         """Return four counts as of `LAG` steps ago; zeros in the first `LAG` steps.
+
+        A load, and a report of divergence, disagreement or bypassed gradients, start the count of `LAG` steps again.
 
         These are the consecutive steps with a non-finite norm, the steps whose gradients bypassed `backward`, whether
         replicas have diverged, and the steps in which ranks disagreed.

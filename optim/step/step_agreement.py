@@ -91,14 +91,14 @@ class UsedClip:
         self.set_rule(rule)
 
     def set_rule(self, rule: Clip | None) -> None:
-        """Replace the optimizer's own rule. Host synchronization: one if its threshold is a tensor on a device."""
+        """Replace the optimizer's own rule. Host synchronization: for thresholds that are tensors on a device."""
         self._of_rule = hash_of("max_norm", _rule_text(rule))
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Update `facts` from a window's explicit clips and the groups' ``max_norm``. Return True if `facts` has changed.
 
-        Host synchronization: one per explicit threshold that is a tensor on a device.
+        Host synchronization: if explicit clips have changed, for thresholds that are tensors on a device.
         """
         before, is_new = self.facts, self._is_new
         if len(explicit) != len(before.explicit) or not all(map(_is_same, explicit, before.explicit)):
@@ -189,7 +189,7 @@ class _Class(NamedTuple):
     """A set of ranks that must have equal facts of one kind.
 
     Args:
-        coefficient: The factor of this rank's hashes; 0: this rank is the only one.
+        coefficient: The factor of this rank's hashes; 0: this rank is the only one, or the process group is a fake.
         label: A hash of the set and the kind, so that facts of different sets have different hashes.
     """
 
@@ -247,7 +247,7 @@ class _Group:
         self.number, self.tensors = 0, list[tuple[Tensor, int]]()
 
     def read(self, group: Mapping[str, object]) -> bool:
-        """Read the present settings, and return True if one has changed. Host synchronization: none.
+        """Read the present settings, and return True if `number` has changed. Host synchronization: none.
 
         Its time does not depend on the number of parameters.
         """
@@ -383,7 +383,9 @@ class StepAgreement:
         thawed: tuple[int, ...],
         explicit: tuple[Clip | None, ...] = (),
     ) -> int:
-        """Return this rank's summand of the field ``"agreement"``. Host synchronization: none. Collectives: none.
+        """Return this rank's summand of the field ``"agreement"``.
+
+        Collectives: none. Host synchronization: that of `UsedClip.read`.
 
         Args:
             micro_batches, frozen, thawed: The fields of `Facts`.
@@ -492,12 +494,15 @@ class StepAgreement:
         Args:
             facts: This rank's facts of the step in which ranks disagreed. Default None: of the last step.
             since: The start of the message: the effect on the step.
-        Collectives: an object all-gather; another one if a parameter is frozen. Host synchronization: some.
+        Collectives: an object all-gather; at most one more if a parameter is frozen. Host synchronization: some.
         """
         return RuntimeError(f"{since}: {self._text_of(gather_objects(self._named(facts), self.registry))}")
 
     def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
-        """Return the text of an error: the differences between the ranks' facts, and advice."""
+        """Return the text of an error: the differences between the ranks' facts, and advice.
+
+        Collectives: an object all-gather if a parameter is frozen and none is thawed.
+        """
         thawed = [(name, rank) for rank, of_rank in enumerate(by_rank) for name in of_rank.thawed]
         if thawed:
             name, ranks = thawed[0][0], sorted({rank for other, rank in thawed if other == thawed[0][0]})

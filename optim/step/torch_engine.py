@@ -137,9 +137,10 @@ _laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionar
 
 
 def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
-    """Give states and gradients the strides of their parameters, before torch's fused kernels step.
+    """Give states and CPU gradients the strides of their parameters, before torch's fused kernels step.
 
-    Strides are checked tensor by tensor only if parameters, gradients or states have changed since the last step.
+    If the param groups hold no bucket, strides are checked tensor by tensor only if states are new tensors, a gradient is
+    missing, or parameters or gradients have other types, dtypes, shapes or strides than in the steps before.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if by_bucket.holders:  # param groups hold a part of the parameters or temporary copies, so nothing is cached
@@ -164,7 +165,7 @@ def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give the strides of a parameter to those of its states that have the parameter's shape.
+    """Give the strides of a parameter without gaps in memory to those of its states that have the parameter's shape.
 
     States of the optimizers of `meshstep.optim.whole` are unchanged, because these optimizers need contiguous states.
     """
@@ -196,8 +197,9 @@ def lay_out_gradients(params: Sequence[Tensor]) -> None:
 def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Return a context manager that replaces CPU parameters with gaps in memory by dense copies, for fused optimizers.
 
-    On exit the copies' values are written back. Fused CPU kernels would write into the gaps. Other kernels would round
-    differently, so replicas with different memory layouts would diverge. Collectives: none. Host synchronization: none.
+    Parameters without a gradient stay. On exit without an error, the copies' values are written back. Fused CPU kernels
+    would write into the gaps. Other kernels would round differently, so replicas with different memory layouts would
+    diverge. Collectives: none. Host synchronization: none.
     """
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
@@ -236,10 +238,12 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Step a fused optimizer with torch's kernels. Host synchronization: none.
+    """Step a fused optimizer with torch's kernels, or an optimizer of `meshstep.optim.whole`.
+
+    Host synchronization: none with torch's optimizers.
 
     Args:
-        optimizer: A fused optimizer.
+        optimizer: An optimizer for which `steps_on_device` is True.
         found_inf: 0-dim; a value > 0 skips the update.
         factor: 0-dim factor by which gradients are multiplied before the update; None: 1.
     """
@@ -276,7 +280,7 @@ def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing momentum buffers of a fused SGD as zeros.
+    """Create missing momentum buffers of a fused SGD as zeros, for parameters with a gradient.
 
     torch would leave a new buffer uninitialized if its first step is skipped. Without dampening, the first update from
     zeros equals torch's first update.

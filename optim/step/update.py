@@ -59,14 +59,14 @@ class UpdateEngine:
 
     The C loops (on a CPU) and the Triton kernels (if chosen) multiply gradients by ``request.factor`` during the update
     and leave ``.grad`` unchanged. torch's fused kernels divide by the inverse factor in float32 and write the scaled
-    gradient to ``.grad``. For float64 parameters and other optimizers, gradients are scaled in place in a separate
-    pass.
+    gradient to ``.grad``. The optimizers of `meshstep.optim.whole` scale copies of gradients. Other optimizers, and fused
+    optimizers with a float64 parameter, get gradients that are scaled in place in a separate pass.
 
     Args:
         optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
-    Collectives: none.
-    Host synchronization: one if `steps_on_device` is False for an optimizer; one more if the skip flag is on a GPU and
-        some parameters are on the CPU (`HostDecision`).
+    Collectives: none, except in the steps of the optimizers of `meshstep.optim.whole`.
+    Host synchronization: that of the optimizers; one if `steps_on_device` is False for an optimizer; one more if the
+        skip flag is on a GPU and some parameters are on the CPU (`HostDecision`).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -101,8 +101,9 @@ class UpdateEngine:
     def _step_apart(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
         """Step the parameters in ``apart`` one by one, each with its own flag in ``skip_of``, and all others together.
 
-        Full-tensor optimizers step all parameters together, because they treat a missing gradient as zeros.
-        Host synchronization: one if an optimizer can't be skipped on the device or can't step in parts.
+        Full-tensor optimizers step all parameters together, because they treat a missing gradient as zeros. If another
+        optimizer can't step in parts, the host reads the flags, and its parameters are stepped together.
+        Host synchronization: one in that case; one per parameter in ``apart`` that is on the CPU with a flag on a GPU.
         """
         ids, skip_of = {id(param) for param in apart}, request.skip_of
         request = replace(request, skip_of={})
@@ -170,7 +171,7 @@ class UpdateEngine:
                     weights.step(part, update)
 
     def _step_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step each optimizer with kernels that support it. The kernels for a parameter depend on no other parameter."""
+        """Step each optimizer with kernels that support it. Host synchronization: one if `steps_on_device` is False."""
         on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
         for part in parts_of(optimizer):
             for bucket in _by_start(part):
@@ -222,9 +223,9 @@ def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None
 def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
     """Return buckets of parameters that one call of torch's kernels can step; None in the list means all parameters.
 
-    Fused SGD with dampening needs two buckets: parameters with a momentum buffer, and parameters without one. Its
-    kernels step only one of the two kinds per call, and can skip only the first kind on the device. For other
-    optimizers the result is [None].
+    Fused SGD with dampening needs two buckets: parameters with a momentum buffer, and, if there are any, parameters
+    without one. Its kernels step only one of the two kinds per call, and can skip only the first kind on the device. For
+    other optimizers the result is [None].
     """
     groups = optimizer.param_groups
     if not any(group.get("fused") and group.get("momentum") and group.get("dampening") for group in groups):
@@ -306,8 +307,8 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
 
-# One kernel launch steps all param groups. The host does not read the factor, the skip flag, the step counts, or learning
-# rates that are tensors on the GPU.
+# One kernel launch steps all param groups with the same options and dtypes. The host does not read the factor, the skip
+# flag, the step counts, or learning rates that are tensors on the GPU.
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
@@ -342,7 +343,7 @@ def step_by_triton(
 ) -> list[list[Tensor]]:
     """Step all parameters that the Triton kernels support, and return the parameters that torch must step.
 
-    If ``request.skip`` is 1, nothing changes except that missing states are created.
+    If ``request.skip`` is 1, no value changes; missing states are created.
 
     Args:
         kernels: The result of `triton_for` for the optimizer.

@@ -208,7 +208,7 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:
-    """Give the master the annotation, the gradient and the optimizer state of the weight; the state becomes float32."""
+    """Give the master the annotation, the gradient and the state of the weight; half-precision states become float32."""
     copy_annotation(weight, master)
     master.grad = weight.grad
     if state := optimizer.state.get(weight):

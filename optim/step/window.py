@@ -58,7 +58,8 @@ class Weight:
     Attributes:
         value: The sum: a number, or the tensor ``sum`` after a weight that is a tensor.
         sum: The 0-dim tensor to which weights are added after the first weight that is a tensor; None before. It stays
-            the same object, because CUDA graphs of micro-batches add to it in every replay, even while ``value`` is 0.
+            the same object unless a weight is on another device, because CUDA graphs of micro-batches add to it in every
+            replay, even while ``value`` is 0.
     """
 
     def __init__(self) -> None:
@@ -225,7 +226,7 @@ Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 class Window:
     """The micro-batches since the last step: their number, their weight on this rank, and the state of their gradients.
 
-    This object holds all state of the optimizer between two steps.
+    This object holds the state of accumulation between two steps.
 
     Args:
         steps: Micro-batches per window in managed accumulation; None: the caller decides when to step.
@@ -304,7 +305,8 @@ class Window:
     def has_bypassed_grads(self, params: Sequence[Tensor]) -> bool:
         """Return True if this rank has gradients from a backward that bypassed `backward` and `window`.
 
-        Gradients that the last step left do not count.
+        Gradients that the last step left do not count. After a micro-batch or a `scale_loss` call in this window, the
+        result is always False.
         """
         if self.calls:
             return False
@@ -341,7 +343,7 @@ class Window:
     def number_of_facts(self, agreement: StepAgreement, changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
         """Return this rank's summand of the field ``"agreement"``, which compares settings between ranks.
 
-        Host synchronization: none.
+        Host synchronization: that of `StepAgreement.number`.
 
         Args:
             agreement: The comparison of settings between ranks.
@@ -478,7 +480,7 @@ class Window:
                 also without samples.
             several: True if the micro-batch may have several backward calls. Default False.
         Raises:
-            RuntimeError: A micro-batch is already running.
+            RuntimeError: A micro-batch is already running. Other errors as in `begin`.
         """
         if self.entered:
             raise RuntimeError(
@@ -516,10 +518,12 @@ class Window:
                 otherwise they are not divided.
             params: The parameters whose gradients accumulate.
         Raises:
-            ValueError: The window is full; only some of its micro-batches have a weight; or the weight is negative or
-                not finite.
+            ValueError: The window is full; only some of its micro-batches have a weight; or the weight is a number
+                that is negative or not finite.
+            TypeError: The weight is neither a number nor a 0-dim tensor.
             RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared within the
-                window; or, in managed accumulation, a backward bypassed the optimizer since the last micro-batch.
+                window; in managed accumulation, a backward bypassed the optimizer since the last micro-batch; or a CUDA
+                graph captures the micro-batch, and its replays could not add the weight.
         """
         if self.phase == "clipped":
             raise RuntimeError(

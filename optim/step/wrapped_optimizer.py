@@ -92,7 +92,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Add a param group to the optimizer with index ``param_group["optimizer"]``, with that optimizer's defaults.
 
         Raises:
-            ValueError: The index is missing or out of range, or the optimizer rejects the group.
+            ValueError: The index is missing or out of range. Other errors: those of the optimizer's `add_param_group`.
         """
         if not self._parts:
             self.param_groups.append(param_group)  # the call from torch's constructor, before parts exist
@@ -129,8 +129,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Load a state dict: each of the single optimizers loads its own param groups and their states.
 
         Raises:
-            ValueError: The state is of other optimizers, or one optimizer rejects it. Optimizers before that one have
-                loaded, and keep the loaded state.
+            ValueError: The state is of other optimizers, or one optimizer rejects it. This object then keeps its param
+                groups and states.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -233,14 +233,14 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def asks_other_ranks(optimizer: object) -> bool:
-    """Return True for optimizers of `meshstep.optim.whole`, which accept shards and gather full tensors themselves."""
+    """Return True for optimizers of `meshstep.optim.whole`, whose steps issue the collectives that shards need."""
     return bool(getattr(optimizer, "asks_other_ranks", False))
 
 
 # The guard: it refuses `step`, and forwards other methods to the `ParallelOptimizer` ----------------------------------
 
 FORWARDED = ("zero_grad", "load_state_dict", "add_param_group", "train", "eval")
-"""Methods of the wrapped optimizer that call the `ParallelOptimizer`'s method of the same name."""
+"""Methods of the wrapped optimizer that call the `ParallelOptimizer`'s method of the same name; see `_forwarded`."""
 
 
 class _OwnCalls(threading.local):
@@ -308,7 +308,11 @@ class CallGuard:
 def _forwarded(
     guard: CallGuard, optimizer: weakref.ref[Any], method: Callable[..., Any], listed: bool
 ) -> Callable[..., Any]:
-    """Return a function to replace ``method`` of a wrapped optimizer; it calls the method of the `ParallelOptimizer`."""
+    """Return a function to replace ``method`` of a wrapped optimizer; it calls the method of the `ParallelOptimizer`.
+
+    In calls by this library, or if no `ParallelOptimizer` exists, it calls ``method``. With ``listed``, load_state_dict and
+    add_param_group raise RuntimeError, because they concern all optimizers of the list.
+    """
     name = method.__name__
 
     @wraps(method)

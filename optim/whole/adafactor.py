@@ -77,7 +77,7 @@ class Adafactor(WholeOptimizer):
 
     Args:
         params: Parameters or param groups.
-        lr: Largest step relative to the parameter's RMS: a number or a 0-dim tensor.
+        lr: Upper limit of the relative step size min(lr, 1 / sqrt(t)): a number or a 0-dim tensor.
         beta2_decay: c <= 0. The second moments are averaged with the rate t^c in step t.
         eps: (eps1, eps2). eps1 is the lower limit of the square root of a second moment; None: the machine epsilon of
             the parameter's dtype. eps2 is the lower limit of the parameter's RMS that the step is multiplied by.

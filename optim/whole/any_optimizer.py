@@ -34,8 +34,8 @@ _KINDS: dict[type, str] = {list: "list", tuple: "tuple"}
 def flattened(nested: Any) -> dict[str, Any]:
     """Return {path: tensor} for the tensors in ``nested``, and under `PLAN` the JSON text of the rest as a uint8 tensor.
 
-    The JSON text contains the nesting and all plain values (`is_plain`). A value that is neither a tensor nor plain nor
-    a dict, list or tuple is in the result under its path, unchanged.
+    The JSON text contains the nesting (lists, tuples, and mappings with str or int keys) and all plain values
+    (`is_plain`). Other values are in the result under their paths, unchanged.
     """
     found: dict[str, Any] = {}
     plan = _flatten(nested, "", found)
@@ -43,7 +43,7 @@ def flattened(nested: Any) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if JSON represents ``value`` exactly."""
+    """Return True for None and for objects of exactly the types bool, int, float and str, which Python's JSON preserves."""
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -67,7 +67,7 @@ def _beneath(path: str, key: Any) -> str:
 
 
 def nested(found: Mapping[str, Any], device: torch.device) -> Any:
-    """Return the nested value from which `flattened` made ``found``.
+    """Return the nested value from which `flattened` made ``found``; mappings of other types become dicts.
 
     Args:
         found: The result of `flattened`.
@@ -116,14 +116,17 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
         The optimizer to pass to `ParallelOptimizer`. It has copies of the param groups: set learning rates in these.
 
     Raises:
-        TypeError: ``optimizer`` is not a torch optimizer, needs a closure, or already steps full tensors.
+        TypeError: ``optimizer`` is not a torch optimizer or is a `ParallelOptimizer`, needs a closure, or already steps
+            full tensors.
         ValueError: ``optimizer`` has a state, computes a value from all parameters together, delegates to another
             optimizer, or has train and eval modes.
 
-    Collectives: parameters are exchanged in rounds of up to 64 MiB of weights and gradients per owner rank, with at most
-        two all-to-alls per round (see `Homes.map`).
-    Host synchronization: one per step, to read whether the step is skipped, in addition to the optimizer's own.
-    Memory: at most three rounds of full parameters and gradients, and the states of the tensors that this rank owns.
+    Collectives: parameters are exchanged in rounds of up to 64 MiB of weights and gradients (or one larger parameter)
+        per owner rank, with at most two all-to-alls per round (see `Homes.map`).
+    Host synchronization: one per step, to read whether the step is skipped, in addition to the optimizer's own. After a
+        load, also to read the states.
+    Memory: at most three rounds of full parameters and gradients, the new weights of this rank's shards, and the states
+        of the tensors that this rank owns.
     """
     return AnyOptimizer(optimizer)
 

@@ -78,7 +78,10 @@ class Matrix:
 
 
 Compute = Callable[[Matrix, list[Tensor]], Tensor]
-"""``compute(matrix, tensors)``: returns the result of a matrix, in its shape, from its full tensors (one per list)."""
+"""``compute(matrix, tensors)``: returns the result of a matrix, in its shape, from its full tensors (one per list).
+
+The result must not share memory with ``tensors``, whose memory is reused.
+"""
 
 
 class TransferSlice(NamedTuple):
@@ -106,7 +109,8 @@ class Round:
         matrices: The matrices, the same on all these ranks.
         lists: Number of tensors per matrix that are sent to the owner rank.
         dtype: Dtype of the sent elements.
-        buffer_index: Index of the buffers. Rounds with the same index share buffers, and are never in flight together.
+        buffer_index: Index of the buffers. Rounds with the same index share buffers. A round no longer needs a buffer when
+            the next round with this index writes to it.
         buffers: The buffers.
 
     Attributes:
@@ -379,9 +383,9 @@ class Homes:
         cost: Returns the approximate time for a matrix of a shape, in any unit.
         lists: Number of tensors per matrix that are sent to the owner rank. Default: 1.
         dtype: Dtype of the elements that are sent in both directions. None: the tensor's dtype.
-        round_bytes: Largest size in bytes of the full matrices on one owner rank in one round; a single matrix may be
-            larger.
-        settled: {(tensor name, matrix number): rank that already has the matrix's state}. This rank stays the owner rank
+        round_bytes: Largest size in bytes of the full matrices on one owner rank in one round, in the tensors' own dtype
+            and over all ``lists``; a single matrix may be larger.
+        settled: {(tensor name, matrix number): rank that already has the matrix's state}. That rank stays the owner rank
             if it still holds part of the matrix. None: no matrix has a state.
 
     Attributes:
@@ -442,19 +446,20 @@ class Homes:
     ) -> Iterator[tuple[int, Tensor]]:
         """Compute every matrix on its owner rank, and yield this rank's shards of the results by position.
 
-        Consume all results: each one starts communication that other ranks wait for.
+        Consume all results: communication that other ranks wait for starts during the iteration.
 
         Args:
             values: Per list, contiguous tensors of the stepped tensors' shapes by position. A tensor is read when its
                 elements are sent, once per round that contains one of its matrices (see `LazyTensors`).
             compute: Called on the owner rank only, for each matrix in `own`.
-            device: Device of the computation. None: the device of the first value.
+            device: Device of the computation. None: the device of the first value, or the CPU without values. A single
+                process ignores it and computes on the device of each value.
         Returns:
             An iterator of positions and shards in the tensor's dtype; replicas are bitwise identical.
 
         Collectives: per round, at most two all-to-alls of the ranks that hold its tensors. The first is omitted if
             every owner rank already holds its full matrices. Both are omitted if no other rank holds any part.
-        Host synchronization: none.
+        Host synchronization: none, except to copy results from a GPU to ``device`` if that is the CPU.
         Memory: at most three rounds of full matrices; on a CPU the buffers of two rounds are kept for the next step.
         """
         if device is None:

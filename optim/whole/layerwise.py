@@ -20,7 +20,7 @@ from .optimizer import LazyTensors, Slot, Update, WholeOptimizer, moments
 
 
 class LAMB(WholeOptimizer):
-    """LAMB, with the options of NVIDIA's and timm's implementations.
+    """LAMB, with the main options of NVIDIA's and timm's implementations.
 
         optimizer = ParallelOptimizer(LAMB(model.parameters()), registry, max_norm=1.0)
 
@@ -103,7 +103,7 @@ def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class LARS(WholeOptimizer):
-    """LARS, with the options of timm's implementation.
+    """LARS, with the main options of timm's implementation, but without dampening and clipping of the trust ratio.
 
         optimizer = ParallelOptimizer(LARS(model.parameters(), lr=1.0, momentum=0.9), registry, max_norm=1.0)
 
@@ -119,7 +119,7 @@ class LARS(WholeOptimizer):
         always_adapt: True: use this factor in param groups without weight decay too. Default: False.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option is out of range, or ``nesterov`` is True without momentum.
 
     Collectives: one all-reduce over the world if any tensor is sharded.
     Host synchronization: none.
@@ -184,7 +184,7 @@ class LARS(WholeOptimizer):
 
 
 class StableAdamW(WholeOptimizer):
-    """AdamW with Adafactor's update clipping, with the options of optimi's and pytorch_optimizer's implementations.
+    """AdamW with Adafactor's update clipping, with the main options of optimi's and pytorch_optimizer's implementations.
 
         optimizer = ParallelOptimizer(StableAdamW(model.parameters()), registry, max_norm=1.0)
 

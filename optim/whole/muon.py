@@ -44,7 +44,7 @@ from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
 # Keller Jordan et al. (2024). The Gram form and its restart: "Gram Newton-Schulz" (Dao AI Lab, 2026).
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Keller Jordan's coefficients: the steepest slope at 0, and final singular values between 0.7 and 1.2."""
+"""Keller Jordan's coefficients: a steep slope at 0. Singular values that are not tiny become about 0.7 to 1.2."""
 
 RUN = 3
 """Number of steps of the Gram form before A is computed from X again."""
@@ -81,8 +81,8 @@ def newton_schulz(
 def normalize(matrix: Tensor) -> Tensor:
     """Return ``matrix`` divided by its Frobenius norm; zeros if the norm is 0.
 
-    The matrix is multiplied by a power of two first, so that no square underflows or overflows. This is exact: where a
-    plain division is accurate, the result is bitwise identical to it.
+    The matrix is multiplied by a power of two first, so that its norm neither underflows nor overflows. Except for
+    subnormal elements this is exact: where a plain division is accurate, the result is bitwise identical to it.
 
     Host synchronization: none.
     """
@@ -100,7 +100,7 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
     """Return the result of the matrix form of the iteration.
 
     Args:
-        x: [short, long], with singular values up to 1; its memory is overwritten.
+        x: [short, long], with singular values up to 1; its memory may be overwritten.
         coefficients: a, b and c.
         steps: Number of steps.
     """
@@ -202,26 +202,29 @@ class Muon(WholeOptimizer):
         eps: Least norm by which a matrix is divided before it is orthogonalised. Default 0: no limit, so the update does
             not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7, so that gradients with a smaller
             norm give smaller updates.
-        adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: their defaults.
+        adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: ``lr``, (0.9, 0.95), 1e-8
+            and 0.1.
         adamw_names: Globs over names of parameters that AdamW steps. Default: `ADAMW_NAMES`.
         blocks: Blocks of a fused weight along its rows, each a separate matrix, by glob over names. The value is the
             number of equal blocks, or the list of sizes. Examples: ``3`` for q, k and v; the number of heads for Muon
             per head. A weight that no glob matches uses the `meshstep.parallel.blocks` of its layout, along rows or
             columns. None: layouts only.
         ns_dtype: Dtype of the iteration. Default: bfloat16, as in torch. None: the parameter's dtype. In float16,
-            elements below 6e-8 become 0. If the short side is at least 128 and the long side about twice as long, the
-            Gram form is used, whose last bits differ from torch's (see `newton_schulz`).
+            elements below 3e-8 become 0. If the short side is at least 128 and the long side at least 1.9 times as long,
+            the Gram form is used, whose last bits differ from torch's (see `newton_schulz`).
 
     ``adjust_lr_fn`` scales the update by the weight's shape as stored. A layer may store its weight transposed, [in,
     out], as `Linear2D` does. ``"original"`` then gives another scale than for [out, in]; ``"match_rms_adamw"`` gives
     the same scale.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option is out of range. When the optimizer is bound, or in the first step: a parameter in a group
+            with ``"algorithm": "muon"`` has fewer than two dims, or ``blocks`` does not fit a weight.
 
-    Collectives: matrices are exchanged in rounds of up to `meshstep.optim.whole.exchange.ROUND_BYTES` per owner rank.
-        Each round has at most two all-to-alls among the ranks that hold shards of its matrices.
-    Memory: up to three rounds of full matrices, each of ``ROUND_BYTES`` (half if float32 weights are sent in bfloat16).
+    Collectives: matrices are exchanged in rounds of up to `meshstep.optim.whole.exchange.ROUND_BYTES` (or one larger
+        matrix) per owner rank. Each round has at most two all-to-alls among the ranks that hold shards of its matrices.
+    Memory: up to three rounds of full matrices, each of up to ``ROUND_BYTES`` or one larger matrix (half of that
+        if float32 weights are sent in bfloat16).
         On a CPU, the buffers of two rounds are kept for the next step.
     """
 
@@ -285,7 +288,7 @@ class Muon(WholeOptimizer):
 
         AdamW steps vectors, parameters whose names match ``adamw_names``, and the parameters of each module whose class
         name contains "Embedding", even if another module shares them. Of the other weights with the shape of an
-        embedding's weight, AdamW steps the last one, because it is an untied head. In a pipeline stage without an
+        embedding's weight, AdamW steps the last one, which is taken for an untied head. In a pipeline stage without an
         embedding, a head is recognized by its name only.
 
         Args:

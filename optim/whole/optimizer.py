@@ -42,11 +42,12 @@ class Slot:
 
     Args:
         position: The tensor's index over all param groups.
-        param: The stepped tensor, contiguous.
-        grad: Its unscaled gradient, of the same shape, contiguous.
-        state: The optimizer state of the tensor. Read only; return new values in an `Update`.
+        param: The stepped tensor. In a single process it may be non-contiguous.
+        grad: Its unscaled gradient, of the same shape and dtype, contiguous; zeros if a shard has no gradient.
+        state: The optimizer state of the tensor. To change it, return new values in an `Update`, or call
+            `WholeOptimizer.write` or `WholeOptimizer.descend`, which do nothing in a skipped step.
         group: The param group.
-        step: Number of steps, including the present one; 0-dim float64, on the device.
+        step: Number of steps, including the present one; 0-dim float64, on the device of ``param``.
     """
 
     position: int
@@ -69,8 +70,8 @@ class WholeOptimizer(torch.optim.Optimizer):
     """The base class of full-tensor optimizers, whose update needs norms, sums or products of full tensors.
 
     In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
-    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. After an
-    overflow (non-finite gradients), which is detected on the device, the step changes nothing.
+    missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. If the
+    attribute ``found_inf``, a tensor, is 1, the step is skipped: it only creates missing states.
 
     Attributes:
         tensors: Operations on the full tensors.
@@ -103,7 +104,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             name: Name of the parameter; None if the optimizer received no names.
             shape: Shape of the full tensor.
             group: The param group.
-            spec: The parameter's layout; None in a single process.
+            spec: The parameter's layout; None if `bind` was not called.
         """
         return None
 
@@ -134,7 +135,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @property
     def tensors(self) -> WholeTensors:
-        """Return the operations on the full tensors. If `bind` was not called, all parameters are full tensors."""
+        """Return the operations on the full tensors. Without a binding by `bind`, all parameters are full tensors."""
         if self._tensors is None:
             pairs = [(group, *pair) for group in self.param_groups for pair in named_params_of([group])]
             metadata = [self.metadata_for(name, tuple(param.shape), group, None) for group, name, param in pairs]
@@ -199,7 +200,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as torch does, except that states of full tensors keep their saved dtypes.
 
-        torch alone would cast all states to the parameters' dtypes.
+        torch alone would cast these states to the parameters' dtypes.
         """
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -228,10 +229,13 @@ class WholeOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Make one step, and return the loss of ``closure``; None without one.
 
-        If the attribute ``found_inf`` (which a grad scaler sets) is 1, parameters and states do not change.
+        If the attribute ``found_inf`` (which a grad scaler sets) is 1, parameters and existing states do not change.
 
         Args:
             closure: Recomputes and returns the loss, as in torch. None: no closure.
+
+        Raises:
+            RuntimeError: The param groups do not contain all tensors of the binding.
 
         Collectives, host synchronization: those of `updates`.
         """
@@ -385,7 +389,7 @@ _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
 class HomeOptimizer(WholeOptimizer):
     """A full-tensor optimizer that assigns every matrix to an owner rank, which alone keeps the matrix's state.
 
-    If the optimizer is bound again, a rank that has the state of a matrix stays its owner rank.
+    If the optimizer is bound again, a rank that has the state of a matrix stays its owner rank if it holds part of it.
 
     Attributes:
         lists: Number of tensors per matrix that are sent to the owner rank, such as 1 for the gradient alone.

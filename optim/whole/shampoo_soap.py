@@ -85,7 +85,7 @@ def out_of(x: Tensor, bases: Sides) -> Tensor:
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of a symmetric matrix; for a non-finite matrix, those of the identity.
 
-    A matrix is non-finite only in a skipped step.
+    torch's solver would fail for a non-finite matrix, such as that of a skipped step.
     """
     finite = torch.isfinite(symmetric).all()
     eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)
@@ -111,7 +111,9 @@ def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
 
 
 class PreconditionedOptimizer(HomeOptimizer):
-    """The base class of Shampoo and SOAP. Each side of a matrix has two square states: statistics, and a root or basis.
+    """The base class of Shampoo and SOAP. A side of a matrix has two square states: statistics, and a root or basis.
+
+    A side that is longer than the option ``longest`` has no such states.
 
     Attributes:
         square_names: Names of the two states of a side: the statistics, and the root or basis computed from them.
@@ -225,7 +227,7 @@ class Shampoo(PreconditionedOptimizer):
     Collectives: as in `SOAP`.
     Host synchronization: as in `SOAP`; on CUDA also one per new root, to check that the eigenvalue solver converged.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
-        on the owner rank, none on other ranks.
+        on the owner rank, none on other ranks. A dim without preconditioner needs no squares.
     """
 
     square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
@@ -350,7 +352,7 @@ class SOAP(PreconditionedOptimizer):
     Host synchronization: in the first step and in the first step after loading. In other steps the host waits only for
         the end of the previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
-        on the owner rank, none on other ranks.
+        on the owner rank, none on other ranks. A dim without preconditioner needs no squares.
     """
 
     square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0

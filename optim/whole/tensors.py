@@ -34,7 +34,8 @@ class LogicalTensor:
         name: Unique in the model.
         shape: Shape of the full tensor.
         dtype: Dtype of the stepped shards.
-        metadata: The result of `WholeOptimizer.metadata_for`, equal on all ranks that hold shards of the tensor.
+        metadata: The result of `WholeOptimizer.metadata_for`, equal on all ranks that hold shards of the tensor. None: no
+            metadata, or a frozen parameter.
         held: {global rank: boxes of the tensor that this rank holds}.
     """
 
@@ -46,7 +47,7 @@ class LogicalTensor:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that hold at least one element, in ascending order."""
+        """Return the ranks that step a shard of the tensor, even an empty shard, in ascending order."""
         return tuple(sorted(self.held))
 
     def is_whole_on(self, rank: int) -> bool:
@@ -55,7 +56,7 @@ class LogicalTensor:
 
     @cached_property
     def is_split(self) -> bool:
-        """Return True if a rank holds only part of the elements."""
+        """Return True if one of `ranks` does not hold all elements."""
         return not all(map(self.is_whole_on, self.ranks))
 
     def sources(self, first: int | None = None) -> dict[int, list[Box]]:
@@ -320,7 +321,7 @@ class WholeTensors:
         ]
 
     def piece_shape(self, position: int) -> Shape:
-        """Return the shape of the stepped tensor at a position: the shard's shape, or ``(numel,)`` for a part of it."""
+        """Return the shape of the stepped tensor at a position: the shard's shape, or ``(numel,)`` if it is flat."""
         return self._shapes[position]
 
     # Parts ----------------------------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ class WholeTensors:
     def rectangles(self, position: int, piece: Tensor) -> dict[Shape, Tensor]:
         """Return ``piece`` as rectangles of the full tensor: {offsets in the full tensor: view of ``piece``}.
 
-        ``piece`` must be contiguous and have the stepped tensor's shape.
+        ``piece`` must have the stepped tensor's shape. If it is not contiguous, some tensors may be copies.
         """
         return self._regions[position].parts(piece)
 
@@ -432,7 +433,8 @@ class WholeTensors:
         Returns:
             For each request the sum, float64, with the full tensor's number of dims and size 1 in the summed dims.
 
-        Collectives: one all-reduce per set of ranks that hold shards of the same tensors; none for full tensors.
+        Collectives: one all-reduce per set of ranks that hold shards of the same tensors; none for tensors
+            that no rank holds only in part.
         Host synchronization: as in `norms_of`.
         """
         results, positions = list[Tensor](), list[int]()

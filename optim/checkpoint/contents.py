@@ -10,7 +10,7 @@ Keys of full tensors:
     buffer/<digest>/<buffer>        undeclared buffers; equal buffers of several ranks are saved once
 
 A `RankRecord` holds the other data of a rank: hyper-parameters, hashes of buffers, and the numbers in optimizer states.
-A piece is a shard of a parameter that one rank steps.
+A piece is a shard of a parameter, as one rank steps it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class LogicalParameters:
         model: This rank's part of the model.
         registry: The process groups.
     Raises:
-        ValueError: On every rank: a rank has an undeclared parameter, or declarations differ between ranks.
+        ValueError: On every rank: a rank has an undeclared parameter, a module has extra state, declarations differ between
+            ranks, or the shape of a shard does not fit its declaration.
     Collectives: object all-gathers.
 
     Attributes:
@@ -588,7 +589,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         ValueError: A state that belongs to the full tensor is not a tensor.
 
     Collectives: none.
-    Host synchronization: one per undeclared buffer.
+    Host synchronization: one per undeclared buffer, and one per 0-dim optimizer state.
     """
     tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}
     record = RankRecord()

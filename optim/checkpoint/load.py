@@ -300,7 +300,7 @@ def load_checkpoint(
     On the mesh of the checkpoint, training continues bitwise identically. On another mesh, or with other sharding of
     optimizer states, the saved full tensors are resharded. The differences are then:
 
-    * Random number generators keep their current states.
+    * Random number generators keep their current states on another mesh.
     * Batch norm statistics that differed between ranks come from data coordinate 0, as in `DistributedDataParallel`.
     * A new shard may combine saved shards with different step counts (experts). It continues with the smallest step count.
       Elements without optimizer state get initial values. A warning names such parameters.

@@ -104,10 +104,11 @@ def save_checkpoint(
     Returns:
         The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
-        ValueError: On every rank: gradients were accumulated since the last `step`. Or the schedule's state or ``extra``
-            contains an object that could not be read back. Or ranks disagree on the parameters, have shards of unequal
-            sizes, or don't share ``path``. Or the newest checkpoint under ``path`` belongs to another run: this run has
-            neither saved nor loaded it. The previous checkpoint is kept.
+        ValueError: On every rank: ``keep`` is out of range, or gradients were accumulated since the last `step`. Or a
+            module has extra state (``get_extra_state``), or a parameter is not declared. Or the schedule's state or
+            ``extra`` contains an object that could not be read back. Or ranks disagree on the parameters, have shards
+            of unequal sizes, or don't share ``path``. Or the newest checkpoint under ``path`` belongs to another run:
+            this run has neither saved nor loaded it. The previous checkpoint is kept.
         RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
         TypeError: The optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks.
@@ -144,7 +145,7 @@ class Snapshot(NamedTuple):
 def make_snapshot(
     model: nn.Module, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any, keep: int
 ) -> Snapshot:
-    """Return the data that `write` writes. Its tensors share memory with the model and the optimizer.
+    """Return the data that `write` writes. Most of its tensors share memory with the model and the optimizer.
 
     Raises, collectives: as `save_checkpoint`.
     """

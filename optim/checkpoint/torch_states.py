@@ -201,8 +201,9 @@ class TorchStates(torch.optim.Optimizer):
             `add_param_group`.
     Raises:
         ValueError: On every rank, in `state_dict`: shards of a parameter have unequal sizes that are not declared. Or a
-            state is neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint`
-            supports the last two cases.
+            DTensor does not support the layout of a parameter (sharded blocks, shards on a diagonal). Or a state is
+            neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports all
+            cases except the first.
     Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. With `Sharded`, the two
         methods also run an object all-gather and an all-reduce per state.
     Memory: with `Sharded`, one more state tensor of the parameter's local shape.
@@ -260,7 +261,7 @@ class TorchStates(torch.optim.Optimizer):
         return ((one(param) for param in group) for group in optimizer.model_param_groups)
 
     def _make_states(self) -> None:
-        """Create initial states: run a step with zero gradients at learning rate 0, and reset the step counts to 0."""
+        """Create initial states: run a step with zero gradients at learning rate 0, then reset the numbers that changed."""
         inner = self._optimizer.optimizer
         stepped = [param for group in inner.param_groups for param in group["params"]]
         kept = [(param, param.grad) for param in stepped]

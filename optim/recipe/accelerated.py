@@ -42,9 +42,9 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
             windows too (``accumulation_steps=``), or a `DistributedDataParallel` contains a sharded model. Nothing is
             changed.
 
-    The new ``clip_grad_norm_`` raises errors on every rank. It raises ValueError if some of the optimizer's parameters
-    are not passed to it, or if the model was wrapped later. It raises RuntimeError in the middle of a window; write
-    ``if accelerator.sync_gradients:`` before it.
+    Both new methods raise ValueError if some of the optimizer's parameters are not passed to them. They raise RuntimeError
+    in the middle of a window; write ``if accelerator.sync_gradients:`` before the call. Before the first step, they raise
+    these errors on every rank, and also a ValueError if the model was wrapped later.
 
     Collectives: an object all-gather here, and another one per call of a clipping method before the first step. A clipping
         method runs the collectives that `step` would run; `step` then runs none.
@@ -100,7 +100,8 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
     """Raise an error if a call of a clipping method is wrong; before the first step, on every rank.
 
     Raises:
-        ValueError: ``parameters`` lacks parameters of the optimizer, or the model was wrapped in the wrong way.
+        ValueError: ``parameters`` lacks parameters of the optimizer. Before the first step also: the model was wrapped in
+            the wrong way.
         RuntimeError: The call is in the middle of an accumulation window.
     Collectives: before the first step, an object all-gather.
     """
@@ -169,6 +170,8 @@ def innermost(optimizer: Any) -> Any:
 
 def wrong_around(param_groups: object) -> str | None:
     """Return an error text if accelerate or a `Trainer` clips this optimizer's gradients by its own norm, else None.
+
+    accelerate counts as clipping if it wraps the optimizer and `take_over_clipping` was not called.
 
     Args:
         param_groups: The optimizer's list of param groups. Wrappers share the list object, so it identifies the

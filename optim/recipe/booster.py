@@ -112,7 +112,10 @@ def name_parameters(model: nn.Module, topology: Topology) -> None:
 
 
 def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
-    """Return the criterion prepared for the precision mode. A module is moved to the registry's device if that is CUDA."""
+    """Return the criterion prepared for the precision mode; None for None.
+
+    A module is moved to the registry's device if that is a CUDA device.
+    """
     if criterion is None:
         return None
     if isinstance(criterion, nn.Module) and registry.device.type == "cuda":
@@ -120,7 +123,7 @@ def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGro
     return precision.prepare_criterion(criterion)
 
 
-# Samplers of torch that yield all samples of their dataset, on every rank.
+# Samplers of torch that do not divide samples between ranks.
 _EVERYTHING = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _ADVICE = (
     "create the loader with booster.prepare_dataloader(dataset, batch_size, ...), or with a sampler or batch sampler of "
@@ -132,7 +135,8 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
     """Raise ValueError if a torch DataLoader gives ranks the wrong samples.
 
     Ranks with different data coordinates must get different samples, and ranks with the same data coordinate equal ones.
-    Only loaders with torch's own classes of samplers and batch samplers are checked; other classes are trusted.
+    A `DistributedSampler` is always checked. Other samplers are checked if they and the batch sampler are of torch's own
+    classes; other classes are trusted.
     """
     axes = registry.topology.sample_axes
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
@@ -156,7 +160,7 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
 def first_samples(loader: Any) -> str | None:
     """Read the first four samples of a DataLoader's IterableDataset, and return a hash of them.
 
-    Return None if the loader is no DataLoader of an IterableDataset, or if the samples can't be read.
+    Return None if the loader is no DataLoader of an IterableDataset, or if the samples can't be read or pickled.
     """
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     if not isinstance(dataset, IterableDataset):
@@ -164,7 +168,7 @@ def first_samples(loader: Any) -> str | None:
     try:
         with cpu_random_state_kept():
             samples = pickle.dumps([_plain(sample) for sample in islice(dataset, 4)])
-    except Exception:  # reading the samples in the training loop raises the same error
+    except Exception:  # an error of the dataset is raised again when the training loop reads the samples
         return None
     return hashlib.blake2b(samples).hexdigest()
 
@@ -223,8 +227,8 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer, or already a `ParallelOptimizer`.
-        ValueError: One of its parameters is not in the model, a parameter has no spec on a mesh with model axes, or the
-            model can't be moved to the registry's device.
+        ValueError: One of its parameters is not in the model, a trainable parameter has no spec on a mesh with model axes,
+            or the model can't be moved to the registry's device.
     """
     if isinstance(optimizer, ParallelOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, which boost wraps")
@@ -244,6 +248,7 @@ def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: to
     """Raise ValueError if the model can't be moved to ``device`` after its optimizer was created.
 
     It can't if it is on the meta device, or if the optimizer has states: a move of the model leaves them on the old device.
+    It also can't if torch is set to create new parameters when a module is moved.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
@@ -491,8 +496,9 @@ class Booster(Saving, Generic[Stats_co]):
                 schedule.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), with None for omitted objects. The optimizer is a
-                `ParallelOptimizer`. With ``"ddp"`` the model is a `DistributedDataParallel` with the original model as
-                its ``.module``. Instead of a schedule of `torch.distributed.pipelining`, a `Pipeline` is returned.
+                `ParallelOptimizer`. With ``"ddp"``, an optimizer and several data ranks, the model is a
+                `DistributedDataParallel` with the original model as its ``.module``. Instead of a schedule of
+                `torch.distributed.pipelining`, a `Pipeline` is returned.
 
         Raises:
             ValueError, TypeError: On every rank, before any change: the objects don't fit together. Or an error of
@@ -610,7 +616,8 @@ class Booster(Saving, Generic[Stats_co]):
             optimizer: The optimizer that `boost` returned. None: give ``model``.
 
         Raises:
-            ValueError: No optimizer is given, and the model was not returned by `boost` together with an optimizer.
+            ValueError: ``optimizer`` is not a `ParallelOptimizer`. Or it is None, and the model was not returned by `boost`
+                together with an optimizer.
         """
         found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
         if not isinstance(found, ParallelOptimizer):

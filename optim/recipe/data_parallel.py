@@ -211,7 +211,8 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
         model: The model; changed in place.
         registry: The process groups.
 
-    Collectives: one broadcast over the data axes per 32 MiB; none with a single data coordinate.
+    Collectives: one broadcast per 32 MiB of tensors that are broadcast over the same ranks; none with a single data
+        coordinate.
     """
     topology = registry.topology
     found: dict[tuple[int, ...], list[Tensor]] = {}
@@ -263,7 +264,7 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
 
     Raises:
         ValueError: On every rank: two replicas have states of different names, shapes or dtypes, or ranks step different
-            parameters; nothing is changed.
+            numbers of replicated parameters; nothing is changed.
 
     Collectives: an object all-gather, one broadcast per 32 MiB of tensors with the same layout, and the collectives by
         which `Sharded` writes weights to the model.

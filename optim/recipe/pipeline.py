@@ -124,11 +124,11 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
-        """Run forward only, without gradients, and return the loss. Arguments and result as in `backward`.
+        """Run forward only, without gradients, and return the loss.
 
-        Every rank calls it.
+        Arguments (without ``weight``) and result as in `backward`. Every rank calls it.
 
-        Collectives: those of the schedule.
+        Collectives: those of the schedule and of the model, such as the all-gathers of `fully_shard`.
         """
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):
@@ -152,7 +152,7 @@ class Pipeline:
         return total
 
     def _check_even(self, values: Sequence[Any]) -> None:
-        """Raise ValueError unless all micro-batches have the same size.
+        """Raise ValueError unless all micro-batches have the same size. With chunk specs, sizes are not checked.
 
         A smaller micro-batch would have the same weight in the mean loss, and would not fit the schedule's buffers.
         """
@@ -176,7 +176,8 @@ class Pipeline:
 class _Loss:
     """Replacement of the schedule's loss function that returns scaled losses.
 
-    A loss is multiplied by the loss scale. Means are also divided by the number of micro-batches.
+    A loss is multiplied by the loss scale. Means are also divided by the number of micro-batches. In an evaluation, the
+    loss is returned unchanged.
 
     Attributes:
         given: (scaled loss, unscaled loss) of each micro-batch of the current call, by the id of the scaled loss.

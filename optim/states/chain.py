@@ -256,7 +256,7 @@ class ParamTransform:
     def not_captured(self) -> str | None:
         """Return the reason why a CUDA graph can't capture a step with this transform; None (default) if it can.
 
-        The text begins with the transform's name.
+        The text begins with the name of the placement or feature.
         """
         return None
 
@@ -324,7 +324,7 @@ class ParamTransform:
         """Return the first replaced tensor whose value, written by other code, `write_back` would overwrite; else None.
 
         Detected writes, which change the tensor's version counter or memory, are left out: `pull_grads` copies these
-        tensors to their replacements. Host synchronization: one per tensor with a copy.
+        tensors to their replacements. Host synchronization: one or two per tensor with a copy.
         """
         return None
 
@@ -359,7 +359,7 @@ class ParamTransform:
         return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if ``state`` was saved in another layout; change nothing."""
+        """Raise ValueError if ``state`` was saved in another layout or is malformed; change nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state`` on this rank. The caller then calls `write_back` on all ranks.
@@ -714,7 +714,7 @@ class TransformChain:
     def find_overwritten(self) -> str | None:
         """Return the name of the first parameter whose value, written by other code, the next step would overwrite.
 
-        None: there is no such parameter. Host synchronization: one per tensor with a copy.
+        None: there is no such parameter. Host synchronization: one or two per tensor with a copy.
         """
         for transform in self.transforms:
             tensor = transform.find_overwritten()
@@ -737,7 +737,7 @@ class TransformChain:
         return {key: value for transform in self.transforms for key, value in transform.state_dict().items()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if ``state`` was saved in another layout."""
+        """Raise ValueError if ``state`` was saved in another layout or is malformed."""
         for transform in self.transforms:
             transform.check_state(state)
         if "shards" in state and "shards" not in self.state_dict():
@@ -788,7 +788,7 @@ def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None)
 
     Args:
         saved: The ``"shards"`` entry of the saved state; None: unsharded.
-        own: That of the optimizer; None: unsharded.
+        own: The ``"shards"`` entry of the optimizer's state; None: unsharded.
     """
     layouts = [
         f"sharded over {shards['axis']}={shards['size']} in {len(shards['pieces'])} shards" if shards else "unsharded"

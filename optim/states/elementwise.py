@@ -93,7 +93,7 @@ _WAY_OUT = (
 def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer's update is not known to be elementwise, or if its states are quantized.
 
-    A bool in ``optimizer.elementwise`` overrides both checks.
+    A bool in ``optimizer.elementwise`` overrides both checks. Optimizers whose step uses collectives are accepted.
 
     Args:
         why: The start of the message: why the optimizer gets shards, such as "Sharded gives the optimizer shards".
@@ -138,6 +138,8 @@ def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEn
 
 def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer computes a value, such as a norm, from all of its parameters together.
+
+    ``optimizer.elementwise = True`` turns the check off.
 
     Args:
         why: The start of the message: why the optimizer does not step all parameters in one call on one rank.

@@ -96,13 +96,15 @@ class GradientCompletion:
         Raises:
             RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not
                 reduced gradients that only it can reduce. In the first window, on every rank: there are no gradients,
-                gradients are not from `backward` or `window`, the model has trainable parameters that no optimizer has,
-                or settings differ between ranks. In the second and 16th window, on every rank: the step would overwrite
-                weights that other code wrote through ``.data``. With one rank: a parameter was unfrozen.
-            TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, or the gradient
-                of a DTensor has an unsupported layout.
-        Collectives: the reductions of buckets and transforms; in the first and 16th window, an object all-gather; in
-            the second window another object all-gather, if a rank has copies of weights (masters, `Offloaded`).
+                gradients are not from `backward` or `window`, a pipeline schedule divided gradients twice, the model has
+                trainable parameters that no optimizer has, or settings differ between ranks. In the second and 16th
+                window, on every rank: the step would overwrite weights that other code wrote through ``.data``. With
+                one rank: a parameter was unfrozen.
+            TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, the gradient of
+                a DTensor has an unsupported layout, a `DistributedDataParallel` wraps a sharded parameter, or a trainer
+                or accelerate also clips.
+        Collectives: the reductions of buckets and transforms; in the first window two object all-gathers; in the 16th
+            window one; in the second window one if a rank has copies of weights (masters, `Offloaded`).
         Host synchronization: in these three windows only.
         """
         if window.phase in ("complete", "clipped"):

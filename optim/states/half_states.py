@@ -106,7 +106,7 @@ class HalfStatesTransform(ParamTransform):
     def step(self, request: UpdateRequest, update: Update) -> None:
         """Convert states to float32, call ``update``, and round the states, bucket by bucket.
 
-        A skipped update changes nothing, because bfloat16 values round to themselves.
+        A skipped update changes no state, because bfloat16 values round to themselves.
         """
 
         def step_one(bucket: Bucket) -> None:
@@ -149,7 +149,7 @@ class HalfStatesTransform(ParamTransform):
         return torch.Generator(param.device).manual_seed(seed_of(self.how.seed, self.steps, self._keys[param]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"half_states": {"steps": number of steps in which states were rounded}}``."""
+        """Return ``{"half_states": {"steps": number of steps, including skipped steps}}``."""
         return {"half_states": {"steps": self.steps}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:

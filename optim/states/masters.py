@@ -142,8 +142,8 @@ class SplitMasters(ParamTransform):
         Host synchronization: none, except once if weights were written after a load.
 
         Raises:
-            RuntimeError: A weight was written before a step that a CUDA graph captures: every replay would set its
-                remainder to 0.
+            RuntimeError: A weight was written, or has new memory, before a step that a CUDA graph captures: every replay
+                would set its remainder to 0.
         """
         dropped = self._drop_written()
         if dropped and window.captured:

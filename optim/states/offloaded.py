@@ -192,9 +192,9 @@ class Offloaded(StatePlacement):
     the other one on the device (pipeline stages with a tied embedding, owned parameters). CPU and GPU kernels may round
     differently; ``fraction=1.0`` avoids this.
 
-    torch's fused optimizers step bucket by bucket. In three cases all parameters are stepped at once, after all
-    gradients have arrived: with other optimizers; with `HalfStates` or stochastic rounding, because their random
-    numbers depend on the step count; and if the optimizer has step hooks.
+    torch's fused optimizers step bucket by bucket. In these cases all parameters are stepped at once, after all
+    gradients have arrived: with other optimizers; with momentum and dampening; if the optimizer has step hooks; with
+    `Replayable`; and with `HalfStates` or stochastic rounding, because their random numbers depend on the step count.
 
     Args:
         fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require
@@ -356,7 +356,7 @@ class OffloadTransform(ParamTransform):
         """Return the first parameter whose values differ from its CPU copy, or None.
 
         Left out are parameters for which a write to the parameter or to its copy was detected. Host synchronization: one
-        per parameter.
+        or two per parameter.
         """
         for param, copy in self.copies.items():
             is_settled = self._seen[param] == _look(param) and self._copy_versions[param] == copy._version

@@ -272,7 +272,7 @@ class Saved:
 
         Raises:
             ValueError: On every rank, if the state of any rank does not fit. Nothing is changed.
-        Collectives: two object all-gathers. Host synchronization: a few.
+        Collectives: two object all-gathers; with `Sharded` also all-gathers of weights. Host synchronization: a few.
         """
         inner, scale = self.optimizer, self.loss_scale
         backup, scale_backup = (
@@ -490,7 +490,7 @@ class PicklableOptimizer:
         return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
 
     def __copy__(self) -> Self:
-        """Return a shallow copy without hooks. It shares parameters, param groups, state and accumulation window."""
+        """Return a shallow copy without step hooks. It shares parameters, param groups, state and accumulation window."""
         new = object.__new__(type(self))
         new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
         hooks: dict[str, Any] = {

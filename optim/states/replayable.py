@@ -28,7 +28,7 @@ class Replayable(StatePlacement):
         optimizer = ParallelOptimizer(adamw, registry, states=Replayable())
 
     Memory: copies of the stepped tensors, their gradients and their states on the same device. With AdamW in float32 or
-    with masters the copies have 16 bytes per element; a replay allocates 12 more. Each step makes the copies anew.
+    with masters the copies have 16 bytes per element; a replay allocates 16 more. Each step makes the copies anew.
     Collectives: none. Host synchronization: one per step.
     """
 
@@ -72,8 +72,9 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
     Returns:
         Names of the tensors that differ, such as ``["layer.weight: parameter", "layer.weight: exp_avg"]``.
     Raises:
-        RuntimeError: `Replayable` is not installed, or no update was made since the optimizer was made or loaded.
-    Collectives: none. Host synchronization: a few.
+        RuntimeError: `Replayable` is not installed, or no update was made since the optimizer was made, was loaded or
+            reloaded, or got a param group.
+    Collectives: those of the wrapped optimizer's step, usually none. Host synchronization: one per tensor.
     """
     for transform in optimizer.transforms.transforms:
         if isinstance(transform, UpdateRecorder):

@@ -156,7 +156,7 @@ class ZeroBucket:
         """Return the first parameter whose values differ from its shard, if the shard is a copy; None: there is none.
 
         Left out are shards that were written, and parameters with a detected write, which `refresh` copies. Host
-        synchronization: one per copy.
+        synchronization: one or two per copy.
         """
         now = self._look()
         for segment, piece in self.shards:
@@ -324,7 +324,7 @@ def choose_sharded_axes(
     """Decide over which axes of ``axis`` (an axis or alias) the optimizer state of a parameter is sharded.
 
     Candidates are the axes over which the parameter is replicated. If the gradient must still be summed over some of
-    these axes, only those are used, because torch has averaged over the others. Frozen and empty parameters are not
+    these axes, only those are used; over the others, the gradients are equal already. Frozen and empty parameters are not
     sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be moved during backward.
 
     Args:
@@ -396,7 +396,8 @@ class Sharded(StatePlacement):
 
     A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis. Plans, norms and clipping
     treat a shard like any parameter. A shard shares memory with its parameter if the parameter is contiguous. Each
-    master is the master of one shard. The optimizer's update must be elementwise.
+    master is the master of one shard. The optimizer's update must be elementwise, or the optimizer must gather full
+    tensors, as `Muon` does.
 
     Args:
         axis: An axis or alias. Default ``"data"``. Of the axes of an alias, only those over which a parameter is

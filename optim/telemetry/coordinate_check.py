@@ -59,7 +59,7 @@ class CoordinateCheck:
     def slopes(self) -> dict[str, float]:
         """Return, by layer, the exponent s with which the change grows: change ~ width^s. It is about 0 in muP.
 
-        s is the slope of the least-squares line through (log width, log change). NaN if a change is 0.
+        s is the slope of the least-squares line through (log width, log change). NaN if a change is 0 or not finite.
         """
         return {layer: _slope([log(w) for w in self.widths], values) for layer, values in self.changes.items()}
 
@@ -89,19 +89,19 @@ def coordinate_check(
         print(coordinate_check(build, (64, 128, 256), registry))
 
     Args:
-        build: Called with a width; returns the model of this width, which may be sharded over the mesh. Set the random seed
-            in it, so that models differ only in the width.
+        build: Called with a width; returns the model of this width, which may be sharded over the mesh. Every rank must
+            have the same measured modules. Set the random seed in it, so that models differ only in the width.
         widths: Two or more different widths.
         registry: The process groups.
-        layers: Globs over names of modules. Modules are measured if they return one tensor, which may be sharded or
-            replicated. Default: all.
+        layers: Globs over names of modules, without the model itself. Modules are measured if they return one
+            floating-point tensor, which may be sharded or replicated, at every width. Default: all.
 
     Raises:
-        ValueError: There are fewer than two widths, or no matching module returned a tensor.
+        ValueError: There are fewer than two widths, or no matching module returned a floating-point tensor at every width.
 
-    Collectives: one all-reduce per width.
+    Collectives: those of ``build`` and of the model, and one all-reduce per width if there are several ranks.
     Host synchronization: one per width.
-    Memory: the activations of the layers in one forward.
+    Memory: the outputs of the measured modules in two forwards.
     """
     if len({*widths}) < 2:
         raise ValueError(f"widths={widths!r}: give two or more, such as (64, 128, 256, 512)")
@@ -138,7 +138,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
 
 @contextmanager
 def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that receives the output of each matching module's last call inside the context, by name."""
+    """Yield a dict that receives a copy of each matching module's last floating-point output in the context, by name."""
     named = [(name, module) for name, module in model.named_modules() if name]
     seen: dict[str, Tensor] = {}
 

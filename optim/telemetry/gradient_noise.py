@@ -213,7 +213,7 @@ def kept(tensors: Sequence[Tensor]) -> list[Tensor]:
 def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tensor]:
     """Subtract ``after`` from ``before`` in place, and return ``before``.
 
-    The difference of two elements is exact if they differ by a factor of at most two; otherwise it is rounded.
+    The difference of two elements is exact if they differ by a factor of at most two; otherwise it may be rounded.
     """
     if before:
         torch._foreach_sub_(list(before), [tensor.detach() for tensor in after])
@@ -227,7 +227,7 @@ def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tens
 
 
 def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
-    """Raise ValueError if there is one data rank only, or if backward already averages gradients over data ranks.
+    """Raise ValueError if there is one data rank only, or if gradients after backward are not local to a data rank.
 
     Collectives: none.
     """

@@ -90,9 +90,8 @@ class Report:
     def scalars(self) -> dict[str, float]:
         """Return the report's numbers by name, such as ``"grad_norm/total"``.
 
-        ``step``, ``measured_step`` and numbers that are None are left out. The norms of param groups are included if there
-        are at least two.
-        Control characters in names are escaped by `printable`.
+        ``step``, ``measured_step`` and numbers that are None are left out. Norms of param groups are included only if there
+        are several groups. Control characters in names are escaped by `printable`.
         """
         own: dict[str, float | None] = {
             "loss": self.loss,
@@ -159,8 +158,8 @@ class Flops:
     def of_parameters(cls, optimizer: ParallelOptimizer[Any], peak: float, active: float = 1.0) -> Flops:
         """Return `Flops` with 6 N operations per token: 2 per element of the model in forward, 4 in backward.
 
-        N is the number of elements of the optimizer's full tensors. The products of queries and keys, and of attention
-        weights and values, are not included.
+        N is the number of elements of the optimizer's full tensors, times ``active``. The products of queries and keys, and
+        of attention weights and values, are not included.
         Reference: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
         Args:
@@ -205,8 +204,8 @@ class Monitor:
         RuntimeError: On every rank: some ranks do not create a Monitor (for example because of ``if rank == 0``), and
             reached another collective call of this library.
 
-    Collectives: an object all-gather in the constructor, and one small all-reduce over the world per report (over gloo
-        an object all-gather).
+    Collectives: two object all-gathers in the constructor, and one small all-reduce over the world per report (over
+        gloo an object all-gather). None with one rank.
     Host synchronization: one per report on rank 0; over gloo on all ranks.
 
     Attributes:
@@ -314,7 +313,7 @@ class Monitor:
 
         Call it on all ranks at the end of an epoch or of training.
 
-        Collectives: one all-reduce over the world, or over gloo an object all-gather.
+        Collectives: one all-reduce over the world, or over gloo an object all-gather; none with one rank.
         Host synchronization: one on rank 0; over gloo on all ranks.
         """
         if self._last is not None:

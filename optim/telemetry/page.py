@@ -116,7 +116,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 34
 COLORS = 8
-MOST = 600  # largest number of points per curve
+MOST = 600  # a curve with more points is thinned to about this number
 Point = tuple[float, float]
 
 
@@ -286,7 +286,8 @@ ASIDE = ("step", "measured_step")
 def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
     """Return the HTML page with the curves of ``reports``.
 
-    Numbers whose names are equal up to the first slash share a chart. The first curve of a chart is the full model's.
+    Numbers whose names are equal up to the first slash share a chart. The full model's curve, if there is one, is the
+    first of its chart.
 
     Args:
         title: Title of the page.
@@ -335,7 +336,10 @@ def _total_first(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _tiles(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return HTML with the full model's last value of each number in `TILES`, and of each ``..._per_second``."""
+    """Return HTML with the last value of each number in `TILES`, and of each ``..._per_second``.
+
+    Of several curves of a number, the full model's is used; the first one if the full model has none.
+    """
     shown = {kind: series.get(TOTAL, next(iter(series.values()))) for kind, series in kinds.items()}
     alone = [(kind, shown[kind][-1][1]) for kind in TILES if kind in shown]
     alone += [(kind, points[-1][1]) for kind, points in shown.items() if kind.endswith("_per_second")]
@@ -361,7 +365,8 @@ def _table(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command: write the HTML page of a run, and return the exit code.
 
-    The exit code is 0. If the file can't be read, or was not written by `JsonLines`, it is 2, with a message on stderr.
+    The exit code is 0. If the file can't be read, was not written by `JsonLines` or has no report, or if the page can't be
+    written, it is 2, with a message on stderr. Wrong arguments raise SystemExit.
     """
     parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
     report = parser.add_subparsers(required=True, metavar="report").add_parser(

@@ -4,9 +4,9 @@
     monitor = Monitor(registry, JsonLines("run.jsonl"), telemetry=telemetry)
 
 A figure is one measured number, such as ``update_norm/total``. `Telemetry` is a `StepObserver`: `ParallelOptimizer.step`
-calls it after the gradient reduction and before clipping, and around the update. Each rank measures its shards and
-divides the results by the shards' replication factors. The sums over all shards of a logical parameter come from one
-packed all-reduce:
+calls it before the gradient reduction, between reduction and clipping, and around the update. Each rank measures its
+shards and divides the results by the shards' replication factors. The sums over all shards of a logical parameter come
+from one packed all-reduce:
 
     [ |w|^2  |g|^2  |dw|^2  zeros  small ] of each parameter | weights of the window | |g_local|^2 of each data rank
 """
@@ -60,7 +60,8 @@ from .gradient_noise import (
 By = Literal["parameter", "layer", "group"] | Mapping[str, str]
 """The way in which parameters are grouped under labels. `Telemetry` computes each figure per label.
 
-``"parameter"``: each parameter has its own label. ``"layer"``: all direct parameters of a module share a label.
+``"parameter"``: each parameter has its own label. ``"layer"``: all direct parameters of a module share a label,
+except that each direct parameter of the model itself has its own label.
 ``"group"``: all parameters of a param group do. A mapping from labels to globs over parameter names: each parameter gets
 the first label whose glob matches, or no label.
 """
@@ -169,7 +170,7 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
 # largest singular value. A tensor with more than two dims is used as the matrix [first dim, all other dims].
 #
 # Reference: Miyato et al. 2018, "Spectral normalization for generative adversarial networks", arXiv:1802.05957, which
-# also keeps u and v.
+# keeps u between updates.
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ class PowerIteration:
         ValueError: As `WholeTensors.of`.
 
     Collectives: as in `WholeTensors.of`.
-    Memory: on every rank, one row per matrix in float64; during a call, two rows and one column per matrix.
+    Memory: on every rank, one row per matrix in float64. During a call, also a few rows and columns per matrix, and a
+        float64 copy of one shard at a time.
 
     Attributes:
         names: Names of the matrices, in the same order on all ranks.
@@ -239,10 +241,12 @@ class PowerIteration:
     def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the estimated largest singular value of each matrix, [matrices] float64, and update `vectors`.
 
+        The value is 0 for a matrix of zeros, and also for a matrix that contains NaN.
+
         Args:
             pieces: The current stepped tensors, in the order of the constructor's ``named``.
 
-        Collectives: two all-reduces over the world per iteration, for all matrices together.
+        Collectives: two all-reduces over the world per iteration, for all matrices together; none with one rank.
         Host synchronization: none.
         """
         pieces = [piece.detach().contiguous() for piece in pieces]
@@ -251,7 +255,7 @@ class PowerIteration:
             left = self._products(pieces, self.vectors, transposed=False)
             for name, w in self._products(pieces, left, transposed=True).items():
                 length, u_length = _length(w), _length(left[name])
-                # a matrix of zeros leaves its vector unchanged
+                # a matrix of zeros, or with elements that are not finite, leaves its vector unchanged
                 found[name] = torch.where(u_length > 0, length / u_length, torch.zeros_like(u_length))
                 self.vectors[name] = torch.where((length > 0) & length.isfinite(), w / length, self.vectors[name])
         return torch.stack([*found.values()]) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
@@ -328,8 +332,8 @@ class Planned:
         by, spectral, noise: As in `Telemetry`.
 
     Raises:
-        ValueError: On every rank: a glob matches nothing, a matrix has shards of unequal sizes, or, with ``noise``, every
-            gradient comes from the samples of several data ranks.
+        ValueError: On every rank: a glob of ``by`` matches nothing, a label is ``"total"``, or a matrix has shards of
+            unequal sizes. With ``noise`` also: no trainable parameter's gradient comes from a single data rank's samples.
 
     Collectives: object all-gathers and one all-reduce.
     Host synchronization: yes.
@@ -503,18 +507,20 @@ class Telemetry(StepObserver):
         noise: Options to measure the gradient noise scale. None (default): not measured.
 
     Raises:
-        ValueError: On every rank: an argument is out of range or differs between ranks, a glob matches nothing, or the
-            optimizer already has a Telemetry. With ``noise=`` also: gradients are averaged during backward, or there is
-            only one data rank.
+        ValueError: On every rank: an argument is out of range or differs between ranks, a glob of ``by`` matches nothing, a
+            label is ``"total"``, a matrix for ``spectral=`` has shards of unequal sizes in an unknown order, or the
+            optimizer already has a Telemetry. With ``noise=`` also: gradients are averaged during backward, there is
+            only one data rank, or no trainable parameter's gradient comes from a single data rank's samples.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
         `add_param_group`. In a measured step, one all-reduce over the world. With ``noise=``, in addition one all-reduce
-        per set of ranks that sum partial gradients. With ``spectral=``, in addition two all-reduces per iteration.
-        None in other steps.
+        per set of ranks that sum partial gradients or gradients of tied parameters. With ``spectral=``, in addition
+        two all-reduces per iteration. None in other steps.
     Host synchronization: none, except in the constructor and the first measured step after `add_param_group`, and those
         of `Offloaded`.
     Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes
-        per logical parameter.
+        per logical parameter. With ``noise=``, also copies of partial gradients. With ``spectral=``, also the memory
+        of `PowerIteration`.
 
     Attributes:
         step: Number of steps so far, including skipped steps.
@@ -563,7 +569,7 @@ class Telemetry(StepObserver):
 
     @property
     def excluded_params(self) -> tuple[str, ...]:
-        """Return the names of the parameters that the noise scale does not include.
+        """Return the names of the parameters that the noise scale does not include; empty without ``noise=``.
 
         These are frozen parameters, and parameters that are sharded over a data axis or exist on one rank of a data axis
         only (``owned`` in `P`), such as experts. Gradients of the latter come from the samples of several data ranks.

@@ -29,7 +29,8 @@ class ReportFile:
     Each line is flushed at once, so that no report is lost if the process ends. Use it as a context manager, or call
     `close`. If the file exists, lines are appended. First, lines of steps after the monitor's current step are moved to
     ``<path>.dropped``, because they belong to an abandoned run; an incomplete last line is moved too. The current step
-    comes from `Monitor.load_state_dict`; it is 0 in a new run, in which all lines are moved.
+    comes from `Monitor.load_state_dict`; it is 0 in a new run, in which all lines except a
+    CSV header are moved.
 
     Args:
         path: Path of the file. The first report creates it, so it exists on global rank 0 only.
@@ -40,7 +41,7 @@ class ReportFile:
         self._file: TextIO | None = None
 
     def begin(self, step: int) -> None:
-        """Close the file, and move lines of steps after ``step`` and incomplete lines to ``<path>.dropped``."""
+        """Close the file, and move lines of steps after ``step``, and lines that are no reports, to ``<path>.dropped``."""
         self.close()
         if self.path.exists():
             self._drop(lambda line: (found := self._step(line)) is not None and found <= step)
@@ -97,7 +98,8 @@ class ReportFile:
 
 
 class CsvFile(ReportFile):
-    """`Monitor` callback that writes a CSV file: a header, then one row per report with all of `Report.scalars`.
+    """`Monitor` callback that writes a CSV file: a header, then one row per report with the step and all of
+    `Report.scalars`.
 
     A cell is empty if the report does not have the number. If a report has new numbers, such as the figures of the first
     step that `Telemetry` measured, the file is rewritten with more columns. `ReportFile` describes resumed runs.
@@ -157,7 +159,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 class JsonLines(ReportFile):
-    """`Monitor` callback that writes one JSON object per report, with all of `Report.scalars`.
+    """`Monitor` callback that writes one JSON object per report.
+
+    The object has ``step``, ``measured_step`` if it is not None, and all of `Report.scalars`.
 
         monitor = Monitor(registry, JsonLines("run.jsonl"))
 
@@ -209,7 +213,7 @@ def _read(line: str) -> dict[str, Any] | None:
 
 
 def _figures(report: dict[str, Any] | None) -> dict[str, float] | None:
-    """Return the numbers of a report; None if a value is no number."""
+    """Return the numbers of a report; None if ``report`` is None or a value is no number."""
     try:
         return None if report is None else {name: float(value) for name, value in report.items()}
     except (TypeError, ValueError, OverflowError):
@@ -340,7 +344,7 @@ class Terminal:
         monitor = Monitor(registry, Terminal())
 
     Args:
-        file: Output stream. None: the current ``sys.stdout`` at the first report.
+        file: Output stream. None: ``sys.stdout``.
         rows: Maximum number of rows in the table. The order is: loss and norm, other numbers of the full model, singular
             values, numbers of labels. Default: 24.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf, prod
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from meshstep.optim import clip_grad_norm_
+from meshstep.parallel import P, annotate
 from torch import Tensor, nn
 
 WORLDS = {2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 8: [2, 2, 2]}
@@ -30,6 +31,10 @@ class Param:
         shards: The sharded tensor dim per dim of the DTensor's mesh. None: replicated.
         strided: True: the mesh dims that shard the same tensor dim shard it in the reverse order, as `fully_shard` does.
         missing: The indices of the shards without a gradient, among all combinations of coordinates that shard.
+        declared: A dim of the root mesh that `dims` lacks: each of its ranks has another part of tensor dim 0, as a DTensor
+            of its own, and the parameter is declared to be sharded over it.
+        complete: True: the gradient is replicated over the DTensor's mesh, also where the parameter is sharded.
+        stage: The pipeline stage that has the parameter. None: no pipeline.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +44,12 @@ class Param:
     shards: tuple[int | None, ...] = ()
     strided: bool = False
     missing: frozenset[int] = frozenset()
+    declared: int | None = None
+    complete: bool = False
+    stage: int | None = None
+
+
+Mesh = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and names of its dims
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class MeshCase:
 
     number: int
     world: int
-    meshes: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+    meshes: tuple[Mesh, ...]
     params: tuple[Param, ...]
     norm_type: float
     dtype: torch.dtype
@@ -60,7 +71,11 @@ def mesh_case(number: int) -> MeshCase:
     rng = random.Random(number)
     world = rng.choice([2, 3, 4, 4, 4, 4, 6, 8])
     meshes = tuple(_mesh(rng, WORLDS[world]) for _ in range(rng.choice([1, 2, 2, 3])))
-    params = tuple(_param(rng, meshes) for _ in range(rng.randint(1, 6)))
+    stages = [dim for dim, size in enumerate(meshes[0][0]) if size > 1]
+    if rng.random() < 0.25 and len(stages) > 1:
+        meshes, params = _pipeline(rng, meshes[0], rng.choice(stages))
+    else:
+        params = tuple(_param(rng, meshes) for _ in range(rng.randint(1, 6)))
     return MeshCase(
         number,
         world,
@@ -76,7 +91,21 @@ def mesh_case(number: int) -> MeshCase:
 MESH_CASES = st.integers(0, 2**32 - 1).map(mesh_case)
 
 
-def _mesh(rng: random.Random, factors: list[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _pipeline(rng: random.Random, mesh: Mesh, dim: int) -> tuple[tuple[Mesh, ...], tuple[Param, ...]]:
+    """Make a dim of the mesh the pipeline stages, and draw parameters for each stage, at least one DTensor."""
+    sizes, names = mesh
+    meshes = ((sizes, (*names[:dim], "pp", *names[dim + 1 :])),)
+    params: list[Param] = []
+    for stage in range(sizes[dim]):
+        count, least = len(params) + rng.randint(1, 3), len(params)
+        while len(params) < count or all(param.mesh == PLAIN for param in params[least:]):
+            drawn = _param(rng, meshes)
+            if dim not in drawn.dims and drawn.declared != dim:
+                params.append(replace(drawn, stage=stage))
+    return meshes, tuple(params)
+
+
+def _mesh(rng: random.Random, factors: list[int]) -> Mesh:
     """Draw a mesh whose dims are products of consecutive factors of the world size, so that all meshes nest."""
     cuts = sorted(rng.sample(range(1, len(factors)), rng.randint(0, len(factors) - 1)))
     sizes = [prod(factors[a:b]) for a, b in zip([0, *cuts], [*cuts, len(factors)], strict=True)]
@@ -85,12 +114,12 @@ def _mesh(rng: random.Random, factors: list[int]) -> tuple[tuple[int, ...], tupl
     return tuple(sizes), tuple(rng.sample(NAMES, len(sizes)))
 
 
-def _param(rng: random.Random, meshes: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]) -> Param:
+def _param(rng: random.Random, meshes: tuple[Mesh, ...]) -> Param:
     number = rng.choice([PLAIN, *range(len(meshes)), *range(len(meshes))])
     shape = tuple(rng.choice([1, 2, 3, 4, 5, 8, 12]) for _ in range(rng.randint(1, 3)))
     if number == PLAIN:
         return Param(shape, PLAIN, missing=frozenset({0}) if rng.random() < 0.15 else frozenset())
-    sizes, _ = meshes[number]
+    sizes, names = meshes[number]
     count = rng.randint(1, len(sizes))
     dims = rng.choice([*combinations(range(len(sizes)), count)])
     flat = count > 1 and rng.random() < 0.3 and dims[-1] - dims[0] == count - 1
@@ -99,10 +128,17 @@ def _param(rng: random.Random, meshes: tuple[tuple[tuple[int, ...], tuple[str, .
     strided = len(set(shards) - {None}) < len([dim for dim in shards if dim is not None]) and rng.random() < 0.5
     if strided:  # torch applies strided shards to even dims only
         shape = tuple(size * prod(on) if dim in shards else size for dim, size in enumerate(shape))
+    # A name that is in two meshes would not say which dim is declared.
+    others = [name for index, (_, of) in enumerate(meshes) if index != number for name in of]
+    free = [dim for dim in range(len(sizes)) if dim not in dims and names[dim] not in others]
+    declared = rng.choice(free) if free and rng.random() < 0.3 and 0 not in shards else None
+    if declared is not None:
+        shape = (shape[0] * sizes[declared], *shape[1:])
     pieces = prod(size for size, dim in zip(on, shards, strict=True) if dim is not None)
     gone = rng.random() < 0.25
     missing = frozenset(piece for piece in range(pieces) if gone and rng.random() < 0.5)
-    return Param(shape, number, dims, flat, shards, strided, missing)
+    complete = not missing and rng.random() < 0.1
+    return Param(shape, number, dims, flat, shards, strided, missing, declared, complete)
 
 
 # On a rank ------------------------------------------------------------------------------------------------------------
@@ -154,40 +190,68 @@ def placements_of(param: Param, sizes: tuple[int, ...]) -> list[Any]:
 
 
 class Held(nn.Module):
-    """The parameters of this rank with their gradients."""
+    """The parameters of this rank.
+
+    Attributes:
+        gradients: The gradient of each parameter that has one, and this rank's shard of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: dict[str, tuple[Any, Tensor]] = {}
+
+    def set_gradients(self) -> None:
+        for name, (gradient, _) in self.gradients.items():
+            self.get_parameter(name).grad = gradient.clone()
+
+
+def coordinate(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.get_coordinate())
 
 
 def model_of(case: MeshCase) -> Held:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     roots = [init_device_mesh("cpu", sizes, mesh_dim_names=names) for sizes, names in case.meshes]
     views: dict[Any, Any] = {}
     model = Held()
     for index, param in enumerate(case.params):
         gradient = full_gradient(case, index).to(case.dtype)
+        if param.stage is not None:
+            (root,), ((_, names),) = roots, case.meshes
+            if coordinate(root)[names.index("pp")] != param.stage:
+                continue
         if param.mesh == PLAIN:
             made = nn.Parameter(torch.zeros_like(gradient))
-            made.grad = None if param.missing else gradient
+            if not param.missing:
+                model.gradients[f"param_{index}"] = gradient, gradient
             model.register_parameter(f"param_{index}", made)
             continue
-        root, names = roots[param.mesh], case.meshes[param.mesh][1]
+        root, (sizes, names) = roots[param.mesh], case.meshes[param.mesh]
         key = param.mesh, param.dims, param.flat
         if key not in views:
             view = root if len(param.dims) == len(names) else root[tuple(names[dim] for dim in param.dims)]
             views[key] = view._flatten("_".join(("flat", *(names[dim] for dim in param.dims)))) if param.flat else view
         mesh = views[key]
-        at = tuple(mesh.get_coordinate())
-        held = slices(param, tuple(mesh.shape), at)
-        local = gradient[torch.meshgrid(*held, indexing="ij")].contiguous()
+        own = param
+        if param.declared is not None:
+            gradient = gradient.chunk(sizes[param.declared])[coordinate(root)[param.declared]].contiguous()
+            own = replace(param, shape=tuple(gradient.shape))
+        at = coordinate(mesh)
+        local = gradient[torch.meshgrid(*slices(own, tuple(mesh.shape), at), indexing="ij")].contiguous()
 
-        def placed(tensor: Tensor, param: Param = param, mesh: Any = mesh, like: Tensor = gradient) -> Any:
-            places = placements_of(param, tuple(mesh.shape))
+        def placed(tensor: Tensor, places: list[Any], mesh: Any = mesh, like: Tensor = gradient) -> Any:
             return DTensor.from_local(tensor, mesh, places, run_check=False, shape=like.shape, stride=like.stride())
 
-        made = nn.Parameter(placed(torch.zeros_like(local)))
-        if piece_of(param, tuple(mesh.shape), at) not in param.missing:
-            made.grad = placed(local.clone())
+        places = placements_of(param, tuple(mesh.shape))
+        made = nn.Parameter(placed(torch.zeros_like(local), places))
+        if param.complete:
+            model.gradients[f"param_{index}"] = placed(gradient, [Replicate()] * mesh.ndim), local
+        elif piece_of(param, tuple(mesh.shape), at) not in param.missing:
+            model.gradients[f"param_{index}"] = placed(local, places), local
+        if param.declared is not None:
+            annotate(made, P(names[param.declared]), f"param_{index}")
         model.register_parameter(f"param_{index}", made)
     return model
 
@@ -227,26 +291,22 @@ def clip_random_model(case: MeshCase, max_norm: float) -> tuple[list[float], lis
         min(1, max_norm / (norm + 1e-6)).
     """
     model = model_of(case)
-    held = [param.grad for param in model.parameters() if param.grad is not None]
-    locals_ = [one.to_local() if hasattr(one, "to_local") else one for one in held]
-    before = [one.clone() for one in locals_]
     norms, errors = [], []
     for _ in range(2):
-        params = parameters_as(case.given, model)
-        norm = float(clip_grad_norm_(params, max_norm, norm_type=case.norm_type))
+        model.set_gradients()
+        norm = float(clip_grad_norm_(parameters_as(case.given, model), max_norm, norm_type=case.norm_type))
         factor = min(1.0, max_norm / (norm + 1e-6))
         norms.append(norm)
-        wanted = [(one.double() * factor) for one in before]
-        errors.append(
-            max(
-                (
-                    float((one.double() - want).abs().max() / want.abs().max().clamp(min=1e-300))
-                    for one, want in zip(locals_, wanted, strict=True)
-                    if one.numel()
-                ),
-                default=0.0,
-            )
-        )
-        for one, old in zip(locals_, before, strict=True):
-            one.copy_(old)
+        errors.append(0.0)
+        for name, (_, shard) in model.gradients.items():
+            found, wanted = local_gradient(model.get_parameter(name)).double(), shard.double() * factor
+            if wanted.numel():
+                error = (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300)
+                errors[-1] = max(errors[-1], float(error))
     return norms, errors
+
+
+def local_gradient(param: Tensor) -> Tensor:
+    gradient: Any = param.grad
+    here: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return here

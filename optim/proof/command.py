@@ -103,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the audit, print the result, and return the exit code: 0 without findings, 1 with findings, 2 without a result.
 
     Under a launcher such as torchrun, the launched processes are the ranks; otherwise this function starts processes.
-    Only the first process prints and may return another exit code than 0.
+    Only the first process may return another exit code than 0, and only it prints, except that every process prints the
+    help and errors of the argument parser.
     """
     parser = _parser()
     first = _launched()[0] == 0
@@ -234,7 +235,7 @@ def on_rank(audit: AuditRun) -> Proof | InferredLayout:
     """Build the model on this rank, and return the result of `prove`, or of `infer` if ``audit.rules``.
 
     Raises:
-        TypeError: The script's function did not return a model and a loss function.
+        TypeError: The script's function did not return a model and a loss function. Other errors as in `prove`.
     """
     with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
         made = loaded(audit.build)(registry)
@@ -269,7 +270,7 @@ def _texts(rules: Mapping[str, P]) -> dict[str, str]:
 
 
 def _by_rules(found: Sequence[Proof | InferredLayout]) -> list[tuple[list[int], InferredLayout]]:
-    """Return groups of ranks with equal rules, and one result per group. Pipeline stages have different rules."""
+    """Return groups of ranks with equal rules, and one result per group. Pipeline stages may have different rules."""
     groups: list[tuple[list[int], InferredLayout]] = []
     for rank, one in enumerate(found):
         assert isinstance(one, InferredLayout)

@@ -229,7 +229,7 @@ class KnownParameter:
 
     @property
     def constant(self) -> bool:
-        """Return True if all elements have the same value, on all ranks."""
+        """Return True if all elements have the same value on all ranks, and the shards have equal sizes or are zeros."""
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
@@ -278,6 +278,7 @@ class Measured:
 
         Raises:
             ValueError, TypeError: On every rank, as `local_gradients`.
+        Collectives: two object all-gathers over the world.
         """
         topology = registry.topology
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -379,8 +380,8 @@ def spec_of_contract(
 ) -> tuple[P, bool]:
     """Return (spec for a contract, True if its sharded dims are certain).
 
-    If they are not certain, the gradient norm and the step are right nevertheless. Only loading a checkpoint in another
-    layout depends on the dims.
+    If they are not certain, the gradient norm and the step of an elementwise optimizer are right nevertheless. Full-tensor
+    optimizers (such as `Muon`), norms per row, and loading a checkpoint in another layout depend on the dims.
 
     Args:
         known: The parameter.

@@ -3,11 +3,12 @@
 To move a parameter means to add a small multiple of a random direction to it. A group of parameters is moved at once, each
 along its own direction. The loss then changes by the sum of the parameters' effects. If this sum equals the sum that the
 gradients predict, all gradients in the group are right, because errors along random directions do not cancel. Otherwise
-each half of the group is tested in the same way. If both halves of a group and both halves of such a half are wrong, the
-parameters are tested one by one.
+the first half of the group is tested in the same way, and the second half too, unless the first half is right. If both
+halves of a group and both halves of such a half are wrong, the parameters are tested one by one.
 
-If all gradients are right, two forwards per group of `TOGETHER` parameters are needed. A wrong parameter in a group needs
-a few dozen forwards. If most parameters are wrong, each needs four or five forwards.
+If all gradients are right, two forwards per group of up to `TOGETHER` parameters are needed, more if the loss has
+kinks. A wrong parameter in a group needs a few dozen forwards. If most parameters are wrong, each needs four or five
+forwards.
 """
 
 from __future__ import annotations
@@ -186,8 +187,9 @@ _CASTS = ("float", "half", "bfloat16")
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Compute the model in float64 inside the context, and restore its tensors and gradients afterwards.
 
-    Inside the context, the parameters and buffers are float64 and have no gradients, torch functions return float64, and
-    casts to a lower dtype are ignored.
+    Inside the context, parameters and buffers of lower float dtypes are float64 and have no gradients, torch functions
+    except in-place ones return float64, and casts to a lower dtype are ignored. A model without tensors of lower float
+    dtypes is not changed.
 
     Raises:
         TypeError: A parameter or buffer is a DTensor in float32, bfloat16 or float16.
@@ -422,7 +424,7 @@ class Differences:
         return "wrong" if before else "undecided"
 
     def never_tells(self, size: float) -> bool:
-        """Return True if derivatives of ``size`` cannot be measured: rounding is too large even at the largest step."""
+        """Return True if derivatives of ``size`` can't be measured: rounding is too large even at `Digits.largest`."""
         return self.noise / self.digits.largest > 0.01 * size
 
     def tells(self, found: Difference, size: float) -> bool:

@@ -6,7 +6,7 @@
             assert_exact(lambda: backward(model), lambda: backward(dense), registry)
 
 Every rank computes the step of the dense model itself, and compares its shards with their regions of the dense tensors.
-So only the differences that it finds are gathered from all ranks.
+So only names and the differences that it finds are gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def assert_exact(
         atol: Absolute error that is allowed in addition. Default: 0.
 
     Raises:
-        AssertionError: On every rank: a tensor differs from the dense tensor by more than the allowed error. The text is
-            the same on every rank. It lists up to ten tensors with their ranks, the element with the largest error, and
-            the factor if a tensor is a multiple of the dense one.
-        ValueError: A parameter has no dense counterpart, a dense parameter has no counterpart on any rank, or a
-            parameter is not declared.
-        TypeError: A step returns neither a model nor a model and a norm.
+        AssertionError: On every rank: a tensor differs from the dense tensor by more than the allowed error, or a
+            shard does not fit the dense tensor. The text is the same on every rank. It lists up to ten tensors with
+            their ranks, the element with the largest error, and the factor if a tensor is a multiple of the dense one.
+        ValueError: A parameter has no dense counterpart, a dense parameter has no counterpart on any rank, ``names`` has a
+            name that no rank's model has, or a parameter is not declared.
+        TypeError: A step returns neither a model nor a model and a norm, or the steps return different forms.
 
     Collectives: per step, those of ``parallel_step``, a few object all-gathers and, for steps that return a model only,
         one `sync_gradients` and one `global_norm`.
@@ -163,7 +163,8 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
     """Return every parameter of this rank with its counterpart in the dense model.
 
     Raises:
-        ValueError: On every rank: a parameter of one model has no counterpart in the other one.
+        ValueError: On every rank: a parameter of one model has no counterpart in the other one, or ``names`` has a name
+            that no rank's model has.
     """
     there = dict(dense.named_parameters())
 

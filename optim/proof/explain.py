@@ -48,7 +48,7 @@ Cause = Literal[
 
 
 class HookPoint(NamedTuple):
-    """A point in forward: the first tensor that a module receives (side "input") or returns (side "output")."""
+    """A point in forward: the first positional tensor that a module receives (side "input") or returns (side "output")."""
 
     module: str
     side: str
@@ -273,7 +273,8 @@ class Explainer:
             known: The parameter.
             declared: The contract to try first. None: the contracts that the values allow, the most likely one first.
 
-        Collectives: those of 2 to 12 forwards per tried set of axes along which ranks may hold distinct shards.
+        Collectives: two object all-gathers, and those of up to 20 forwards, per tried set of axes along which ranks may
+            hold distinct shards.
         """
         split = split_beside(known, self.differences.measured.known, self.topology)
         probes: dict[tuple[str, ...], list[Probe]] = {}
@@ -409,7 +410,10 @@ _MOST = 24  # largest number of activations that are tested
 
 
 class _Added:
-    """Zeros that a hook adds to an activation, and a copy of the activation. Both are None before the hook ran."""
+    """Zeros that a hook adds to an activation, and a copy of the activation.
+
+    Both are None before the hook ran, and for an activation that is a DTensor or not of a float dtype.
+    """
 
     def __init__(self) -> None:
         self.zeros: Tensor | None = None
@@ -492,7 +496,7 @@ def locate_fault(
     events: Sequence[HookPoint],
     split: Mapping[str, tuple[str, ...]],
 ) -> Fault | None:
-    """Find the last hook point, in forward order, whose gradient is wrong; return its `Fault`, or None if all are right.
+    """Find the last hook point, in forward order, whose gradient is wrong; return its `Fault`, or None.
 
     The result is the same on all ranks. The gradients in ``.grad`` are overwritten. Only the last `_MOST` hook points are
     tested.

@@ -35,6 +35,8 @@ from .explain import Cause, Explainer, Fault, ForwardOrder, ForwardRecord, HookP
 class Finding:
     """A mistake that `prove` found: a parameter whose reduced gradient is not the derivative of the loss.
 
+    If ranks that must compute the same forward do not, there is a single finding, with the name "the forward".
+
     The reduced gradient is the gradient after the reductions over mesh axes that the declared layout requires.
 
         proof = prove(model, lambda model: model(batch), registry)
@@ -44,9 +46,10 @@ class Finding:
     Args:
         name: Name of the parameter, followed by its pipeline stage if several stages use the name for different
             parameters.
-        module: Name of the module that holds the parameter.
-        declared: The declared spec; None if the parameter has none.
-        inferred: The spec with which the gradient would be right; None if there is no such spec.
+        module: Name of the module that holds the parameter. For "the forward": the last module with parameters in the part
+            of forward that differs; may be empty.
+        declared: The declared spec; None if the parameter has none, and in `infer`.
+        inferred: The spec with which the gradient would be right; None if no such spec was found.
         cause: The kind of mistake.
         axes: The mesh axes along which the ranks' layouts or gradients are wrong.
         factor: Factor by which the gradient is too large; below 1 if it is too small. None if no factor was found.
@@ -83,8 +86,8 @@ class Proof:
 
     Args:
         proved: Names of the parameters whose gradients are the derivative of the loss.
-        undecided: Names of the parameters without a result: the loss hardly depends on them, or ``max_parameters`` left
-            them out.
+        undecided: Names of the parameters without a result: the loss hardly depends on them, ``max_parameters`` left them
+            out, or ranks compute different forwards.
         findings: One finding per wrong parameter, in the order in which forward uses the parameters.
         where: Text about the module with a wrong backward, or about the first difference of the ranks' forwards. None if
             no place was found.
@@ -134,7 +137,7 @@ def prove(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> Proof:
-    """Check that the gradient of every parameter is the derivative of the loss, and return a `Proof`.
+    """Check that the gradient of every trainable parameter is the derivative of the loss, and return a `Proof`.
 
         proof = prove(model, lambda model: model(batch), registry)
         print(proof)
@@ -156,19 +159,19 @@ def prove(
             over the data-parallel ranks. If ``loss_fn`` runs backward itself, as a pipeline schedule does, it returns the
             detached loss or None.
         registry: The process groups.
-        max_parameters: Number of parameters to check, spread evenly over the model. None: all. Default: None.
+        max_parameters: Largest number of parameters to check, spread evenly over the model. None: all. Default: None.
         dtype: torch.float64: convert parameters and buffers to float64 during the proof, and ignore casts to lower dtypes
             in the model. None: keep the parameters' dtypes; in float32, errors below half a percent are not detected.
             Default: torch.float64.
         seed: Seed of the random directions. Default: 0.
 
     Raises:
-        ValueError: On every rank: a parameter is not declared, or a loss is missing or not finite.
+        ValueError: On every rank: a parameter is not declared, or a loss is missing, not finite or not a single number.
         RuntimeError: ``loss_fn`` raised an error on another rank (a ValueError or TypeError there is the same type
             here). That rank logs the error at once. If this rank waits for it in a collective of the model, the
             collective must time out first.
-        TypeError: A parameter has half precision and ``dtype`` is None, or a DTensor would have to be converted to
-            float64.
+        TypeError: A parameter has half precision and ``dtype`` is None, a DTensor would have to be converted to float64,
+            or ``dtype`` is neither float64 nor None.
 
     Collectives: those of the model, in one forward and backward, and in about two more forwards per 64 right parameters;
         object all-gathers over the world.
@@ -190,8 +193,9 @@ class InferredLayout:
     Args:
         rules: Specs for `declare`, by full parameter name.
         dims_unknown: Names of the parameters for which several choices of sharded dims are possible; the spec has one of
-            them. The gradient norm, clipping and the step are the same with every choice. Only loading a checkpoint in
-            another layout depends on it.
+            them. The gradient norm, clipping by it, and the steps of elementwise optimizers are the same with every
+            choice. Full-tensor optimizers (such as `Muon`), norms per row, and loading a checkpoint in another layout
+            depend on it.
         proof: The `Proof` of these rules. If no spec makes a parameter's gradient right, the parameter has a finding and
             no rule.
     """
@@ -221,7 +225,9 @@ def infer(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> InferredLayout:
-    """Find a spec for every parameter, and return the specs with their proof. Declarations are not used.
+    """Find a spec for every trainable parameter, and return the specs with their proof.
+
+    Declarations are not used, except placements of DTensors, and whether a parameter is tied between pipeline stages.
 
         print(infer(model, lambda model: model(batch), registry))
 
@@ -233,7 +239,7 @@ def infer(
 
     If ranks have equal values of a parameter, they hold replicas; otherwise they hold shards. The loss decides which
     gradients are complete and which are partial, as in `prove`. A parameter whose elements all have one value on all
-    ranks, such as the ones of a norm or the zeros of a bias, may be sharded or replicated. It counts as sharded if
+    ranks, such as the ones of a norm or the zeros of a bias, may be sharded or replicated. Sharded is tried first if
     another parameter of its module is sharded. Parameters with the same name on several pipeline stages count as
     different, unless they are declared tied or owned. If the result is uncertain, initialise the parameters at random,
     or pass ``shapes``.
@@ -299,7 +305,7 @@ def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology
 
 
 def shortened(rules: Mapping[str, P]) -> dict[str, P]:
-    """Return the rules with layer numbers in names replaced by ``*``, if all layers have the same spec."""
+    """Return the rules with layer numbers in names replaced by ``*`` where all these names have the same spec."""
     by_pattern: dict[str, set[P]] = {}
     for name, spec in rules.items():
         by_pattern.setdefault(_pattern(name), set()).add(spec)
@@ -365,8 +371,8 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
 
 # The steps of a proof: predict derivatives from gradients, compare them with the loss, explain differences ------------
 
-# Number of wrong parameters whose causes are searched: the first and the last in forward order. The others are mostly
-# wrong for the same reason, and their findings get the cause "backward is wrong".
+# Number of wrong parameters whose causes `prove` searches: the first and the last in forward order. The others are mostly
+# wrong for the same reason, and their findings get the cause "backward is wrong" at first. `infer` searches all causes.
 EXPLAINED = 8
 
 
@@ -534,7 +540,10 @@ class _Examination:
         return found
 
     def _held_by_others(self, known: KnownParameter) -> bool:
-        """Return True if the ranks that hold the parameter are not the ranks that its declared spec requires."""
+        """Return True if the ranks that hold the parameter are not the ranks that its declared spec requires.
+
+        Always False in `infer`, and in a mesh with pipeline axes.
+        """
         spec = None if self.inferring else known.first.spec
         if spec is None or self.topology.pipe_axes:
             return False

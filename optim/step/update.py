@@ -307,7 +307,7 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
 
-# One kernel launch steps all param groups with the same options and dtypes. The host does not read the factor, the skip
+# Two kernel launches step all param groups with the same options and dtypes. The host does not read the factor, the skip
 # flag, the step counts, or learning rates that are tensors on the GPU.
 
 

@@ -227,7 +227,7 @@ class Shampoo(PreconditionedOptimizer):
     Collectives: as in `SOAP`.
     Host synchronization: as in `SOAP`; on CUDA also one per new root, to check that the eigenvalue solver converged.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
-        on the owner rank, none on other ranks. A dim without preconditioner needs no squares.
+        on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2.
     """
 
     square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
@@ -352,7 +352,7 @@ class SOAP(PreconditionedOptimizer):
     Host synchronization: in the first step and in the first step after loading. In other steps the host waits only for
         the end of the previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
-        on the owner rank, none on other ranks. A dim without preconditioner needs no squares.
+        on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2.
     """
 
     square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0

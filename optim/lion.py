@@ -30,9 +30,10 @@ class Lion(torch.optim.Optimizer):
 
     Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls per
     device, dtype and param group. With ``found_inf`` it makes one more call per parameter. A step needs temporary
-    memory for three tensors of each parameter's shape in float32, or five for parameters in half precision. Weights
-    and momenta in bfloat16 and float16 are computed in float32 and rounded to nearest, so small updates are lost; use
-    float32 master weights. This library has no compiled loops and no Triton kernels for Lion.
+    memory for three tensors of each parameter's shape in float32 (float64 for float64 parameters), or five for
+    parameters in half precision. Weights and momenta in bfloat16 and float16 are computed in float32 and rounded to
+    nearest, so small updates are lost; use float32 master weights. This library has no compiled loops and no Triton
+    kernels for Lion.
 
     Args:
         params: Parameters or param groups.
@@ -44,7 +45,7 @@ class Lion(torch.optim.Optimizer):
         ValueError: An option is out of range.
 
     Collectives: none.
-    Host synchronization: none.
+    Host synchronization: none in a step.
     """
 
     elementwise = True

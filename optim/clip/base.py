@@ -12,7 +12,7 @@ gradients.
     "units"        [units of all params]    one per unit: a slice along a dim, such as a row
 
 A step with a non-finite total norm is skipped, whatever the rule returns. All norms that rules need are computed by the
-packed collective of the step. Rules do not synchronize the host.
+collectives of the step that measure the norm. Rules do not synchronize the host.
 
 A rule has no mutable state. It declares its initial state (`Clip.initial`), and the optimizer keeps it in tensors
 (`ClipState`). So one rule object can serve several optimizers. The optimizer passes the tensors to `Clip.decide`, and
@@ -85,7 +85,7 @@ class ClipResult(NamedTuple):
     Args:
         factors: Factors on gradients, of the shape of the norms at the rule's level. None: gradients are unchanged.
         state: The new state tensors by name. The state of a name that is left out stays unchanged. Default: empty.
-        skip: 0-dim bool: True skips the step although its norm is finite. None (default): the rule never skips.
+        skip: 0-dim bool: True skips the step although its norm is finite. None (default): the rule does not skip.
     """
 
     factors: Tensor | None
@@ -123,7 +123,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
     in_place: bool = False
     """True: the rule overrides `finish_`. Gradients are unscaled and multiplied by their factors before it is called."""
     norm_type: float | None = None
-    """The p of the norms. None: the optimizer's p."""
+    """The p of the norms. None: the p of the optimizer or of `clip_grad_norm_`."""
     unit_dim: UnitDim = 0
     """The dim along which units are counted at level "units"."""
 
@@ -141,7 +141,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
             Named.of(names, self.patterns)
 
     def check(self) -> None:  # noqa: B027 (a rule without numbers has nothing to check)
-        """Raise ValueError for arguments that are out of range. All ranks call it, before the rule is first used."""
+        """Raise ValueError or TypeError for invalid arguments. All ranks call it, before the rule is first used."""
 
     def factors(self, norms: Norms) -> Tensor | None:
         """Return the factors on gradients, in the shape of the norms at this rule's level. None: gradients stay unchanged.
@@ -317,8 +317,8 @@ class ClipState:
             rule: Another rule that is applied with this state, such as `rule` combined with thresholds of param groups.
                 None (default): `rule`.
         Raises:
-            RuntimeError: A CUDA graph is captured in the first step, or the rule replaced a tensor of its own during a
-                capture.
+            RuntimeError: A CUDA graph is captured before the state tensors exist, or the rule assigned a new object to one
+                of its attributes during a capture.
         Host synchronization: none.
         """
         self._create_tensors(norms.total)
@@ -392,9 +392,9 @@ class ClipState:
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Replace the state by ``saved``, the result of `state_dict` on this or another layout.
 
-        A rule without state loads nothing. If ``saved`` is None or belongs to another rule, this method warns, and the
-        state starts from its initial values. It also warns if logical parameters have no saved value. Their state starts
-        from its initial values.
+        A rule without state loads nothing. If ``saved`` is None, belongs to another rule, or has other names or lengths,
+        this method warns, and the state starts from its initial values. It also warns if logical parameters have no
+        saved value. Their state starts from its initial values.
 
         Raises:
             ValueError: ``saved`` is not the result of a `state_dict`.

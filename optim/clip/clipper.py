@@ -171,7 +171,8 @@ class StepDecision(NamedTuple):
     def after(self, earlier: StepDecision) -> StepDecision:
         """Return this decision combined with an ``earlier`` one of the same accumulation window.
 
-        The step is skipped if one of the two decisions skips it. Votes are taken from ``earlier``. The ``factor`` is None.
+        The step is skipped if ``earlier`` skips it, or if this decision has ``found_inf`` or ``ranks_disagree``. Votes and
+        ``spiked`` are taken from ``earlier``. The ``factor`` is None.
         """
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
         votes = {name: getattr(earlier.stats, name) for name in ("rejected", "replicas_diverged", "spiked")}
@@ -254,7 +255,7 @@ class AgreedThresholds:
             param_groups: This rank's param groups.
             norm_type: The p of the norms.
         Raises:
-            ValueError: As `now` and `check_thresholds`.
+            ValueError, TypeError: As `now` and `check_thresholds`.
         """
         check_thresholds(clip, param_groups)
         thresholds = self.now(param_groups)
@@ -428,8 +429,9 @@ class GradientClipper:
                 vote only in the first decision of a window.
             captured: True: a CUDA graph is being captured.
         Raises:
-            ValueError: On one rank: its threshold changed, and other ranks do not have the param group. On every rank, if
-                shards are compared: shards of a parameter are replicas.
+            ValueError: On one rank: a threshold of its param groups is invalid, or changed although other ranks do not have
+                the param group. On every rank, if shards are compared: shards of a parameter are replicas.
+            TypeError: On one rank: a threshold of its param groups is not a number.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
         Collectives: those of `GlobalNorm`: one with ``reduction="packed"``.
         Host synchronization: none, except one if replicas are compared.
@@ -500,7 +502,7 @@ class GradientClipper:
     ) -> Clip | None:
         """Return the rule combined with the thresholds of param groups.
 
-        Before raising an error, run the collective of the measurement, because the other ranks wait in it.
+        Before raising a ValueError, run the collective of the measurement, because the other ranks wait in it.
         """
         groups = self.optimizer.param_groups
         if not (
@@ -614,6 +616,8 @@ class GradientClipper:
 
 def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
     """Return D / W as a 0-dim tensor; 1 / ``count`` if the total weight W is 0; NaN if W is negative or NaN.
+
+    W is the largest total of a pipeline stage.
 
     Args:
         totals: The sum over all ranks of the field ``"window_weight"``, one value per pipeline stage.

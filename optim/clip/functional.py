@@ -40,7 +40,10 @@ NamedParam = tuple[str | None, Tensor]
 
 
 def unique_params(params: Params) -> list[NamedParam]:
-    """Return (name, parameter) pairs without repeated parameters. The name is None if ``params`` has no names."""
+    """Return (name, parameter) pairs without repeated parameters. The name of a parameter without a name is None.
+
+    Raises ValueError if ``params`` is an exhausted generator.
+    """
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     check_unused(params)
@@ -59,7 +62,8 @@ class OneShotParams:
         given: The (name, parameter) pairs that the user gave.
         params: The parameters, with local tensors in place of DTensors.
         gradients: One gradient per parameter, local to this rank. None: the parameter has no gradient.
-        annotations: One declared layout per parameter. None: not declared.
+        annotations: The layout of each parameter; for a DTensor also from its placements. None: a plain parameter that was
+            not declared.
         undeclared_are_replicas: As in `entries_of`. Default: False.
     """
 
@@ -193,9 +197,9 @@ class StatefulClipper:
             listed: The same parameters with local tensors.
         Raises:
             ValueError: On a rank whose list differs from the list of the first call, or whose gradients are partial. The
-                other ranks do not clip, and return ``found_inf`` = 1.
+                other ranks do not clip (they still clamp by value), and return ``found_inf`` = 1 unless their norm is 0.
             TypeError: On a rank with complex or sparse gradients; the other ranks as above.
-        Collectives: one.
+        Collectives: those of `GlobalNorm`: one with "packed".
         Host synchronization: none.
         """
         try:
@@ -242,7 +246,8 @@ def global_norm(
 
     Args:
         params: A module, parameters, or (name, parameter) pairs. ``.grad`` is this rank's shard of the gradient; None
-            counts as zero. With ``reduction="packed"`` the parameters may differ between calls and between ranks.
+            counts as zero. With ``reduction="packed"`` the parameters of calls after the first one may differ, also
+            between ranks.
         registry: The process groups of the mesh on which the parameters were declared. None (default): the placements of
             the DTensors describe how they are sharded over their meshes. Plain parameters count as replicated over all
             ranks, and a DTensor counts as replicated over the axes that its mesh does not have. The first call on these
@@ -252,11 +257,11 @@ def global_norm(
     Returns:
         GradStats, bitwise identical on every rank.
     Raises:
-        ValueError: A parameter has no spec, or a spec that does not fit its shape or the mesh; a gradient is still partial;
-            norm_type < 1.
-        TypeError: A gradient is complex or sparse. A call that compares the ranks' declarations raises a TypeError or
-            ValueError on all ranks. Every other call raises it only on the rank with the wrong parameter or gradient, and
-            the norm is NaN on the other ranks.
+        ValueError: A parameter has no spec, or a spec that does not fit its shape or the mesh; the layout of a DTensor
+            is not supported; a gradient is still partial; another argument is out of range, such as norm_type < 1.
+        TypeError: A parameter or gradient is complex or sparse, or an argument has a wrong type. A call that compares
+            the ranks' declarations raises a TypeError or ValueError on all ranks. Every other call raises it only on
+            the rank with the wrong parameter or gradient, and the norm is NaN on the other ranks.
         ReplicaMismatchError: On every rank, in the first call without a registry: replicas or their gradients differ. The
             error names the parameters and the axes.
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
@@ -292,10 +297,11 @@ def _listed(
 def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
     """Compare the replicas of all parameters, declared or not, and of their gradients over all ranks.
 
-    Only the first call with a registry that was made from DTensors compares them. Every other call returns at once.
+    Calls with a registry that was made from DTensors compare them until one comparison succeeds. Every other call, and a
+    call in a world of one rank, returns at once.
 
     Raises: As `agreed`; ReplicaMismatchError on every rank.
-    Collectives: those of `agreed` and one all-reduce, in the first call. Host synchronization: in the first call.
+    Collectives: those of `agreed` and one all-reduce, if it compares. Host synchronization: if it compares.
     """
     state = _CACHES.setdefault(registry, _RegistryCache())
     if state.checked or not listed.undeclared_are_replicas or registry.topology.world_size == 1:
@@ -335,13 +341,14 @@ def clip_grad_norm_(
 
         grad_norm = clip_grad_norm_(model.parameters(), 1.0)
 
-    If the norm is non-finite, the gradients stay unchanged (except with `ByValue`, which clamps them in any case) and
-    ``stats.found_inf`` is 1. Then do not call ``optimizer.step()``.
+    If the norm is non-finite, the gradients stay unchanged, except that a rule that clamps by value, such as `ByValue`,
+    clamps them in any case, and ``stats.found_inf`` is 1. Then do not call ``optimizer.step()``.
 
     Args:
         params: As for `global_norm`. A rule that distinguishes parameters needs the same list in every call.
         max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a clipping rule. If the rule has state,
-            or has factors per parameter, param group or unit, make a `ClipState` of it once and pass that in every call.
+            clamps by value, or has factors per parameter, named group, param group or unit, make a `ClipState` of it once
+            and pass that in every call.
             With a rule that skips spikes, do not call ``optimizer.step()`` if ``stats.skipped`` is 1.
         registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
         norm_type: p >= 1, or inf. If the rule has a ``norm_type``, that one is used. Default: 2.
@@ -350,11 +357,12 @@ def clip_grad_norm_(
         reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
         GradStats with the norm before clipping, bitwise identical on every rank.
-    Raises: As `global_norm`. After an error the gradients of this rank are unchanged. Also:
-        ValueError: ``max_norm`` is None or out of range.
+    Raises: As `global_norm`. After an error the gradients of this rank are unchanged, with the exception above. Also:
+        ValueError: ``max_norm`` is None or out of range, or the rule does not support ``reduction`` or the parameters.
         TypeError: The rule needs a `ClipState`.
         RuntimeError: The norm is non-finite and ``error_if_nonfinite`` is True.
-    Collectives: as `global_norm`; the first call with a `ClipState` also agrees on parameter names.
+    Collectives: as `global_norm`. With a `ClipState` whose rule distinguishes parameters or clamps by value, only the first
+        call compares declarations, and it also agrees on parameter names.
     Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one per call.
     """
     clip = _to_clip_state(max_norm, reduction)
@@ -422,8 +430,8 @@ def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegis
         factor: 0-dim tensor, equal on all ranks.
         registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
     Raises:
-        ValueError: A gradient is still partial.
-        TypeError: A gradient is complex or sparse.
+        ValueError: A gradient is still partial, or the layout of a DTensor is not supported.
+        TypeError: A gradient is complex or sparse, or ``registry`` is no registry.
     Collectives: none, except for new meshes without a registry; see `global_norm`.
     Host synchronization: none.
     """
@@ -446,8 +454,9 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
         registry: The process groups. They are needed to check that no gradient is still partial. None (default): they are
             made from the meshes of the DTensors.
     Raises:
-        ValueError: A gradient is still partial, or ``clip_value`` is not finite and positive.
-        TypeError: A gradient is complex or sparse.
+        ValueError: A gradient is still partial, the layout of a DTensor is not supported, or ``clip_value`` is not
+            finite and positive.
+        TypeError: A gradient is complex or sparse, ``clip_value`` is not a number, or ``registry`` is no registry.
     Collectives: none, except for new meshes without a registry; see `global_norm`.
     Host synchronization: none.
     """

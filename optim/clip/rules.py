@@ -105,7 +105,7 @@ class ByGroup(Clip):
             not clipped, and not part of the common norm.
         others: The threshold of the common norm of the other groups. None (default): they are not clipped.
         norm_type: The p of the groups' norms and of the common norm; p >= 1, or inf. None (default): the ``norm_type`` of
-            the optimizer.
+            the optimizer or of `clip_grad_norm_`.
         clip_value: Bound of a clamp of every element, as in `ByValue`, after the multiplication by the coefficients. None
             (default): no clamp.
     """
@@ -164,7 +164,7 @@ class PerParameter(Clip):
 
     Args:
         max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function, as for `ByNorm`.
-        norm_type: p >= 1, or inf. None (default): the optimizer's p.
+        norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
     """
 
     level = "parameters"
@@ -453,8 +453,8 @@ class ByPreviousNorm(Clip):
 
     The coefficient is known before the backward of step t starts. The norm of step t is still measured, with the same
     collective as for other rules. It is used for overflow detection and for clipping in step t + 1. A spike of the norm is
-    not clipped in its own step: wrap this rule in `SkipSpikes` if spikes may happen. The first step is clipped by its own
-    norm. A skipped step does not change the stored norm.
+    not clipped in its own step: wrap this rule in `SkipSpikes` if spikes may happen. The first step, and a step after a
+    norm of 0, is clipped by its own norm. A skipped step does not change the stored norm.
 
     Args:
         max_norm: The threshold, as for `ByNorm`.
@@ -485,7 +485,7 @@ _INNER = "then/"  # prefix of the inner rule's states, in checkpoints too
 @renamed_fields(times="factor", then="inner", of="statistic")
 @dataclass(frozen=True)
 class SkipSpikes(Clip):
-    """Skips the step on every rank if  total_norm > factor * median of the last ``window`` total norms.
+    """Skips the step on every rank if  total_norm > factor * median of the last ``window`` total norms  and median > 0.
 
         ParallelOptimizer(adamw, registry, max_norm=SkipSpikes(factor=4.0, inner=1.0))
 
@@ -494,8 +494,9 @@ class SkipSpikes(Clip):
     `ParallelOptimizer.skipped_steps` counts it. Schedules treat the step like every other skipped step. The limit of
     ``on_nonfinite=Skip(...)`` on consecutive skipped steps does not count spikes.
 
-    The window stores the threshold ``factor * median`` in place of the norm of a spike, so that one spike changes the
-    median or mean little. If all norms stay at a higher level, the statistic rises, until steps are applied again.
+    The window stores the threshold, ``factor`` times the statistic, in place of the norm of a spike, so that one spike
+    changes the median or mean little. If all norms stay at a higher level, the statistic rises, until steps are applied
+    again.
 
     Args:
         factor: The threshold, as a multiple of the statistic of the window; finite, > 1. Default: 4.
@@ -595,8 +596,8 @@ class WarmUp:
     threshold = start + (end - start) * min(1, steps taken / steps)
     ```
 
-    ``steps taken`` is the number of steps that were not skipped. Instead of a `WarmUp`, rules accept every function that
-    maps this number to a threshold, both as 0-dim tensors.
+    ``steps taken`` is the number of steps that were not skipped. A rule that accepts a `WarmUp` accepts any
+    function that maps this number to a threshold, both as 0-dim tensors.
 
     Args:
         start: The first threshold, in units of the unscaled gradient; finite, > 0.
@@ -643,8 +644,9 @@ class ZClip(Clip):
         z: The threshold of the z-score; > 0. Default: 2.5.
         decay: The decay of the exponential mean and variance; >= 0, < 1. Default: 0.97.
         warm_up: Steps of the warm-up; >= 2. Default: 25.
-        max_norm: An additional threshold for every step, as for `ByNorm`. It has no effect on the statistics, which are
-            computed from c_t. None (default): no additional threshold.
+        max_norm: An additional threshold for every step, as for `ByNorm`, but nothing is added to the norm in the
+            coefficient. It has no effect on the statistics, which are computed from c_t. None (default): no additional
+            threshold.
     """
 
     z: float = 2.5

@@ -71,7 +71,7 @@ def use_kernels(kernels: Kernels) -> None:
 
 
 def kernels_chosen() -> Kernels:
-    """Return the choice of `use_kernels` or of the environment."""
+    """Return the choice of `use_kernels` or of the environment. Raises as `use_kernels`."""
     if not _choice:
         _choice.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
     return _choice[0]

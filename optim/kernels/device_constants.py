@@ -17,7 +17,8 @@ KEPT = 64
 
 
 class Constants:
-    """Cache of 1-dim device tensors with constant values. It holds the `KEPT` tensors that were used last.
+    """Cache of 1-dim device tensors with constant values. It holds the `KEPT` tensors that were used last, and all
+    tensors that CUDA graphs read.
 
     Steps may need different tensors, because different parameters may have gradients.
     """

@@ -1,8 +1,9 @@
 """Compiled CPU kernels (`csrc/native.c`), called with the addresses of tensors.
 
-The kernels need one pass over memory where torch's kernels need two or more. Powers of gradients of any float dtype are
-summed in float64 as the gradients are read. An update reads the gradient in its own precision, multiplies it by a factor,
-updates parameter and states, and writes the half-precision copy of the parameter. The gradients are unchanged.
+The kernels need one pass over memory where torch's kernels need two or more. Powers of gradients of the dtypes in
+`DTYPES` are summed in float64 as the gradients are read. An update reads the gradient in its own precision, multiplies
+it by a factor, updates parameter and states, and writes the half-precision copy of the parameter. The gradients are
+unchanged.
 
 The results are bitwise identical for all instruction sets and all numbers of threads. The kernels don't increase
 torch's version counters. A caller that writes to tensors saved by autograd must call
@@ -146,7 +147,7 @@ def built() -> Native | None:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam and AdamW. States: first moment, second moment, largest second moment.
+    """Adam and AdamW. States: first moment, second moment, and with ``amsgrad`` the largest second moment.
 
     Kingma, Ba 2015 (arXiv:1412.6980); Loshchilov, Hutter 2019 (arXiv:1711.05101) for ``decoupled``; Reddi et al. 2018
     for ``amsgrad``.

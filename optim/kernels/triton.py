@@ -26,7 +26,7 @@ from .device_constants import Tables
 from .memory import PLAIN, in_memory_order
 from .native import DTYPES, Kind, PointerColumns
 
-MOST = 11  # largest p (of integers) whose powers remain in the range of float64
+MOST = 11  # largest integer below `powers.HIGH`, from which on norms replace powers
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Variant(NamedTuple):
 class Together(NamedTuple):
     """Rows of several `KernelLaunch` objects, concatenated for one launch.
 
-    ``group_of`` has the index of each row's object. ``hyper`` and ``rates`` have, per object, the hyper-parameters and the
-    address of the learning rate. The other fields have addresses and sizes per row.
+    ``group_of`` has the index of each row's object. Per object, ``hyper`` has the hyper-parameters, and ``rates`` the
+    address of the learning rate and 1 if it is float64. The other fields have addresses and sizes per row.
     """
 
     fixed: array[int]
@@ -140,7 +140,7 @@ class Triton:
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
         """Step the float32 tensors of all param groups if ``found_inf`` is 0.
 
-        Launches two kernels per `Variant`.
+        Launches at most two kernels per `Variant`.
 
         Args:
             kind: The formula.

@@ -107,12 +107,12 @@ def sums_of_cells(
 # There are two launches. `count_steps` uses one lane per tensor: it increments the step counts on the device, and
 # computes the factors that depend on learning rate and step count in float64. `update_chunks` uses one program per
 # chunk of a tensor: it reads the gradient in its own precision, multiplies it by a factor, steps, and writes the half-
-# precision copy of the stepped parameter. The gradient is unchanged. Both kernels read ``found_inf`` on the device and
-# change nothing if it is not 0.
+# precision copy of the stepped parameter. The gradient is unchanged. Both kernels read ``found_inf`` on the device. If
+# it is not 0, they change no parameter, state or step count.
 #
-# Divisions and roots follow IEEE 754, and the launch disables contraction to fused multiply-add. Triton's own divisions
-# and roots are approximate, so an element's bits would depend on the compilation. Rounding to bfloat16 uses bit
-# operations, because the cast of Triton's interpreter truncates.
+# In `update_chunks`, divisions and roots follow IEEE 754, and the launch disables contraction to fused multiply-add.
+# Triton's own divisions and roots are approximate, so an element's bits would depend on the compilation. Rounding to
+# bfloat16 uses bit operations, because the cast of Triton's interpreter truncates.
 
 ROWS = 128  # step counts per program
 HYPER = 8  # float64 numbers per param group: 5 of the formula, log(beta1), log(beta2), sign of the gradient
@@ -204,7 +204,7 @@ def step_block(
     GRAD: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Step the elements at ``params`` whose lane is set in ``here``.
+    """Step the elements at ``params``, and their states and copies, whose lane is set in ``here``.
 
     Args:
         rate, root, decay: The factors of the row, from `count_steps`.
@@ -286,7 +286,7 @@ def update_chunks(
         grads, halves: Addresses [rows]; 0 for a missing half-precision copy.
         GRAD, HALF: Dtypes of gradients and half-precision copies, as in `native.DTYPES`. HALF 0: there are no copies.
         SCALED: True: the gradients are multiplied by ``factor``.
-        ALIGNED: True: all addresses are multiples of 16.
+        ALIGNED: True: all addresses, except those of step counts, are multiples of 16.
     """
     if tl.load(found_inf) == 0:
         chunk = tl.program_id(0)

@@ -6,8 +6,8 @@
             loss_sum = cross_entropy(model(images), labels, reduction="sum")
             optimizer.backward(loss_sum, weight=len(labels))
 
-In the last step of an epoch batches may be smaller, and their sizes may differ by one between ranks. Because the example
-passes the sum of the losses and the number of samples, the gradient is exact in this step too.
+In the last two steps of an epoch batches may be smaller, and their sizes may differ by one between ranks. Because the
+example passes the sum of the losses and the number of samples, the gradient is exact in these steps too.
 
 A *data coordinate* is a coordinate on the data-parallel axes except ``cp`` and ``context``. All ranks with the same data
 coordinate get the same batches.
@@ -99,8 +99,8 @@ class ShardedBatchSampler(Sampler[Batch]):
         Args:
             position: Number of samples to skip, over all coordinates.
         Returns:
-            The start of each step, and the end of the last step. If ``position`` is one of ``bounds``, the result equals
-            ``bounds`` from there on.
+            The start of each step, and the end of the last step. If ``position`` is one of ``bounds`` except the last, the
+            result equals ``bounds`` from there on.
         Raises:
             ValueError: A batch would be empty.
         """
@@ -195,8 +195,8 @@ def prepare_dataloader(
             smaller step.
         seed: Seed of the orders and random draws, the same on every rank.
         seed_samples: True: seed the generators before each sample, as described above. This takes 16 us per sample, or per
-            batch for a dataset that loads complete batches. False: random draws use the generators of the process or of
-            torch's workers, whose states differ between data coordinates. Pass False if loading draws no random numbers.
+            batch for a dataset that loads complete batches. False: random draws use the generators of the process, or of
+            torch's workers, whose seeds differ between data coordinates. Pass False if loading draws no random numbers.
         **loader_kwargs: Arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Returns:
         The loader; one iteration over it is one epoch.
@@ -312,6 +312,8 @@ class ShardedDataLoader(DataLoader[T]):
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Set the position to a saved one. The next iteration has the remaining samples of the saved epoch, each once.
 
+        With ``drop_last`` it skips those that do not fill a step; if they fill none, it is the next epoch.
+
         If ``batch_size`` times the number of data coordinates and ``drop_last`` are unchanged, the remaining steps have the
         same samples as in the saved run; only the last two steps may divide their samples differently, if the number of
         data coordinates has changed. Otherwise the remaining samples are divided into steps again. If the state is from the
@@ -320,9 +322,9 @@ class ShardedDataLoader(DataLoader[T]):
         Args:
             state_dict: A result of `state_dict`.
         Raises:
-            ValueError: Keys are missing, or values are out of range; the state is from the middle of an epoch with another
-                number of samples, ``shuffle`` or ``seed``; or a batch of the remaining samples would be empty. The loader
-                is unchanged in these cases.
+            ValueError: Keys are missing; the epoch or the position is not an integer; or the state is from the middle of an
+                epoch, and its values are out of range, the number of samples, ``shuffle`` or ``seed`` differs, or a batch
+                of the remaining samples would be empty. The loader is unchanged in these cases.
         """
         if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
             raise ValueError(

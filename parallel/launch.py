@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 #     MPI         MASTER_ADDR; 127.0.0.1 if the local size equals the world size; the first host of SLURM_JOB_NODELIST
 #     Slurm       MASTER_ADDR; the first host of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; SLURM_LAUNCH_NODE_IPADDR
 #
-# The port is MASTER_PORT, or a hash of the job's id, so that two jobs on a machine use different ports.
+# The port is MASTER_PORT, or a hash of the job's id, so that two jobs on a machine rarely use the same port.
 #
 # If variables of several launchers are set, the first launcher in the table whose variables are complete is used, because
 # torchrun may run in a Slurm job.
@@ -70,7 +70,7 @@ class LaunchEnvironment:
         launcher: Name of the launcher.
         rank: Rank of this process. Default: 0.
         world_size: Number of processes. Default: 1.
-        local_rank: Rank among the processes on this machine.
+        local_rank: Rank among the processes on this machine. Default: 0.
         address: Host of rank 0; an IPv6 address has no brackets. Empty: not needed for one process.
         port: Port on the host of rank 0. 0: not needed for one process.
     """
@@ -135,9 +135,10 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
 
 
 def _signs(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that have a variable set, except launchers that did not start this process.
+    """Return the launchers that have a variable set, except two cases in which the launcher did not start this process.
 
-    A launcher's variables may be set because another launcher runs under it, or sets the same variables.
+    mpich is left out if srun set its variables. slurm is left out under mpirun, and outside srun in a job of one task.
+    Several launchers may remain, for example if torchrun runs in a Slurm job.
     """
     found = [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
     if "slurm" in found and "mpich" in found and not environ.get("MPI_LOCALRANKID"):
@@ -299,8 +300,9 @@ class Launch:
     Attributes:
         rank: Rank of this process, 0..world_size-1.
         world_size: Number of processes.
-        local_rank: Rank among the processes on this machine.
-        device: Device for tensors of this process: with NCCL its CUDA device, to which NCCL groups are bound; else the CPU.
+        local_rank: Rank among the processes on this machine; if ``launcher`` is ``other``, the index of the device.
+        device: Device for tensors of this process: with NCCL its CUDA device, else the CPU. `init_distributed` binds the
+            default group to the CUDA device, unless the group existed already.
         backend: Backend of the default process group.
         launcher: ``torchrun``, ``openmpi``, ``mpich``, ``mvapich``, ``slurm`` or ``none``; ``other`` if the default process
             group existed already and does not match the environment.
@@ -339,10 +341,11 @@ def init_distributed(
 
     Raises:
         RuntimeError: Variables are missing or have wrong values (the message names them); the ranks do not connect within
-            the timeout; or there are fewer CUDA devices than processes on this machine.
+            the timeout; or with NCCL, the local rank is not below the number of CUDA devices. If only one device is
+            visible, every process uses it.
         ValueError: ``launcher`` is unknown.
 
-    Collectives: the rendezvous of the default group.
+    Collectives: the rendezvous of the default group, and with NCCL the creation of its communicator.
     """
     if dist.is_initialized():
         return _describe_existing()

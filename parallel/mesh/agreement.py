@@ -35,8 +35,9 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
         One value per rank. With one rank the list holds ``value`` itself.
     Raises:
         RuntimeError: On every rank: ranks called this function from different public calls of this library.
-    Collectives: one all-gather of objects over the world, or two if a value is large; none with one rank.
-    Host synchronization: yes.
+    Collectives: over the world one all-gather (over gloo a gather and a broadcast), or two if a value is large. None with
+    one rank.
+    Host synchronization: yes, except with one rank.
     """
     if registry.topology.world_size == 1:
         return [value]
@@ -63,7 +64,7 @@ def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T
         Exception: The error of this rank's ``function``, unchanged.
         ValueError, TypeError, RuntimeError: ``function`` failed on other ranks only. The message has the first failed rank
             and its error text. The type is the type of that error if it is one of these three, else RuntimeError with the
-            type's name in the message.
+            type's name in the message. RuntimeError also as in `gather_objects`.
     Collectives: those of `gather_objects`.
     Host synchronization: yes.
     """
@@ -117,6 +118,7 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
         registry: The process groups. The call runs on all ranks of its topology.
     Raises:
         ValueError: On every rank, with the first setting that differs and two of its values.
+        RuntimeError: As in `gather_objects`.
     Collectives: those of `gather_objects`.
     Host synchronization: yes.
     """
@@ -146,13 +148,14 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def describe(value: object, depth: int = 4) -> str:
-    """Return a text that is equal on two ranks if their values are equal, for comparing arguments between ranks.
+    """Return a text for comparing arguments between ranks: equal if the ranks pass the same arguments.
 
-    The text has no memory addresses. 1 and 1.0 have the same text. An object is shown by its type name and attributes, a
-    function or module by its name or type name alone, and a tensor of more than 16 elements by its shape alone.
+    The text has no memory addresses. 1 and 1.0 have the same text. An object with a ``__dict__`` is shown by its type name
+    and attributes. Functions, modules and all other objects, such as sets, are shown by their name or type name alone, and
+    a tensor of more than 16 elements by its shape alone.
 
     Args:
-        value: Any object.
+        value: Any object; the keys of dicts must be sortable.
         depth: Number of nested levels of objects that are shown with attributes. Objects below these levels are shown by
             their type name alone.
     Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device.

@@ -108,7 +108,8 @@ class Answering:
 class _Server:
     """Monitor of the process that serves a store, over a separate idle connection.
 
-    Without it the store's own client would detect the exit, and torch would log about 20 lines of a C++ stack trace.
+    It monitors only a TCPStore to which it can connect; for other stores `check` never raises. Without it the store's own
+    client would detect the exit, and torch would log about 20 lines of a C++ stack trace.
     """
 
     def __init__(self, store: Any) -> None:
@@ -203,7 +204,8 @@ class Call(NamedTuple):
 
     Args:
         name: Name of the function or method, or of the constructed class.
-        number: 1 for the first call of this name in its thread since the default group was created, 2 for the second, ...
+        number: 1 for the first outermost call of this name in its thread since the default group was created, 2 for the
+            second, ...
     """
 
     name: str
@@ -225,7 +227,7 @@ class _ThreadCalls:
 
     Attributes:
         thread: Identifier of the thread.
-        counts: Number of calls per name since the default group was created.
+        counts: Number of outermost calls per name since the default group was created.
         current: The current outermost call, or None.
         last: Name, number and error type (None: no error) of the last finished call. None: no call has finished.
     """
@@ -339,7 +341,7 @@ def current_call() -> str | None:
 
 
 def check_same_call(calls: Sequence[str | None]) -> None:
-    """Raise RuntimeError unless all ranks are in public calls of the same name.
+    """Raise RuntimeError unless all ranks are in public calls of the same name, or all ranks are in none.
 
     Args:
         calls: Per global rank, the result of `current_call`.
@@ -400,7 +402,10 @@ def _strip_cpp_trace(error: BaseException) -> BaseException:
 
 
 def _describe_activity() -> str:
-    """Return a text with the current public call of each thread, or with the user's line if the main thread has no call."""
+    """Return a text with the current public call of each thread that is in one.
+
+    If the main thread is in no call, the text has its last call and its current line in user code instead.
+    """
     main = threading.main_thread().ident or 0
     threads = {calls.thread: calls for ref in _by_thread.valuerefs() if (calls := ref()) is not None}
     current = {thread: calls.current.call for thread, calls in threads.items() if calls.current is not None}
@@ -420,7 +425,8 @@ def _describe_activity() -> str:
 def _locate_user_code(frame: FrameType | None) -> str:
     """Return a text with the position of user code: the innermost frame outside torch, meshstep and the standard library.
 
-    The text has file, line and function. It is ``"ending"`` if ``frame`` is None: the thread has ended.
+    The text has file, line and function. If all frames belong to these libraries, it has the outermost frame. It is
+    ``"ending"`` if ``frame`` is None: the thread has ended.
     """
     while frame is not None and frame.f_back is not None and _is_library(frame):
         frame = frame.f_back

@@ -26,6 +26,7 @@ which must be summed: use `all_gather_to`.
 * Over several axes, shards are in the order of the group: row-major over the axes in the order of the topology.
 * By default shards are equal. With ``uneven=True`` or ``length=`` they are the chunks of `torch.chunk` over one axis.
 * No function synchronizes with the host.
+* Invalid ``axes`` raise ValueError, as in `ProcessGroupRegistry.size`.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Cut:
 
 
 def identity(tensor: Tensor, over: Over) -> Tensor:
-    """Return a view of all elements of ``tensor``, because an autograd function must not return ``tensor`` itself."""
+    """Return a view of all elements of ``tensor``."""
     return tensor.view_as(tensor)
 
 
@@ -365,7 +366,7 @@ def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: 
         uneven: True: shards are the chunks of `torch.chunk`, over one axis. False: the dim must be a multiple of the group
             size. Do not pass True for the batch dim, because ranks would average over different numbers of samples.
     Returns:
-        The shard; ``tensor`` itself if the group has size 1.
+        The shard; if the group has size 1, ``tensor`` itself, or with ``uneven`` a view of it.
     Raises:
         ValueError: ``dim`` is out of range; its length is not a multiple of the group size, and ``uneven`` is False; or
             ``uneven`` is True with several axes.
@@ -413,7 +414,7 @@ def reduce_scatter_to(
         uneven: True: shards are the chunks of `torch.chunk`, over one axis. False: the dim must be a multiple of the group
             size.
     Returns:
-        The shard; ``tensor`` itself if the group has size 1.
+        The shard; if the group has size 1, ``tensor`` itself, or with ``uneven`` a view of it.
     Raises:
         ValueError: As in `scatter_to`.
     Collectives: one reduce-scatter in forward, one all-gather in backward.

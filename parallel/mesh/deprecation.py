@@ -13,7 +13,9 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
 
 def warn_deprecated(old: str, advice: str) -> None:
-    """Issue a DeprecationWarning for the former name ``old`` at the innermost line outside this package.
+    """Issue a DeprecationWarning for the former name ``old`` at the line that called this package.
+
+    `level_of_caller` determines the line.
 
     Args:
         old: The former name.
@@ -47,9 +49,9 @@ def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
         @renamed_members(parted="replicas_diverged")
         class GradStats: ...
 
-    Reading or setting a former name reads or sets the attribute with the new name, and warns. If a subclass defines a
-    method or an attribute with a former name, it also overrides the method or attribute with the new name, and the
-    definition of the subclass warns.
+    Reading or setting a former name reads or sets the attribute with the new name, and warns. If a subclass defines only a
+    former name, its definition also overrides the method or attribute with the new name, and defining the subclass warns.
+    In such an override, ``super()`` with the former name does not warn.
 
     Args:
         renamed: New name by former name.

@@ -1,7 +1,8 @@
 """Read, restore, check and seed the global random number generators of this process.
 
-The generators are those of Python, of torch for the CPU, of NumPy, and of torch for the current GPU. The GPU generator is
-skipped before CUDA is initialised. NumPy's generator is skipped while no module has imported NumPy.
+The generators are those of Python, of torch for the CPU, of NumPy, and of torch for the current GPU. `random_state` skips
+the GPU generator before CUDA is initialised. NumPy's generator is skipped while no module has imported NumPy. Only the CPU
+generators are seeded.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def refined(
         name_of: Returns the name of an axis that is a factor of no mesh dim, from the ranks of the axis's first group. None
             (default): such an axis is an error.
     Returns:
-        Size per axis, slowest axis first; and axes per alias, in order.
+        Size per axis, slowest axis first, mesh dims of size 1 last; and axes per alias, in order.
     Raises:
         ValueError: The groups along a dim have different sizes or strides, or are not a grid; a bound of a dim does not
             divide the next larger bound; two dims with the same name consist of different axes; or an axis is a factor of

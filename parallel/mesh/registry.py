@@ -244,12 +244,13 @@ def agreed_name(topology: Topology, rank: int) -> str:
 
     Each rank numbers its registries in the order of construction. The first rank that constructs a registry with a number
     writes its topology into the store of the default group. Every other rank compares its own topology with it.
+    In a fake world, which has only this process, nothing is compared.
 
     Raises:
         ValueError: Another rank constructed the registry with the same number for another topology.
     """
     if is_fake():
-        # In a fake world there is only this process, and the store may not respond.
+        # The store of a fake world may not respond.
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
     number = store.add(f"meshstep/registries/{rank}", 1)
@@ -292,7 +293,8 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
         registry: Provides ranks and process groups.
         dims: Per dim of the mesh, the axes of which it consists. The process groups along these dims are created.
     Raises:
-        ValueError: The axes of a dim are not in the order of the topology, or an axis is unknown.
+        ValueError: The axes of a dim are not in the order of the topology; or as in `ProcessGroupRegistry.group`.
+        RuntimeError: As in `ProcessGroupRegistry.group`.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -577,7 +579,7 @@ class ProcessGroupRegistry:
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
         """Return a registry whose axes are the dims of ``mesh``. It uses the process groups of the mesh for these axes.
 
-        `close` does not destroy these groups.
+        For a dim of all ranks it uses the default group. `close` does not destroy these groups.
 
             mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
             registry = ProcessGroupRegistry.from_device_mesh(mesh)
@@ -587,7 +589,8 @@ class ProcessGroupRegistry:
             roles: As in `Topology`. None: roles by the names of the dims.
 
         Raises:
-            ValueError: The mesh has no dim names, or does not hold all ranks of the world in row-major order.
+            ValueError: The mesh has no dim names, or does not hold all ranks of the world in row-major order; or as in
+                `Topology` and the constructor.
         """
         if mesh.mesh_dim_names is None:
             raise ValueError(

@@ -106,7 +106,10 @@ def render(topology: Topology, rank: int | None = None) -> str:
 
 
 def _grid(topology: Topology, rank: int | None, place: dict[str, int]) -> list[str]:
-    """Return the lines of all blocks. Blocks that differ only along the third-fastest axis are side by side."""
+    """Return the lines of the blocks; of more than `_BLOCKS` blocks, only the first two, the last and that of ``rank``.
+
+    If all blocks are shown, blocks that differ only along the third-fastest axis are side by side, if they fit.
+    """
     axes = _grid_axes(topology)
     slow, fast = axes[:-2], axes[-2:]
     block_size = topology.size(*fast)
@@ -159,7 +162,10 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
 
 
 def _groups(topology: Topology, rank: int | None) -> list[str]:
-    """Return the lines of the table of groups: a header, a line per axis and alias, and lines for several axes by role."""
+    """Return the lines of the table of groups: a header, a line per axis and per alias of several axes, and lines by role.
+
+    The line of an axis also has its aliases. The lines by role are for several axes together, such as all data axes.
+    """
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}
     together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
@@ -238,7 +244,7 @@ _WRAPPED = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wr
 
 
 def without_wrappers(name: str) -> str:
-    """Remove the components that wrapper modules of torch and DeepSpeed add to a module or parameter name.
+    """Remove the components in `_WRAPPED`, which wrapper modules add, from a module or parameter name.
 
     >>> without_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'

@@ -161,7 +161,8 @@ class ByRole:
     def sample_axes(self) -> tuple[str, ...]:
         """Return the data-parallel axes whose coordinates see different samples.
 
-        The axes ``cp`` and ``context`` are not among them: their coordinates see different parts of the same samples.
+        Axes whose name or alias is ``cp`` or ``context`` are left out: their coordinates see different parts of the same
+        samples.
         """
         return tuple(axis for axis in self.data_axes if {*self._names(axis)}.isdisjoint(_SEQUENCE))
 
@@ -447,7 +448,8 @@ class Topology(ByRole):
 
     Raises:
         ValueError: A size is not an integer >= 1; a name is not an identifier; ``roles`` or ``aliases`` names an unknown
-            axis; or an axis has two roles by its names or by ``roles``.
+            axis; a role is unknown; an axis has two roles by its names or by ``roles``; or an alias is the name of an axis,
+            or has no axes, an axis twice, or axes in another order.
     """
 
     axes: tuple[str, ...]
@@ -498,7 +500,8 @@ class Topology(ByRole):
             text: ``axis=size`` and ``alias=axis+axis`` entries, separated by commas or white space. Empty: one rank.
             roles: As in the constructor. None: default roles.
         Raises:
-            ValueError: An entry has another form, or a name is used twice; or as in the constructor.
+            ValueError: An entry has another form, a name is used twice, or an axis has the name ``self``, ``roles`` or
+                ``aliases``; or as in the constructor.
         """
         axes, aliases = parse_topology(text)
         return cls(roles=roles, aliases=aliases, **axes)
@@ -639,7 +642,7 @@ class Topology(ByRole):
         Args:
             coordinate: Index per axis or alias. Every axis must be named, directly or by an alias that contains it.
         Raises:
-            ValueError: An axis is missing or unknown, or an index is out of range.
+            ValueError: An axis is missing, unknown or named twice; or an index is out of range.
         """
         by_axis = self.expand_coordinate(coordinate)
         missing = [axis for axis in self.axes if axis not in by_axis]
@@ -756,8 +759,8 @@ def axes_along(ranks: tuple[int, ...], topology: Topology) -> tuple[str, ...] | 
         ranks: Global ranks in the order of the group.
         topology: Provides the axes.
     Returns:
-        The axes larger than 1 whose row-major order gives exactly ``ranks``, or None if there are no such axes. They need
-        not be in the order of the topology.
+        The axes larger than 1 whose row-major order gives exactly ``ranks``, or None if there are no such axes; () for one
+        rank. They need not be in the order of the topology.
     """
     strides = {topology.peers(0, axis)[1]: axis for axis in topology.axes if topology.size(axis) > 1}
     found: tuple[str, ...] = ()

@@ -40,7 +40,7 @@ def check_number(value: object, field: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Return True if ``value`` is an int or float in the range of float64, and not NaN; a bool is not a number."""
+    """Return True if ``value`` is an int in the range of float64, or a float that is not NaN; a bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -144,11 +144,12 @@ def check_like(value: object, like: object, field: str) -> None:
 
         like                                  accepted value
         bool                                  a bool or None
-        None                                  any value except a dict; numbers in it must not be NaN
-        number, or tensor of one element      a number or a tensor of one element; NaN only if like is NaN
+        None                                  any value except a dict; `is_number` must be True for numbers in it
+        number, or tensor of one element      a number or a tensor with one number; NaN only if like is NaN
         string                                a string
         tensor                                a tensor of the same shape
-        dict with string keys                 a dict with at least these keys; values are checked key by key
+        dict with string keys                 a dict with at least these keys; values are checked key by key, and
+                                              `is_number` must be True for numbers at other keys
         any other dict                        a dict; keys and values that are not in like are checked like its first item
         list or tuple                         a list or tuple of the same length, checked item by item
         any other type                        an object of the same type
@@ -212,7 +213,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return at most 80 ASCII characters that show ``value`` in an error, without control characters."""
+    """Return a text for ``value`` in an error: a tensor's shape and dtype, else the first 80 characters of its `ascii`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype)[6:]}"
     try:
@@ -226,7 +227,9 @@ def _shown(value: object) -> str:
 
 
 def check_scalar(value: object, name: str, write: str = "a number") -> None:
-    """Raise TypeError unless ``value`` is an int, a float, a NumPy number or a 0-dim tensor.
+    """Raise TypeError unless ``value`` is a 0-dim tensor or a `numbers.Real`, such as an int, a float or a NumPy float.
+
+    A bool is rejected, but a 0-dim tensor may have any dtype.
 
     Args:
         value: Any object.

@@ -209,12 +209,14 @@ class RankPool(Ranks):
 
     The first call that needs a worker starts it, in the working directory that this process has at that time. The
     environment variables are those at that time too; on Linux those at the first start of a worker, when the server process
-    starts. Calls with the same world size and timeout as the previous call use the same default process group.
+    starts. A call with the same world size and timeout as the previous call uses the same default process group, unless the
+    workers were replaced.
 
     Args:
         timeout: Seconds that a call may take. The timeout of the default group's collectives is a third of it. Default:
             180.
-        preload: Names of modules to load once, before workers are forked. Default: torch and this library only.
+        preload: Names of further modules to load once, before workers are forked (Linux only). torch and this library are
+            always loaded, and pytest and Hypothesis if this process has imported them. Default: no further modules.
         initializer: Function without arguments that each worker calls once, before its first task. None: no call.
     """
 
@@ -241,7 +243,7 @@ class RankPool(Ranks):
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
         """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, as `Ranks.run` describes.
 
-        After an error all workers are replaced.
+        After a RanksError, an interruption, or a call that leaves too many threads, all workers are replaced.
         """
         check_size(world_size)
         call = encoded(function, args)
@@ -365,7 +367,10 @@ def _read(stack: Connection) -> str:
 
 
 def _main_thread(stacks: str) -> str:
-    """Return the main thread's frames in ``stacks`` without frames of the pool, latest call first; else all stacks."""
+    """Return the main thread's frames in ``stacks`` without frames of the pool, latest call first.
+
+    If the main thread is not found, return all stacks, or a message if ``stacks`` is empty.
+    """
     blocks = [block for block in stacks.split("\n\n") if "in serve\n" in f"{block}\n"]
     if not blocks:
         return stacks.strip() or "(the process did not respond)"

@@ -44,8 +44,8 @@ def ranks_of_this_process() -> Ranks:
 def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
     """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank.
 
-    The first call starts a pool of processes, which stay alive until this process exits. If a launcher such as torchrun has
-    started several processes, the function runs in these processes instead.
+    The first call starts a pool of processes, which later calls reuse. If a launcher such as torchrun has started several
+    processes, the function runs in these processes instead.
 
         def check() -> int:
             with ProcessGroupRegistry(Topology(tensor=4)) as registry:
@@ -196,6 +196,8 @@ def was_launched() -> bool:
 
 class LaunchedRanks(Ranks):
     """The processes of a launcher as `Ranks`, over NCCL if there is a CUDA device per process, else over gloo.
+
+    If a default process group exists already, its backend is used instead.
 
     Args:
         timeout: Seconds that a call may take. Default: 180.

@@ -4,10 +4,11 @@
         assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
 
 By default the ranks are a pool of processes. Under ``torchrun --nproc-per-node 4 -m pytest`` the ranks are the processes of
-torchrun, and each process runs all tests. A test that fails in one process then fails in all processes. Tests that need
-more ranks than processes are skipped. If a call needs fewer ranks than there are processes, the other processes wait.
+torchrun, and each process runs all tests. A test with the fixture that fails in one process then fails in all processes,
+unless it fails only in its teardown. Tests that need more ranks than processes are skipped. If a call needs fewer ranks
+than there are processes, the other processes wait.
 
-The plugin imports torch only when a test uses the fixture.
+The plugin imports torch only when a test uses the fixture, or if environment variables of a launcher are set.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Exchange the outcome of a test with the fixture ``ranks`` between launched processes.
 
-    If the test failed in one process, it fails in all. No process starts the next test before all have finished this one.
+    If the test failed in one process, it fails in all; failures in its teardown are not exchanged. No process starts the
+    next test before all have finished this one, or the timeout has passed.
     """
     report = yield
     at_end = call.when == "call" or (call.when == "setup" and not report.passed)

@@ -21,7 +21,7 @@ def step_by_bucket(
 ) -> None:
     """Call ``step`` once per bucket, with param groups that contain only the bucket's parameters.
 
-    Before every call, the entries of the param groups are reset to the objects that they had before the first call. Step
+    Before every call, the entries of the param groups are reset to their objects from before the first call. Step
     counters in param groups, such as those in schedule-free optimizers, therefore advance once and not once per bucket,
     if they are Python numbers. A tensor in a param group that the optimizer changes in place advances with every call.
 

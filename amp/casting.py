@@ -196,7 +196,8 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     torch's multi-tensor copy falls back to one kernel per tensor if a single pair differs from the rest. A pair differs
     if its strides are unequal, or if its dtypes are not the dtypes of the other pairs. This function therefore copies
-    pairs with unequal strides one by one, and makes one multi-tensor copy per device and dtypes.
+    pairs with unequal strides one by one, unless both are contiguous, and makes one multi-tensor copy per device and
+    dtypes.
 
     Args:
         targets: Tensors that are written in place.
@@ -222,7 +223,7 @@ def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
     Two NaNs count as equal, and so do 0 and -0.
 
     Temporary memory: one cast copy; three masks if the tensors differ.
-    Host synchronization: one or two.
+    Host synchronization: at most two.
     """
     if tensor.shape != copy.shape:
         return False
@@ -233,7 +234,7 @@ def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def float32_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return float32 copies of the tensors, with the same strides."""
+    """Return float32 copies of the tensors. Copies of dense tensors have the same strides."""
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
     copy_each_(copies, tensors)
     return copies

@@ -60,7 +60,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
         inner: As in `summa`.
         data_axes: Additional axes of the all-reduce. Default: none.
     Raises:
-        TypeError: a or b is float64.
+        TypeError: a or b is float64 and would be rounded.
     Collectives: the collectives of `summa`, and an all-reduce (MAX) of two numbers in forward and of one number in
     backward. Host synchronization: none. Differentiable once.
     """
@@ -147,12 +147,13 @@ class Fp8(Precision):
 
     Some layers multiply in the dtype of the base mode instead: layers in which a dim of this rank's weight shard is not a
     multiple of 16, every `Linear2D` with shards of unequal sizes, and every `Linear3D`, `Classifier2D` and
-    `Classifier3D`. `prepare` logs a warning that names these layers, and `fp8_layers` lists the result for every layer.
+    `Classifier3D`. On the first rank `prepare` logs warnings that name up to ten of these layers, and `fp8_layers`
+    lists the result for every layer.
 
-    The 8-bit weight is cached until the next step of a torch optimizer or the next change of the weight, so it is
-    rounded once per accumulation window. The cache takes 1 byte per element, or 2 with scales per row. Under
-    `fully_shard`, in a CUDA graph, in a compiled model, and without gradients, the weight is rounded in every forward
-    pass.
+    The 8-bit weight is cached until the next step of a torch optimizer or the next change of the weight (a write through
+    ``.data`` is not noticed before the next step), so it is rounded once per accumulation window. The cache takes 1
+    byte per element, or 2 with scales per row. Under `fully_shard`, in a CUDA graph, in a compiled model, and without
+    gradients, the weight is rounded in every forward pass.
 
     With ``scales="tensor"`` every tensor has one scale, computed from the largest absolute value of the full tensor. This
     value is all-reduced over the axes in the spec of the layer's weight, sharded or partial, because these axes shard

@@ -44,8 +44,8 @@ class Fp8Matmul:
     so a sharded layer rounds to the same values as the dense layer. `Fp8` derives the axes from the spec of the layer's
     weight: the axes of the output features also shard the output gradient, and the axes of the input features the input.
 
-    If a dim of this rank's weight shard is not a multiple of 16, the call computes `torch.nn.functional.linear` in the
-    dtype of its arguments.
+    If a dim of this rank's weight shard is not a multiple of 16, the call returns `torch.nn.functional.linear` of its
+    arguments. Dtypes, errors and collectives below do not apply then.
 
     Args:
         registry: The process groups. Default None: the tensors are not sharded.
@@ -145,7 +145,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return True if the device multiplies e4m3 and e5m2 matrices in hardware."""
+    """Return True for NVIDIA GPUs that multiply e4m3 and e5m2 matrices in hardware: capability 8.9 and up."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -214,7 +214,7 @@ class Fp8RowMatmul:
         in_axes, out_axes: Axes that shard the weight's input and output features. Default: none.
         batch_axes: Axes that shard the samples and over which the largest absolute values are all-reduced. Default: none.
 
-    Shapes: as in `Fp8Matmul`.
+    Shapes, and weights that are not rounded: as in `Fp8Matmul`.
     Raises:
         TypeError: The input or the weight is float64.
     Collectives: one all-reduce (MAX) of one number per row of both operands over in_axes in forward, and one each over

@@ -2,9 +2,9 @@
 
 float16 gradients below 2^-24 underflow. The loss is therefore multiplied by a scale before backward, and the gradients
 are divided by the scale before the step. `DynamicLossScale` searches for the largest scale without overflow;
-`ConstantLossScale` keeps the scale constant. Both classes get a tensor that says whether the step overflowed, and update
-their state in place. The update does not synchronize the host, never replaces a tensor, and can be captured in a CUDA
-graph.
+`ConstantLossScale` keeps the scale constant. `update` gets a tensor that says whether the step overflowed;
+`DynamicLossScale` then changes its state in place. The update does not synchronize the host, never replaces a tensor,
+and can be captured in a CUDA graph.
 
 Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.03740.
 """
@@ -27,7 +27,7 @@ from ..parallel.mesh.value_checks import anything, dict_of, is_number
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Lower bound of a loss scale. A smaller scale could become 0, or its inverse would overflow in float32."""
+"""Lower bound to which `DynamicLossScale` reduces its scale. A smaller scale could become 0, or its inverse inf."""
 
 _COUNTS = ("good_steps", "overflows_left", "growth_interval", "hysteresis")
 
@@ -122,9 +122,10 @@ class DynamicLossScale(LossScale):
 
     With ``hysteresis`` h > 1, the first h - 1 overflows do not reduce the scale. The h-th overflow and every later one
     reduce it, so a much too high scale falls fast. The count of overflows restarts at 0 only after growth_interval good
-    steps in a row, when the scale grows.
+    steps in a row.
 
-    With its defaults the scale is equal to the scale of `torch.amp.GradScaler` after every step. With
+    With its defaults the scale is equal to the scale of `torch.amp.GradScaler` after every step, except that it does not
+    fall below float32's normal numbers. With
     ``max_scale=2.0**24`` it is equal to apex's dynamic scale.
 
         loss_scale = DynamicLossScale(init_scale=2.0**12, device="cuda")
@@ -268,8 +269,8 @@ class GradScaler(torch.amp.GradScaler):
     torch's scaler decides on each rank separately. After an overflow in one shard the other ranks step, and scales and
     weights diverge. With this class all ranks of the world skip the step, and all scales back off once.
 
-    Every rank must call `scale`, `unscale_`, `step` and `update` for the same optimizers in the same order. Only ranks
-    that compute a loss need to call `scale`; pipeline stages before the last one may omit it. A rank whose parameters
+    Every rank must call `unscale_`, `step` and `update` for the same optimizers in the same order. Only ranks that
+    compute a loss need to call `scale`; pipeline stages before the last one may omit it. A rank whose parameters
     have no gradients contributes found_inf = 0 and skips or steps with the other ranks. Several optimizers may share
     one scaler, as in torch. Each optimizer skips only for its own overflow, and the scale backs off once for all of
     them.

@@ -185,9 +185,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self, written: Sequence[Tensor] = ()) -> None:
-        """Round the masters in the param groups into the model's parameters, with one multi-tensor copy.
+        """Round the masters in the param groups into the model's parameters, with multi-tensor copies.
 
-        Call it after skipped steps too: an unchanged master leaves its parameter unchanged.
+        Call it after skipped steps too: an unchanged master leaves its parameter unchanged, unless other code wrote it.
 
         Args:
             written: Model parameters that already contain their rounded masters. Default: none.
@@ -228,7 +228,7 @@ class MasterWeights:
     def find_overwritten(self) -> Tensor | None:
         """Return the first parameter that differs from its rounded master, or None.
 
-        Only a write to the parameter causes such a difference, for example through ``.data``. The method ignores masters
+        A write to the parameter causes such a difference, for example through ``.data``. The method ignores masters
         that other code has written after the last step, because the next step copies them into the model.
 
         Host synchronization: one per master.
@@ -274,7 +274,8 @@ class MasterWeights:
         Args:
             state: A dict with the entry that `state_dict` returns; other entries are ignored.
         Raises:
-            ValueError: The state has no masters, or their number or shapes differ. The masters are unchanged.
+            ValueError: The state has no masters, their positions or shapes differ, or one is not a floating-point tensor.
+                The masters are unchanged.
         """
         masters = self._masters_by_position()
         saved = check_saved(state, masters)
@@ -362,8 +363,8 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
     """Make ``optimizer.load_state_dict`` keep the dtype of `SCALAR_STATE` entries.
 
-    torch casts all these entries except ``"step"`` to the dtype of the parameter. Here a saved half-precision value becomes
-    float32, and other values keep their saved dtype.
+    torch casts all these entries except ``"step"`` to the dtype of the parameter. This function undoes such casts: the
+    entry gets its saved dtype, or float32 if a half-precision value was cast.
     """
     _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
 
@@ -371,7 +372,8 @@ def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
 def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
     """Make ``optimizer.load_state_dict`` keep the saved dtypes of states.
 
-    torch casts all states except ``"step"`` to the dtype of the parameter. A saved half-precision state becomes float32.
+    torch casts all states except ``"step"`` to the dtype of the parameter. This function undoes such casts. A saved
+    half-precision state of another dtype than its parameter becomes float32.
 
     Args:
         optimizer: The optimizer that gets the hooks.
@@ -384,8 +386,8 @@ def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tens
 def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor, Tensor], bool]) -> None:
     """Register hooks on ``optimizer`` that undo the casts of its ``load_state_dict`` for some states.
 
-    If ``wanted(key, saved value, parameter)`` is True, the loaded state is replaced by the saved value. A half-precision
-    value becomes float32.
+    If ``wanted(key, saved value, parameter)`` is True and the load changed the dtype, the loaded state is replaced by the
+    saved value, as float32 if that is in half precision.
     """
     saved_states: dict[int, dict[str, Tensor]] = {}
 

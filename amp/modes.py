@@ -3,9 +3,10 @@
 A mode determines which tensors are cast, which stay float32, and whether there is a loss scale.
 
 A mode is a small frozen object without state. It prepares a model in place. Parameters stay the same objects and keep
-their annotations; the module keeps its class, attributes and state-dict keys. A model that was built in half precision
-is cast like any other model, but digits lost by earlier rounding do not come back. Float32 master weights, or float32
-parameters in modes without master weights, start with exactly the values of the half-precision weights.
+their annotations; the module keeps its class (except linear layers under `Fp8`), attributes and state-dict keys. A
+model that was built in half precision is cast like any other model, but digits lost by earlier rounding do not come
+back. Float32 master weights, or float32 parameters in modes without master weights, start with exactly the values of
+the half-precision weights.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
     """Register a mode under its ``name`` for `precision_of`. Use it as a class decorator.
 
         @register_mode
-        class Fp32Again(Precision):
+        class Fp32Again(Fp32):
             name = "fp32_again"
 
     Args:

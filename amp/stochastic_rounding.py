@@ -35,16 +35,17 @@ CACHED = 2**16  # number of elements that a CPU rounds at a time, such that the 
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Write ``source`` into ``target``, with each value rounded up or down at random such that its mean is the value.
 
-    Values that bfloat16 represents exactly, infinities and NaNs are copied unchanged. A value above the largest finite
-    bfloat16 may be rounded to infinity.
+    Values that bfloat16 represents exactly, and infinities, are copied unchanged. A NaN is cut to its upper 16 bits: a
+    quiet NaN, which arithmetic returns, stays NaN. A value above the largest finite bfloat16 may be rounded to
+    infinity.
 
         stochastic_round_(weight, weight_float32, torch.Generator("cuda").manual_seed(0))
 
     Args:
         target: bfloat16 tensor of any shape; written in place.
         source: float32 tensor of the same shape and device.
-        generator: Random generator of the same device, which is advanced by 16 bits per element. Default None: torch's
-            default generator.
+        generator: Random generator of the same device, which draws 64 bits per four elements, rounded up. Default None:
+            torch's default generator.
     Returns:
         ``target``.
     Raises:
@@ -89,7 +90,8 @@ class Drawn(NamedTuple):
 def round_all_(everything: Iterable[Drawn], numel_at_once: int) -> None:
     """Round the source of each pair into its target. The results are bitwise those of `stochastic_round_` per pair.
 
-    On a GPU this takes one kernel per generator for the noise, and a few kernels for all pairs.
+    On a GPU this takes one kernel per generator for the noise, and a few kernels for all pairs. Pairs of a generator with
+    different shapes are rounded one by one.
 
     Args:
         everything: The pairs, grouped by generator.
@@ -223,12 +225,12 @@ class StochasticRounding:
         bucket_numel: Number of elements per bucket, >= 1. Default: 2^22.
 
     Attributes:
-        steps: Number of steps made.
+        steps: Number of calls of `step`, including skipped steps.
         copies: While `step` calls ``update``, a dict from each bfloat16 parameter of the bucket to its float32 copy;
             otherwise empty.
     Raises:
-        ValueError: ``bucket_numel`` is smaller than 1. Or, on more than one rank, a bfloat16 parameter has no spec or
-            no name.
+        ValueError: ``bucket_numel`` is smaller than 1. Or, with a registry of more than one rank, a bfloat16 parameter
+            has no spec, or has no name and is not tied.
     Collectives: none, in any method. Host synchronization: none, except in the optimizer's step.
     """
 
@@ -299,7 +301,8 @@ class StochasticRounding:
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update`` for each bucket, and round the bucket's stepped parameters and states to bfloat16 after it.
 
-        If ``update`` skips the step, nothing changes, because float32 copies of bfloat16 values round to the same values.
+        If ``update`` skips the step, parameters and states do not change, because float32 copies of bfloat16 values round
+        to the same values. `steps` counts the call in any case.
 
         Args:
             update: Steps the optimizer or skips the step. During a call the param groups contain the float32 copies of

@@ -14,7 +14,7 @@ samples. After one backward, the values and gradients on these ranks determine t
     equal       differ        replicated, partial gradient        partial
     equal       equal         replicated, complete gradient       neither sharded nor partial
 
-Constant values (the ones of a norm, the zeros of a bias) and zero gradients allow no conclusion.
+Equal constant values (the ones of a norm, the zeros of a bias) alone allow no conclusion, and zero gradients neither.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     """Compare the declared layouts of all parameters with their values and gradients, and return the contradictions.
 
     All axes except pipeline axes are compared. Call it on all ranks after a backward, before the gradient reduction. If a
-    parameter has no ``grad``, its ``main_grad`` is read. Along data axes only values are compared, because their ranks see
-    different samples; so are parameters without gradients.
+    parameter has no ``grad``, its ``main_grad`` is read. Only values are compared if it has neither, and along data axes,
+    because their ranks see different samples.
 
         print(audit(model, registry))
 
@@ -145,7 +145,7 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     Returns:
         The disagreements. ``print`` shows one line per disagreement.
     Raises:
-        ValueError: On every rank: a parameter is not declared.
+        ValueError: On every rank: a parameter is not declared, or as in `spec_of`.
     Collectives: two object all-gathers over the world; the second has about 12 numbers per parameter.
     Host synchronization: one per value and per gradient.
     """

@@ -191,17 +191,17 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
 
 
 def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError on every rank if a DeepSpeed engine's gradient norm would differ from the dense model's norm.
+    """Raise ValueError on every rank if a DeepSpeed engine's gradient norm may differ from the dense model's norm.
 
-    Call it on all ranks before the first step.
+    Gradients that would be clipped twice are an error too. Call it on all ranks before the first step.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
         registry: The process groups, with the topology of the parameters' specs.
     Raises:
         ValueError: On every rank: the engine clips gradients that `ParallelOptimizer` clips too. If the model-parallel
-            group has more than one rank, also: the engine was created without a `ModelParallelUnit` of this topology; its
-            optimizer is neither a `ParallelOptimizer` nor known to read the flags; or a parameter has no flag.
+            group has more than one rank, also: the engine was created without a `ModelParallelUnit` of this topology; or
+            its optimizer is no `ParallelOptimizer`, and is not known to read the flags or a parameter has no flag.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     on_all_ranks(lambda: _check_engine(engine, registry), registry)

@@ -69,8 +69,8 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
     Returns:
         Axes per mesh dim, for the mesh dims whose names are neither axes nor aliases of the topology.
     Raises:
-        ValueError: This rank is not in the mesh; no axes have the ranks of a mesh dim; or a mesh dim and an axis of the
-            same name have different ranks.
+        ValueError: This rank is not in the mesh; the mesh has no dim names; no axes have the ranks of a mesh dim; or a mesh
+            dim and an axis of the same name have different ranks.
     """
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:

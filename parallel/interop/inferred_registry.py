@@ -58,7 +58,8 @@ def infer_registry(params: Sequence[Tensor], *, any_roles: bool = False) -> Proc
     Raises:
         ValueError: On every rank: a mesh has no dim names; the meshes have no common refinement; or without
             ``any_roles``, the names of an axis have different default roles.
-    Collectives: one object all-gather over the world. Every rank must call it.
+    Collectives: one object all-gather over the world, so every rank must call it. None without ``torch.distributed``, which
+    gives the registry of one rank.
     Host synchronization: yes.
     """
     if not dist.is_initialized():

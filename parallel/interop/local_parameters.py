@@ -75,8 +75,8 @@ def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
         param: Any parameter.
         topology: Provides the axes. None: the mesh of a DTensor is not checked.
     Raises:
-        ValueError: The placements of a DTensor can't be described by a spec or contradict its declaration; or its mesh does
-            not match ``topology``.
+        ValueError: The placements of a DTensor can't be described by a spec or contradict its declaration; or its mesh has
+            no dim names or does not match ``topology``.
     """
     if not has_dtensors((param,)):
         return param
@@ -94,10 +94,9 @@ def spec_of(param: Tensor, topology: Topology | None = None) -> P:
     Args:
         param: Any parameter.
         topology: If given, aliases and names of mesh dims in the spec are replaced by axes of this topology. None: the
-            names in the declaration and in the DTensor's mesh are returned unchanged.
+            spec may have aliases, and for a DTensor the names of its mesh dims.
     Raises:
-        ValueError: The parameter has no spec, a DTensor's placements contradict the declaration, or its mesh does not
-            match the topology.
+        ValueError: The parameter has no spec; or as in `local_parameter` or `P.resolve`.
     """
     annotation = annotation_of(local_parameter(param, topology))
     if annotation is None:

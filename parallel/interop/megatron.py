@@ -51,10 +51,10 @@ _ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "context": "data",
 def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
     """Return a registry on Megatron's process groups. Closing it does not destroy these groups. Call it on all ranks.
 
-    Its axes are ``pipe``, ``data``, ``context`` and ``tensor``, in the order in which Megatron arranged the ranks. If a
-    group of the expert mesh covers only a part of such an axis, the axis becomes several numbered axes. Example: 8
-    ranks with tensor=2, data=4, expert=4 and expert-tensor=1 give ``data0=2, data1=2, tensor=2``. The experts are
-    sharded over ``data1`` and ``tensor``.
+    Its axes are ``pipe``, ``data``, ``context`` and ``tensor``, in the order in which Megatron arranged the ranks; axes of
+    size 1 are last. If a group of the expert mesh covers only a part of such an axis, the axis becomes several numbered
+    axes. Example: 8 ranks with tensor=2, data=4, expert=4 and expert-tensor=1 give ``data0=2, data1=2, tensor=2``. The
+    experts are sharded over ``data1`` and ``tensor``.
 
         registry = registry_of()
 
@@ -65,7 +65,7 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
         RuntimeError: ``parallel_state`` is not initialised.
         ValueError: The ranks of a group are not evenly spaced; the dense and the expert mesh have no common axes; or
             ``groups`` lacks tp, pp or dp. On every rank: a group of some rank does not lie along axes of the registry.
-    Collectives: object all-gathers over the world. Host synchronization: yes.
+    Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     found = _groups_of(groups, {**_DENSE, **_EXPERT})
     ranks = {name: _ranks(group) for name, group in found.items()}
@@ -79,7 +79,8 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
     """Annotate every parameter of ``model`` with the layout that its flags, its module and its name describe.
 
     The table in the module docstring has the rules. Call it on all ranks. In a model that is wrapped in Megatron's
-    `DistributedDataParallel`, expert gradients are not declared partial, because this wrapper sums them over all replicas.
+    `DistributedDataParallel`, the gradients of experts with ``allreduce=False`` are not declared partial, because this
+    wrapper sums them over all replicas.
     A parameter whose gradient must be averaged over tensor is declared partial (sum), and gets a hook that divides its
     gradient by the size of tensor.
 
@@ -90,8 +91,9 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
         registry: A registry from `registry_of`, or any registry in which each of Megatron's groups is a group along axes.
         groups: As in `registry_of`. Default None: the groups of ``parallel_state``.
     Raises:
-        ValueError: On every rank: flags contradict each other or do not fit the parameter, one of Megatron's groups is
-            not a group along axes of the registry, or multi-latent attention needs `sum_rope_gradients`. No parameter is
+        RuntimeError: As in `registry_of`.
+        ValueError: On every rank: flags contradict each other or do not fit the parameter; a needed group is missing, or is
+            not a group along axes of the registry; or multi-latent attention needs `sum_rope_gradients`. No parameter is
             annotated in these cases.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
@@ -152,8 +154,9 @@ class Rules:
             first = entries[0] if entries else None
             stacked = self._axes_of("expert", name)
             entries = (*stacked, *parts_of(first)), *entries[1:]
-            # Megatron's DDP sums the gradient of an expert's parameter only if the parameter has allreduce=False. Megatron
-            # does not set this flag if every rank has all experts.
+            # Megatron's DDP sums an expert's gradient over the whole expert-data group only if the parameter has
+            # allreduce=False. Otherwise it sums over the dense data group, so the gradient stays partial over model axes in
+            # the expert-data group. Megatron does not set this flag if every rank has all experts.
             summed = self._reduced and not getattr(param, "allreduce", True)
             partial = () if summed else tuple(a for a in self._axes_of("expert_data", name) if self._is_model(a))
             return P(*entries, partial=partial), 1

@@ -40,7 +40,7 @@ def norms_before_projection(model: nn.Module) -> set[int]:
 
 
 def check_rope_gradients(model: nn.Module) -> None:
-    """Check that the backward of every MLA module sums the gradient of its rotary keys over more than one tensor rank.
+    """Check that the backward of every MLA module sums the gradient of its rotary keys over tensor, of size 2 or more.
 
     Raises:
         ValueError: A module's backward does not make this sum.

@@ -52,8 +52,8 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
             Existing declarations are kept.
     Raises:
         ValueError: ``model`` contains no sharded model, or more than one; no module or parameter has a name of the
-            tensor-parallel plan; or the forward that Transformers set on a module with a hook was replaced. The model is
-            unchanged in these cases.
+            tensor-parallel plan; the forward that Transformers set on a module with a hook was replaced; or as in
+            `ProcessGroupRegistry.from_device_mesh`. The model is unchanged in these cases.
     Collectives: none. Host synchronization: none.
     """
     sharded = sharded_model(model)

@@ -56,7 +56,8 @@ def vocab_parallel_cross_entropy(
             logits, else the dtype of the logits.
     Raises:
         ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
-        RuntimeError or IndexError: A target is out of range (on CPU; a device assertion on CUDA).
+        RuntimeError or IndexError: A target is out of range, or ranks along ``axis`` have different numbers of classes (on
+            CPU; a device assertion on CUDA).
     Collectives: two all-reduces over ``axis`` in forward. Host synchronization: none.
     """
     return _cross_entropy(logits, target, _Sharding(registry, axis, (), ignore_index, reduction, label_smoothing))
@@ -93,7 +94,8 @@ def cross_entropy_2d(
             Default: "mean".
         label_smoothing: As in `vocab_parallel_cross_entropy`. Default: 0.0.
     Returns:
-        The loss: 0-dim and equal on every rank; for "none" [batch/rows, ...], the losses of this rank's shard of the batch.
+        The loss: 0-dim and equal on all ranks along ``row`` and ``col``; for "none" [batch/rows, ...], the losses of this
+            rank's shard of the batch.
             Every rank calls ``backward()`` on its result; the gradients are those of the loss of the full batch. Dtypes as
             in `vocab_parallel_cross_entropy`.
     Raises:
@@ -134,7 +136,7 @@ def cross_entropy_3d(
     Returns:
         The loss, as in `cross_entropy_2d`.
     Raises:
-        As in `vocab_parallel_cross_entropy`.
+        As in `vocab_parallel_cross_entropy`, except that numbers of classes are not compared.
     Collectives: unless the reduction is "none", one all-reduce over both axes in forward. Host synchronization: none.
     """
     sharding = _Sharding(registry, None, (weight, input), ignore_index, reduction, label_smoothing)

@@ -1,7 +1,8 @@
 """Embedding tables with a sharded vocabulary, and a classifier whose weight can be tied to `Embedding2D`.
 
 Each rank looks up the ids whose rows it holds, and uses zeros for all other ids. The sum over the ranks is the
-embedding. An id outside the full vocabulary raises an error on every rank before the sum, as in `nn.Embedding`.
+embedding. An id outside the full vocabulary is an error on every rank that looks it up, before the sum, as in
+`nn.Embedding`: an exception on CPU, a device assertion on CUDA.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class VocabParallelEmbedding(nn.Module):
         ids [...], replicated -> [..., embedding_dim], replicated; or [batch, seq] -> [batch, seq/t, embedding_dim] with
             sequence_parallel. weight [num_embeddings/t, embedding_dim] P(axis, None).
     Raises:
-        ValueError: num_embeddings or the sequence is not divisible by t, or sequence-parallel ids have fewer than 2
-            dims.
+        ValueError: num_embeddings or the sequence is not divisible by t; the axis is unknown; or sequence-parallel ids
+            have fewer than 2 dims.
     Collectives: one all-reduce in forward; with sequence_parallel a reduce-scatter in forward and an all-gather in
     backward.
     Host synchronization: none.
@@ -100,7 +101,7 @@ class Embedding2D(nn.Module):
         ids [batch/rows, ...], replicated over col -> [batch/rows, ..., embedding_dim/cols].
         weight [num_embeddings/rows, embedding_dim/cols] P(row, col).
     Raises:
-        ValueError: A rank would get no elements of the table.
+        ValueError: A rank would get no elements of the table, or an axis is unknown.
     Collectives: an all-gather of the ids and a reduce-scatter over row in forward, an all-gather over row in backward.
     Host synchronization: none.
     """
@@ -168,7 +169,8 @@ class Classifier2D(nn.Module):
             row.
         Under autocast the operands are cast to the autocast dtype before they are broadcast.
     Raises:
-        ValueError: A rank would get no elements of the weight, or the last dim of the input is not in/cols.
+        ValueError: A rank would get no elements of a parameter, an axis is unknown, or the last dim of the input is not
+            in/cols.
     Collectives: in forward a broadcast and a reduction per panel; in backward three broadcasts and a reduction per
     panel (see `summa_transposed`; a q x q grid has q panels). The bias adds an all-reduce over row in backward.
     Host synchronization: none.

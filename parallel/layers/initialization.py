@@ -1,8 +1,8 @@
 """Initial weights of parallel layers, which equal those of torch's dense layers, and a check of inputs.
 
-Every rank draws the full tensor from the same seed and keeps its shard. The full weights, and the final state of the
-random generator, therefore do not depend on the topology or the kind of parallelism. They equal those of the dense torch
-layer with the same seed, dtype and device. Each rank needs memory for the full tensor until its shard is copied.
+Every rank draws the full tensor and keeps its shard, so the random generators of all ranks must have the same state. The
+full weights, and the final state of the generator, then do not depend on the topology or the kind of parallelism. They
+equal those of the dense torch layer with the same seed, dtype and device. Each rank needs memory for the full tensor until its shard is copied.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
         spec: Its layout.
         registry: The process groups.
     Raises:
-        ValueError: On every rank: a rank would get an empty shard, or a block is not a multiple of the axes' sizes.
+        ValueError: On every rank: a rank would get an empty shard, a block is not a multiple of the axes' sizes, or an
+            axis is unknown.
     """
     _check_shards(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))

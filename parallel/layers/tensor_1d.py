@@ -97,8 +97,8 @@ class ColumnParallelLinear(_SplitLinear):
         output [..., out/t]; or [..., out] with gather_output.
         weight [out/t, in] P(axis, None); bias [out/t] P(axis); with several blocks P(blocks(axis, ...)).
     Raises:
-        ValueError: out_features, or a block of it, is not divisible by t; or a sequence-parallel input has fewer than 3
-            dims.
+        ValueError: out_features, or a block of it, is not divisible by t; ``blocks`` or the axis is not valid; or a
+            sequence-parallel input has fewer than 3 dims.
     Collectives: none in forward, an all-reduce of the input gradient in backward. With sequence_parallel an all-gather
     in forward and a reduce-scatter in backward instead. gather_output adds an all-gather in forward.
     Host synchronization: none.
@@ -169,8 +169,8 @@ class RowParallelLinear(_SplitLinear):
         output [..., out], replicated; or [batch, seq/t, ..., out] with sequence_parallel.
         weight [out, in/t] P(None, axis); bias [out] P(), or P(partial=axis) with sequence_parallel.
     Raises:
-        ValueError: in_features or the sequence is not divisible by t; or a sequence-parallel input has fewer than 3
-            dims.
+        ValueError: in_features or the sequence is not divisible by t; the axis is unknown; or a sequence-parallel input
+            has fewer than 3 dims.
     Collectives: an all-reduce in forward, none in backward. With sequence_parallel a reduce-scatter in forward and an
     all-gather in backward instead. Without input_is_parallel there is another all-gather in backward.
     Host synchronization: none.

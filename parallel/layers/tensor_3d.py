@@ -72,8 +72,8 @@ class Linear3D(nn.Module):
         Under autocast the operands are cast to the autocast dtype before they are gathered. Backward keeps the gathered
             input [batch/weight, ..., in/output] and weight [in/output, out/input].
     Raises:
-        ValueError: A rank would get no elements of a parameter; the input does not have in/output features; or the gathered
-            batch is not divisible by the size of output.
+        ValueError: A rank would get no elements of a parameter; the input has fewer than 2 dims, or not in/output features;
+            or the gathered batch is not divisible by the size of output.
     Collectives: in forward an all-gather over input, an all-gather over weight, and a reduce-scatter over output. In
     backward a reduce-scatter over input, a reduce-scatter over weight, and an all-gather over output; and an all-reduce
     of the bias gradient over weight and output.
@@ -271,8 +271,8 @@ class Classifier3D(DiagonalTable):
             index differ. bias [classes] P().
         Under autocast the operands are cast to the autocast dtype.
     Raises:
-        ValueError: A rank would get no features; the axis ``output`` is larger than the axis ``input``; or the input does
-            not have in/output features.
+        ValueError: A rank would get no features; the axis ``output`` is larger than the axis ``input``; or the input has
+            fewer than 2 dims, or not in/output features.
     Collectives: in forward a broadcast over input and an all-reduce over output. In backward a reduce over input, an
     all-reduce over weight on ranks that hold the weight, and for the bias an all-reduce over weight and input.
     Host synchronization: none.

@@ -75,7 +75,8 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
     """Attach a layout to one parameter. Layers call this function for their own parameters.
 
     The layout is an attribute of the tensor. ``copy.deepcopy`` and wrappers that create new parameters drop it; then call
-    `declare` again. Functions that need the layout raise an error for a parameter without one.
+    `declare` again. Functions that need the layout raise an error for a parameter without one, but an optimizer on a
+    topology without model axes counts it as replicated.
 
         annotate(self.weight, P("tensor", None), "weight")
 

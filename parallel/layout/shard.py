@@ -142,7 +142,8 @@ class Region:
             tensor: The entire shard in its shape; or the elements of the run in row-major order, in any shape.
         Returns:
             Tensor per rectangle. The key is the rectangle's offset in the full tensor. The tensors are views of ``tensor``
-            if it is contiguous. A region without elements has no rectangles, unless the full tensor has no elements either.
+            if it is contiguous. A region without elements has no rectangles, unless the full tensor has no elements either
+            and ``tensor`` has the shape of the shard.
         """
         if tensor.shape == self.shape:
             if not self.numel:
@@ -260,8 +261,8 @@ def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 # A dim that is sharded over axes (a, b) is divided into ``size(a) * size(b)`` equal chunks. A rank's shard is chunk
 # number ``coordinate[a] * size(b) + coordinate[b]``: the first axis is the slowest. If the dim consists of blocks, each
 # block is divided like this, and the shard is the concatenation of one chunk per block. A dim whose length is not a
-# multiple of the number of chunks has uneven shards: `torch.chunk` over a, then `torch.chunk` of each chunk over b. The
-# `tied` and `partial` axes of a spec do not change the shards.
+# multiple of the number of chunks has uneven shards: `torch.chunk` over a, then `torch.chunk` of each chunk over b. Only
+# axes that shard it jointly count as one axis. The `tied` and `partial` axes of a spec do not change the shards.
 
 
 def local_shape(
@@ -280,7 +281,7 @@ def local_shape(
             shape, which is returned.
     Raises:
         ValueError: A dim is not a multiple of its axes' sizes, and ``coordinate`` is None; a block is not a multiple of its
-            axes' sizes; or the spec has an unknown axis or too many entries.
+            axes' sizes; or as in `P.validate`.
     """
     spec.validate(len(full_shape), topology)
     spec = spec.resolve(topology)
@@ -312,7 +313,7 @@ def full_shape(local_shape: Sequence[int], spec: P, topology: Topology) -> tuple
         spec: Layout of the tensor.
         topology: Provides the sizes of the axes.
     Raises:
-        ValueError: The spec has an unknown axis or too many entries.
+        ValueError: As in `P.validate`.
     """
     spec.validate(len(local_shape), topology)
     return tuple(length * topology.size(*spec.dim_axes(dim)) for dim, length in enumerate(local_shape))
@@ -333,8 +334,8 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
     Returns:
         The shard, contiguous. An empty tensor of shape (0,) if the spec has owned axes and this rank is not an owner.
     Raises:
-        ValueError: A dim is not a multiple of its axes' sizes, and ``uneven`` is False; or the spec has an unknown axis or
-            too many entries.
+        ValueError: A dim is not a multiple of its axes' sizes, and ``uneven`` is False; a block is not a multiple of its
+            axes' sizes; or as in `P.validate`.
     Collectives: none.
     Host synchronization: none.
     """
@@ -359,10 +360,10 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
         spec: Layout of the tensor.
         registry: Provides the process groups.
     Raises:
-        ValueError: The shard of an owner is None; the shapes of the shards do not fit the spec; or the spec has an unknown
-            axis or too many entries.
-    Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes, two
-    broadcasts over the owned axes precede them: of the shard's shape and dtype, then of the shard. None over one rank.
+        ValueError: The shard of an owner is None; the shapes of the shards do not fit the spec; or as in `P.validate`.
+    Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes,
+    broadcasts over the owned axes precede them: two for the object with the shard's shape and dtype, then one of the shard.
+    None over one rank.
     Host synchronization: yes.
     """
     spec = spec.resolve(registry.topology)
@@ -403,7 +404,7 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
         topology: Provides the axes.
     Raises:
         ValueError: There is not one entry per rank; a shard is missing; shards have different dtypes or numbers of dims;
-            their shapes do not fit the spec; or the spec has an unknown axis or too many entries.
+            their shapes do not fit the spec; or as in `P.validate`.
     Collectives: none.
     Host synchronization: none.
     """

@@ -1,7 +1,8 @@
 """The layout of one parameter on the mesh: `P`.
 
 Like JAX's PartitionSpec, `P` has one entry per tensor dim: the mesh axis that shards the dim, a tuple of axes, or None.
-Over axes without an entry or keyword the parameter is replicated. Keywords describe other layouts:
+Over data and model axes without an entry or keyword the parameter is replicated; along pipeline axes, stages hold
+different parameters. Keywords describe other layouts:
 
     P("tensor", None)                      dim 0 is sharded over `tensor`
     P(("col", "row"))                      dim 0 is sharded over both axes, `col` slowest
@@ -11,7 +12,7 @@ Over axes without an entry or keyword the parameter is replicated. Keywords desc
     P("col", owned={"row": "col"})         sharded over `col`; only ranks with equal coordinates on `row` and `col` hold one
     P(partial="tensor")                    replicated, but its gradient is partial: it must be summed over `tensor`
     P("tensor", None, tied={"pipe": (0, -1)})   one logical parameter, held by the first and the last stage
-    P()                                    replicated over all model axes, declared explicitly
+    P()                                    replicated over all data and model axes, declared explicitly
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ class P:
             each contributes a term of its gradient. Negative coordinates count from the end. None: no axis.
 
     Attributes:
-        entries: Axes per tensor dim.
+        entries: Axes per tensor dim, up to the last dim that is sharded.
         joint_axes: Tuples of axes that shard a dim jointly.
         blocks: (axis, block sizes) pairs of the axes that shard a dim of several blocks.
         partial, owned, tied: As passed, as sorted tuples.
@@ -419,8 +420,9 @@ class P:
             dims: Further aliases: axes per dim of a device mesh. None: no further aliases.
 
         Raises:
-            ValueError: The spec names an axis both directly and by an alias, or by two aliases; or the coordinates of an
-                owned or tied alias are out of range, or are not a product of coordinates of its axes.
+            ValueError: The spec names an axis both directly and by an alias, or by two aliases; a coordinate is out of
+                range; the coordinates of a tied alias are not a product of coordinates of its axes; or an owned alias
+                follows an alias whose axes have other sizes.
         """
         aliases = {**topology.aliases, **(dims or {})}
         if not aliases or aliases.keys().isdisjoint(self.named_axes):
@@ -466,7 +468,8 @@ class P:
         Returns:
             The spans in the order of the shard. There are several if the dim consists of blocks.
         Raises:
-            ValueError: There are several blocks, and the length of a block is not a multiple of the axes' sizes.
+            ValueError: There are several blocks, and the length of a block is not an integer, or not a multiple of the
+                axes' sizes.
         """
         spans: tuple[Span, ...] = ((0, length),)
         spec = self.resolve(topology)

@@ -136,7 +136,7 @@ def _bit_sums(device: torch.device) -> TensorHash:
 
 
 def bits_of(tensor: Tensor) -> int:
-    """Return a hash of the bits of a tensor.
+    """Return a hash of the elements of a tensor. All NaNs count as equal, and -0 equals 0.
 
     Host synchronization: one.
     """
@@ -152,7 +152,7 @@ class ParameterView:
     spec: P | None  # declared spec, in the axes of the topology; None if not declared
     silent: tuple[str, ...]  # axes about which the declaration says nothing
     averaged: tuple[str, ...]  # axes over which torch reduces the gradient of a DTensor
-    value: int  # hash of the elements' bits
+    value: int  # hash of the elements, from `bits_of`
     constant: bool  # True if all elements are equal
     size: float  # root mean square of the elements
     gradient: float | None  # L2 norm of the gradient; None without a gradient
@@ -277,7 +277,7 @@ class Measured:
         """Return the `Measured` of a model's trainable parameters and their gradients in ``.grad``.
 
         Raises:
-            ValueError, TypeError: On every rank, as `local_gradients`.
+            ValueError: On every rank, as in `local_gradients`.
         Collectives: two object all-gathers over the world.
         """
         topology = registry.topology

@@ -290,8 +290,8 @@ class Digits:
 
     relative: float  # allowed relative error of a derivative
     noise: float  # relative rounding error that every loss may have
-    smallest: float  # smallest step size, as a multiple of the direction
-    largest: float  # largest step size, as a multiple of the direction
+    smallest: float  # a tenth of the smallest first step size; steps are multiples of the direction
+    largest: float  # largest first step size
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Digits:

@@ -61,7 +61,7 @@ class ForwardRecord:
     """The hook points of one forward on this rank, in the order in which they were reached.
 
     Attributes:
-        hashes: (shape, hash of the bits) of the tensor at each hook point; None if it has no tensor, or a complex one.
+        hashes: (shape, hash of the elements) of the tensor at each hook point; None if it has no tensor, or a complex one.
     """
 
     def __init__(self, model: nn.Module) -> None:

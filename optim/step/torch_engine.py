@@ -35,8 +35,8 @@ def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     graph.
 
     Raises:
-        RuntimeError: A CUDA graph captures the update, and a parameter has its first gradient, for which the optimizer
-            would create a state.
+        RuntimeError: A CUDA graph captures the update, other parameters have states, and a parameter has its first
+            gradient, for which the optimizer would create a state.
     """
     if not is_captured():
         yield

@@ -26,7 +26,7 @@ class UpdateRequest:
     """The inputs of one update.
 
     Args:
-        skip: 0-dim float32 on the device of the gradient norm. 1: the update changes nothing.
+        skip: 0-dim float32 on the device of the gradient norm. 1: the update changes no value.
         factor: The factor by which all gradients are multiplied, 0-dim on the same device. None (default): 1.
         low_precision_out: Half-precision copies that an engine may write in the same pass. Default None: no copies.
         split_weights: The split weights that are stepped as float32 masters. Default None: no split weights.

@@ -200,11 +200,19 @@ class Setup:
         return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
-        """Return the plan with the parameter names that the clipping rule needs. Errors and collectives: `planned_for`."""
+        """Return the plan with the parameter names that the clipping rule needs. Collectives: those of `planned_for`.
+
+        Raises: As `planned_for` and `_check_clip`.
+        """
         return planned_for(self._check_clip(), plan, self.registry)
 
     def _check_clip(self) -> Clip | None:
-        """Return the clipping rule. Raise ValueError if a threshold is out of range or does not fit other arguments."""
+        """Return the clipping rule.
+
+        Raises:
+            TypeError: A threshold has a wrong type.
+            ValueError: A threshold is out of range or does not fit other arguments.
+        """
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
         check_packed(clip, self.reduction)
@@ -398,8 +406,8 @@ class Setup:
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
 
-# Replica checks compare the stepped tensors. If these are shards or copies of the model's parameters, the checks compare
-# the parameters too.
+# Replica checks compare the tensors that the rows of the table name. If these are shards of the model's parameters, or with
+# `Fingerprints` copies of them, the checks compare the parameters too.
 
 
 def check_stepped_alike(

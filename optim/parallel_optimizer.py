@@ -83,26 +83,30 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     Every rank must construct the `ParallelOptimizer` at the same point with its own part of the model, and call the
     same methods in the same order. A rank without parameters passes ``[{"params": []}]`` to the torch optimizer.
 
-    A parameter that is frozen when the optimizer is made takes part in no collective; unfreezing it later is an error.
+    The gradient of a parameter that is frozen when the optimizer is made is not reduced; unfreezing it later is an error.
     You may freeze other parameters later, on all ranks; they are then not stepped.
 
     Args:
-        optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`
-            and, with ``fused=True``, Adam, AdamW, SGD and Adagrad read the clip coefficient and the skip flag on the
-            device. Other optimizers cost one more pass over the gradients and one host synchronization per step.
+        optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`,
+            the optimizers of `meshstep.optim.whole` (such as `Muon`) and, with ``fused=True``, Adam, AdamW, SGD and
+            Adagrad read the clip coefficient and the skip flag on the device, except SGD with dampening before a
+            parameter's first step. Other optimizers cost one more pass over the gradients and one host synchronization
+            per step.
             The optimizers of a list have a common norm, step decision and state dict; ``"optimizer"`` in a param group
             is the index of its optimizer in the list.
             The param groups are changed: in modes with master weights they hold the master weights afterwards, and for
             DTensor parameters (`fully_shard`, `parallelize_module`) the local tensors; see
             `meshstep.parallel.interop.dtensor`. While the `ParallelOptimizer` lives, ``optimizer.step()`` raises
             RuntimeError. Its ``zero_grad``, ``load_state_dict``, ``add_param_group``, ``train`` and ``eval`` call the
-            methods of the `ParallelOptimizer`.
+            methods of the `ParallelOptimizer`; on an optimizer of a list, ``load_state_dict`` and ``add_param_group``
+            raise RuntimeError.
         registry: The process groups of the mesh axes that the specs name.
-        max_norm: The threshold of the global norm, in units of unscaled gradients; finite, > 0. Or another clipping
-            rule (`Clip`), or a dict of rules by name pattern (`ByName`). None: the norm is measured and nothing is
-            clipped. A param group with its own ``"max_norm"`` is clipped by its own norm (``math.inf``: not clipped).
-            The other groups are clipped by their common norm. The constructor compares the thresholds of param groups
-            over all ranks. You may change them later if every rank has every param group.
+        max_norm: The threshold of the global norm, in units of unscaled gradients; finite, > 0. Or a function of the
+            number of steps (`WarmUp`), a clipping rule (`Clip`), or a dict of rules by name pattern (`ByName`). None:
+            the norm is measured and nothing is clipped. A param group with its own ``"max_norm"`` is clipped by its own
+            norm (``math.inf``: not clipped). The other groups are clipped by their common norm. The constructor
+            compares the thresholds of param groups over all ranks. You may change them later if every rank has every
+            param group.
         norm_type: The p of the norms, >= 1 or ``math.inf``. A clipping rule's own ``norm_type`` takes precedence.
         reduction: How the norm is summed over ranks: ``"packed"`` with one all-reduce over all ranks, ``"per_group"``
             with one all-reduce per process group. See `GlobalNorm`.
@@ -129,9 +133,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             collectives.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
             `StatePlacement` of your own). The param groups then hold the stepped tensors; see `stepped_tensors`.
-        check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit. If they
-            differ, every rank raises `ReplicaMismatchError` before anything is stepped.
-            ``"first"``: in the first step, and in the first step after parameters were added. This finds different
+        check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit; only
+            `Fingerprints` distinguishes NaNs, and 0 from -0. If they differ, every rank raises `ReplicaMismatchError`
+            before anything is stepped.
+            ``"first"``: in the first step with a finite norm, also after parameters were added. This finds different
             seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on
             tensor-parallel ranks, and a replica declared sharded (ValueError).
             True: before every step, for debugging. This reads all parameters and gradients once more and costs one host
@@ -143,9 +148,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             reduced. It returns a bool, or a 0-dim bool tensor that the host does not read. If it returns False on any
             rank, all ranks skip the step; the loss scale does not count this as an overflow. If the function raises,
             the other ranks treat this as False, and its own rank raises the exception after the step. None: no vote.
-        on_nonfinite: The effect of a non-finite norm. ``"skip"``: every rank skips the step (`Skip` sets how many
-            consecutive skips are an error). ``"raise"``: every rank raises FloatingPointError with the parameters'
-            names (one host synchronization per step).
+        on_nonfinite: The effect of a non-finite norm. ``"skip"``: every rank skips the step, and 50 such steps in a row
+            are an error (`Skip` sets another number). ``"raise"``: every rank raises FloatingPointError with the
+            parameters' names (one host synchronization per step).
         on_missing_params: The effect of trainable parameters of the model that no `ParallelOptimizer` has, such as the
             parameters of a module that was replaced after the optimizer was made. In the first step every rank raises
             RuntimeError with their names (``"raise"``) or warns (``"warn"``). The step can find parameters of the
@@ -155,8 +160,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         ValueError, TypeError: On every rank, if an argument is out of range on any rank, if a parameter is undeclared,
             complex or sparse or does not fit its declared layout, or if ranks declare different layouts. The torch
             optimizer is then unchanged.
-    Collectives: object all-gathers in the constructor; in a step, one all-reduce per gradient bucket and one for the
-        norm.
+    Collectives: object all-gathers in the constructor and in the first step; with default arguments, a step has one
+        all-reduce per gradient bucket and one for the norm.
     Host synchronization: none in a step, except as stated above. In the first step all ranks check together that
     gradients are dense and real.
     """
@@ -282,7 +287,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Needs no registry and no declarations. The layouts are inferred from the device meshes of DTensors
         (`fully_shard`, `parallelize_module`, experts on another mesh), or from the meshes of a Transformers model that
         `from_pretrained` has sharded. Other undeclared parameters count as replicated; the first step compares the
-        replicas. `DistributedDataParallel` and `fully_shard` modules within the model become ``data_parallel``.
+        replicas, unless ``check_replicas=False``. `DistributedDataParallel` and `fully_shard` modules within the model
+        become ``data_parallel``.
 
         Args:
             model: The model, or a wrapper around it (``torch.compile``, PEFT, a module of your own).
@@ -290,7 +296,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             options: As in the constructor.
         Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if a mesh has no
             dim names, or if no mesh exists of which all meshes are views.
-        Collectives: as the constructor, and an object all-gather for new meshes.
+        Collectives: as the constructor, and one more object all-gather, except for a model that `from_pretrained` sharded.
         """
         registry, modules = registry_for(model), averaging_modules(model)
         data_parallel = {"data_parallel": modules[0] if len(modules) == 1 else modules} if modules else {}
@@ -355,7 +361,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Raises:
             TypeError: The loss is not a tensor, or the weight is not a number.
-            ValueError: Only some micro-batches of a window have a weight, or a weight is negative.
+            ValueError: The window is full; only some micro-batches of a window have a weight; or a weight, given as a
+                number, is negative or not finite.
             RuntimeError: Other code cleared gradients within the window or, in managed accumulation, called
                 ``loss.backward()`` within it; the gradients of the window are already clipped; an earlier backward of
                 the window raised (call `zero_grad`, which then abandons the window); the loss is a result of
@@ -441,10 +448,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             GradStats, with tensors on the device. None before a managed window is full; `step` then changes nothing.
         Raises:
             FloatingPointError: On every rank: the norm is non-finite and ``on_nonfinite="raise"``, or too many
-                consecutive steps were skipped.
-            ReplicaMismatchError: On every rank: replicas differ. With `Fingerprints`, the error comes 16 steps late.
+                consecutive steps were skipped for a non-finite norm; this error comes at most 16 steps late.
+            ReplicaMismatchError: On every rank: replicas differ. With `Fingerprints`, the error comes 16 steps late, but
+                at once with ``on_nonfinite="raise"``.
             TypeError: A gradient is complex or sparse. After the first step only the rank with the gradient raises.
-            ValueError: A closure is given.
+            ValueError: A closure is given, a ``"max_norm"`` of a param group is invalid, or, on every rank, shards of a
+                parameter are replicas (see ``check_replicas``).
             RuntimeError: One of these cases:
 
                 * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
@@ -453,7 +462,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 * On every rank: there are no gradients in the first step, or the model has trainable parameters that no
                   optimizer has (see ``on_missing_params``).
                 * On every rank: the gradients are not from `backward` or `window`. After the first step this is only
-                  detected with a loss scale. Such steps are skipped, and the error comes 16 steps late.
+                  detected with a loss scale. Such steps are skipped, and the error comes 16 steps late, but at once with
+                  ``on_nonfinite="raise"``.
                 * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
                   differ in weights, clipping, hyper-parameters or frozen parameters. Such a step is skipped. The error
                   comes 16 steps late, but at once in the first step and with ``on_nonfinite="raise"``.
@@ -576,7 +586,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
         Returns:
             GradStats with the norm before clipping; None if the window is not full yet.
-        Collectives: those of a step. Host synchronization: none.
+        Collectives: those of a step. Host synchronization: as in a step.
         """
         return self._clip_or_ask("clip_grads", self.clip)  # type: ignore[return-value]
 
@@ -594,8 +604,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Returns:
             GradStats with the norm before clipping; None if the window is not full yet.
         Raises:
-            ValueError: An argument is out of range. Nothing is changed.
-        Collectives: those of a step. Host synchronization: none.
+            ValueError, TypeError: An argument is out of range or has a wrong type. Nothing is changed.
+        Collectives: those of a step. Host synchronization: as in a step.
         """
         return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))  # type: ignore[return-value]
 
@@ -775,7 +785,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def max_norm(self) -> float | Clip | None:
-        """Return the threshold of `ByNorm`, another clipping rule, or None.
+        """Return the number of a `ByNorm` that has only a number, another clipping rule, or None.
 
         You may set it between steps, on all ranks together. A rule that differs from the former rule starts with empty
         state. An invalid value raises the error that the constructor would raise, and changes nothing.
@@ -876,7 +886,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def model_plan(self) -> ReductionPlan:
-        """Return the plan of the parameters in `model_param_groups`, in their order. `add_param_group` replaces it."""
+        """Return the plan of the parameters in `model_param_groups`, in their order.
+
+        `add_param_group` replaces it, and so does a new ``max_norm`` that needs parameter names.
+        """
         return self._table.model_plan
 
     @property
@@ -933,7 +946,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def stepped_tensors(self) -> list[SteppedTensor]:
         """Return one record per tensor that the optimizer steps on this rank, in the order of the param groups.
 
-        A record contains the model parameter's name and the region of the full tensor that the stepped tensor is.
+        A record contains the model parameter's name and the region of the full tensor that the stepped tensor is; None if
+        the region is not known.
         """
         return list(self._table)
 

@@ -242,12 +242,17 @@ class Hold:
 #                polynomial   (1 - x) ** power
 #                cosine       (1 + cos(pi x)) / 2           with x(t) = min(1, max(0, t - W) / max(1, T - W))
 #
-# The first step has the rate b / (W + 1), because a rate of 0 would waste the step. The rate is b at t = W and never
-# above b. A warm-up may be as long as the run or longer. After T steps the rate remains constant.
+# The first step has the rate b * decay(0) / (W + 1), because a rate of 0 would waste the step. At t = W the rate is
+# b * decay(W), and it is never above b. A warm-up may be as long as the run or longer. For W < T the rate remains constant
+# after T steps. Otherwise the warm-up goes on until t = W. From t = W + 1, the rate of polynomial and cosine is the
+# floor.
 
 
 def progress(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Return x(t) for t = ``step``: 0 until the end of the warm-up, then linear up to 1 at the end of the run, then 1."""
+    """Return x(t) for t = ``step``: 0 until the end of the warm-up, then linear up to 1 at the end of the run, then 1.
+
+    If the warm-up is as long as the run or longer, it is 1 from the first step after the warm-up.
+    """
     return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
 
 
@@ -266,8 +271,8 @@ class WarmupLR(LRScheduler):
     moves the schedule.
 
     torch's `SequentialLR` may contain schedules of this class. `SequentialLR` counts calls, so wrap it in `HoldOnSkip`;
-    otherwise its milestones are early by the number of skipped steps. `ChainedScheduler` must not contain schedules of
-    this class: `ChainedScheduler` multiplies the current rate by factors, and this class overwrites the rate.
+    otherwise its milestones are early by the number of skipped steps. A `ChainedScheduler` of several schedules must
+    not contain schedules of this class: it multiplies the current rate by factors, and this class overwrites the rate.
 
     Args:
         optimizer: A `ParallelOptimizer`, or any torch optimizer (see `watch`). The base rates are the param groups'
@@ -448,9 +453,10 @@ class WarmupLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, and write the learning rates to the optimizer.
 
-        Call it before or after the optimizer loads its own state. The rates are those of this schedule's formula at the
-        saved position, with one exception: the saved rates are used if another schedule of a `SequentialLR` had set them,
-        and if this schedule's formula gives the same rates as when the state was saved.
+        A schedule that its `SequentialLR` had not started when the state was saved writes no rates. Load before or
+        after the optimizer loads its own state. The rates are those of this schedule's formula at the saved position, with
+        one exception: the saved rates are used if another schedule of a `SequentialLR` had set them, and if this
+        schedule's formula gives the same rates as when the state was saved.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -644,8 +650,8 @@ class CosineAnnealingLR(WarmupLR):
     x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
     ```
 
-    Without warm-up, the rates equal those of torch's CosineAnnealingLR with ``T_max=total_steps``, up to t =
-    total_steps. After that, torch's rate rises again, and this rate remains constant.
+    Without warm-up, the rates equal those of torch's CosineAnnealingLR with ``T_max=total_steps``, except for rounding, up
+    to t = total_steps. After that, torch's rate rises again, and this rate remains constant.
 
     Args:
         total_steps: Number of steps in the run, >= 1, including the warm-up.
@@ -679,14 +685,15 @@ class CosineAnnealingLR(WarmupLR):
 
 
 class HoldOnSkip(LRScheduler):
-    """Wrapper that moves a torch schedule only if its `ParallelOptimizer` took a step.
+    """Wrapper that does not move a torch schedule if its `ParallelOptimizer` skipped the step.
 
         schedule = HoldOnSkip(OneCycleLR(optimizer, max_lr=0.1, total_steps=1000))
 
     `step` holds the schedule in the middle of an accumulation window, and after a skipped step (for example because the
     gradient norm was not finite). On a GPU `step` does not wait for the step decision. The schedule moves later: before
-    the optimizer's next `step`, or when `get_last_lr` or `state_dict` is called. Until then the param groups have the
-    learning rates of the previous step. If a CUDA graph replays the optimizer's steps, `step` waits for the decision.
+    the optimizer's next `step`, or when `step`, `get_last_lr` or `state_dict` of this object is called. Until then the
+    param groups have the learning rates of the previous step. If a CUDA graph replays the optimizer's steps, `step`
+    waits for the decision.
 
     Args:
         schedule: A torch schedule whose ``step`` needs no argument. Create it with the `ParallelOptimizer` (with a

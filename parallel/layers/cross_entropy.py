@@ -95,9 +95,8 @@ def cross_entropy_2d(
         label_smoothing: As in `vocab_parallel_cross_entropy`. Default: 0.0.
     Returns:
         The loss: 0-dim and equal on all ranks along ``row`` and ``col``; for "none" [batch/rows, ...], the losses of this
-            rank's shard of the batch.
-            Every rank calls ``backward()`` on its result; the gradients are those of the loss of the full batch. Dtypes as
-            in `vocab_parallel_cross_entropy`.
+            rank's shard of the batch. Every rank calls ``backward()`` on its result; the gradients are those of the loss of
+            the full batch. Dtypes as in `vocab_parallel_cross_entropy`.
     Raises:
         As in `vocab_parallel_cross_entropy`.
         RuntimeError: On every rank (on CPU; a device assertion on CUDA): a rank's number of classes does not match

@@ -2,7 +2,8 @@
 
 Every rank draws the full tensor and keeps its shard, so the random generators of all ranks must have the same state. The
 full weights, and the final state of the generator, then do not depend on the topology or the kind of parallelism. They
-equal those of the dense torch layer with the same seed, dtype and device. Each rank needs memory for the full tensor until its shard is copied.
+equal those of the dense torch layer with the same seed, dtype and device. Each rank needs memory for the full tensor until
+its shard is copied.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ ELSEWHERE = {  # page -> the test files that run its Python blocks, directly or 
     "docs/integrations/DEEPSPEED.md": "docs/test_readme.py",
     "docs/integrations/TRANSFORMERS.md": "interop/test_transformers.py harness/trainer_runs.py",
     "docs/integrations/TORCHTITAN.md": "interop/run_torchtitan.py",
+    "docs/integrations/NEMO_AUTOMODEL.md": "interop/test_trainer_loops.py",
+    "docs/integrations/VERL.md": "interop/test_trainer_loops.py",
     "docs/integrations/ACCELERATE.md": "interop/run_accelerate.py",
     "docs/integrations/LIGHTNING_FABRIC.md": "interop/run_fabric.py",
     "docs/integrations/TIMM.md": "interop/run_timm.py",

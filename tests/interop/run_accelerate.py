@@ -167,6 +167,51 @@ def token_batches(epoch: int, rank: int) -> Sequence[tuple[Tensor, Tensor]]:
     return [(batch[rank::2], 10 * F.one_hot(batch[rank::2], 64).float()) for batch in tokens]
 
 
+# Clipping with accelerate's own function, and without it -----------------------------------------------------------------
+
+
+def two_meshes(how: str) -> tuple[float, float, list[Tensor]]:
+    """Clip DTensors on two meshes and a plain parameter.
+
+    Return the norm that the clip function returned, the dense norm, and the clipped full gradients.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    accelerator, model = new_accelerator(), nn.Module()
+    fsdp = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
+    grads = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    placed: list[Any] = [(fsdp, [Shard(0)]), (experts, [Replicate(), Shard(0)]), None]
+    for number, (grad, where) in enumerate(zip(grads, placed, strict=True)):
+        value, own = (x if where is None else distribute_tensor(x, *where) for x in (torch.ones(4, 6), grad.clone()))
+        param = nn.Parameter(value)
+        param.grad = own
+        model.register_parameter(f"weight{number}", param)
+    if how == "stock":
+        norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+    else:
+        norm = RECIPE["clip_with_own_optimizer"](accelerator, model, MAX_NORM)
+    clipped = [grad_of(param) for param in model.parameters()]
+    full = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in clipped]
+    return float(norm), float(nn.utils.get_total_norm(grads)), full
+
+
+def sharded_by_hand() -> tuple[float, float]:
+    """Return the norm of accelerate's own clipping, and that of the recipe, for a layer sharded over both ranks."""
+    norms = []
+    for how in ("stock", "ours"):
+        accelerator, registry = new_accelerator(), ProcessGroupRegistry(Topology(tensor=2))
+        torch.manual_seed(0)
+        layer = ColumnParallelLinear(6, 4, registry)
+        if how == "ours":
+            take_over_clipping(accelerator, ParallelOptimizer(sgd(layer.parameters()), registry))
+        layer(torch.ones(2, 6)).square().sum().backward()
+        norms.append(float(accelerator.clip_grad_norm_(layer.parameters(), MAX_NORM)))
+        registry.close()
+    return norms[0], norms[1]
+
+
 # Errors -----------------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +269,8 @@ def main(folder: Path, path: str) -> None:
         "replicated": {how: replicated(how, folder / "replicated") for how in ("stock", "ours", "resumed")},
         "sharded": {how: split(how, path, folder / "sharded") for how in ("stock", "ours", "resumed")},
         "other clips": other_clips(),
+        "two meshes": {how: two_meshes(how) for how in ("stock", "ours")},
+        "sharded by hand": sharded_by_hand(),
         "told": errors(),
     }
     torch.save(found, folder / f"{torch.distributed.get_rank()}.pt")

@@ -28,17 +28,22 @@ with mock.patch("torch._utils._get_available_device_type", return_value="cpu"): 
     import torchtitan.distributed.fsdp as fsdp
     import torchtitan.distributed.utils as dist_utils
     import torchtitan.models.llama3 as llama3
+    import torchtitan.models.qwen3 as qwen3
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
     from torchtitan.trainer import Trainer
 
 VOCAB, LENGTH, BATCH, STEPS, SAVE_EVERY = 2048, 32, 2, 10, 5
 LAYERS = 2  # of 6 equal layers
+WITH_EXPERTS = "fsdp x ep"
+SMALL_EXPERTS = {"n_layers": LAYERS, "num_experts": 4, "top_k": 2, "moe_hidden_dim": 64, "n_heads": 2, "n_kv_heads": 2}
 LAYOUTS = {
     "fsdp x tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     "hsdp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+    WITH_EXPERTS: {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
     "pp x fsdp": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
 }
 
@@ -90,7 +95,8 @@ class Numbers(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # the packag
 def on_cpus() -> None:
     """Replace the parts of torchtitan that need a GPU.
 
-    These are memory figures, attention without a backward on CPUs, a reduction that gloo lacks, and a barrier with devices.
+    These are memory figures, attention without a backward on CPUs, a reduction and an exchange of unequal tensors that gloo
+    lacks, and a barrier with devices.
     """
 
     class NoMemory:
@@ -110,18 +116,34 @@ def on_cpus() -> None:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
 
+    def all_to_all(received: list[Tensor], sent: list[Tensor], group: Any = None) -> None:
+        sizes = [[len(each) for each in tensors] for tensors in (received, sent)]
+        joint = torch.cat(received)
+        torch.distributed.all_to_all_single(joint, torch.cat(sent), *sizes, group=group)
+        for target, source in zip(received, joint.split(sizes[0]), strict=True):
+            target.copy_(source)
+
+    torch.distributed.all_to_all = all_to_all  # type: ignore[assignment]
     metrics.build_device_memory_monitor = NoMemory
     fsdp.disable_fsdp_gradient_division = plain_sums
-    llama3.get_attention_config = lambda _: ScaledDotProductAttention.Config()
+    llama3.get_attention_config = qwen3.get_attention_config = lambda _: ScaledDotProductAttention.Config()
     dist_utils.set_pg_timeouts = lambda **_: None
 
 
 def config_of(folder: Path, layout: str) -> Any:
-    config = llama3_debugmodel()
-    config.model_spec = llama3.model_registry("debugmodel")
+    if layout == WITH_EXPERTS:
+        layers = qwen3._build_qwen3_moe_layers
+        config = qwen3_debugmodel()
+        with mock.patch.object(qwen3, "_build_qwen3_moe_layers", lambda **given: layers(**{**given, **SMALL_EXPERTS})):
+            config.model_spec = qwen3.model_registry("debugmodel_moe")
+    else:
+        config = llama3_debugmodel()
+        config.model_spec = llama3.model_registry("debugmodel")
     del config.model_spec.model.layers[LAYERS:]
     config.dataloader, config.tokenizer, config.hf_assets_path = Data.Config(), Numbers.Config(), ""
     config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, BATCH, STEPS
+    if layout == WITH_EXPERTS:
+        config.training.steps = 2
     config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"
     for name, degree in LAYOUTS[layout].items():
         setattr(config.parallelism, name, degree)
@@ -150,8 +172,12 @@ def main(how: str, folder: Path, layout: str, resumed: bool) -> None:
         shutil.rmtree(folder / how / "checkpoint" / f"step-{STEPS}")
     on_cpus()
     config = config_of(folder / how, layout)
-    if how == "ours":
-        config.optimizer = recipe("TORCHTITAN.md")["Optimizers"].Config(param_groups=config.optimizer.param_groups)
+    if how == "ours" and layout == WITH_EXPERTS:
+        recipe("TORCHTITAN.md", "With expert parallelism")
+    elif how == "ours":
+        config.optimizer = recipe("TORCHTITAN.md", "Inside the trainer")["Optimizers"].Config(
+            param_groups=config.optimizer.param_groups
+        )
     trainer = Trainer(config)
     exact: list[float] = []
     clip = dist_utils.clip_grad_norm_
@@ -173,4 +199,6 @@ def main(how: str, folder: Path, layout: str, resumed: bool) -> None:
 
 if __name__ == "__main__":
     runs = [("stock", False), ("ours", False), ("ours", True)]
+    if sys.argv[2] == WITH_EXPERTS:  # this recipe keeps the optimizer and its checkpoints
+        runs = runs[:2]
     in_turn(*(partial(main, how, Path(sys.argv[1]), sys.argv[2], resumed) for how, resumed in runs))

@@ -49,6 +49,16 @@ def test_accelerate_clip_by_value_and_infinite_norm_equal_stock_results(by_rank:
         assert norm > clipped == pytest.approx(0.05, rel=1e-4)
 
 
+def test_accelerate_clips_two_meshes_right_and_hand_sharded_layers_wrong(by_rank: list[dict[str, Any]]) -> None:
+    for found in by_rank:
+        for norm, exact, clipped in found["two meshes"].values():
+            assert norm == pytest.approx(exact, rel=1e-6)
+            assert float(torch.nn.utils.get_total_norm(clipped)) == pytest.approx(0.05, rel=1e-4)
+    own, others = (found["sharded by hand"] for found in by_rank)
+    assert own[1] == others[1] == pytest.approx((own[0] ** 2 + others[0] ** 2) ** 0.5, rel=1e-6)
+    assert max(own[0], others[0]) < 0.98 * own[1]
+
+
 def test_wrong_use_with_accelerate_raises_clear_errors_on_every_rank(by_rank: list[dict[str, Any]]) -> None:
     for found in by_rank:
         told = found["told"]

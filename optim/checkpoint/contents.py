@@ -68,8 +68,8 @@ class LogicalParameters:
         model: This rank's part of the model.
         registry: The process groups.
     Raises:
-        ValueError: On every rank: a rank has an undeclared parameter, a module has extra state, declarations differ between
-            ranks, or the shape of a shard does not fit its declaration.
+        ValueError: On every rank: a rank has an undeclared parameter on a mesh with model axes, a module has extra state,
+            declarations differ between ranks, or the shape of a shard does not fit its declaration.
     Collectives: object all-gathers.
 
     Attributes:

@@ -105,7 +105,7 @@ def save_checkpoint(
         The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
         ValueError: On every rank: ``keep`` is out of range, or gradients were accumulated since the last `step`. Or a
-            module has extra state (``get_extra_state``), or a parameter is not declared. Or the schedule's state or
+            module has extra state (``get_extra_state``), or a parameter needs a declaration. Or the schedule's state or
             ``extra`` contains an object that could not be read back. Or ranks disagree on the parameters, have shards
             of unequal sizes, or don't share ``path``. Or the newest checkpoint under ``path`` belongs to another run:
             this run has neither saved nor loaded it. The previous checkpoint is kept.

@@ -205,7 +205,8 @@ class TorchStates(torch.optim.Optimizer):
             neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports all
             cases except the first.
     Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. With `Sharded`, the two
-        methods also run an object all-gather and an all-reduce per state.
+        methods also run an object all-gather and an all-reduce per state. `load_state_dict` also all-gathers DTensors of
+        another layout, and the weights that `Sharded` writes to the model.
     Memory: with `Sharded`, one more state tensor of the parameter's local shape.
     Host synchronization: yes.
     """

@@ -609,6 +609,8 @@ class Booster(Saving, Generic[Stats_co]):
     ) -> AbstractContextManager[None]:
         """Return the context of `ParallelOptimizer.no_sync`, in which backward does not reduce gradients.
 
+        Exception: with "zero2", backward reduces the gradients of every micro-batch.
+
         Run all micro-batches before a `step`, except the last one, in this context.
 
         Args:

@@ -29,8 +29,7 @@ class ReportFile:
     Each line is flushed at once, so that no report is lost if the process ends. Use it as a context manager, or call
     `close`. If the file exists, lines are appended. First, lines of steps after the monitor's current step are moved to
     ``<path>.dropped``, because they belong to an abandoned run; an incomplete last line is moved too. The current step
-    comes from `Monitor.load_state_dict`; it is 0 in a new run, in which all lines except a
-    CSV header are moved.
+    comes from `Monitor.load_state_dict`; it is 0 in a new run, in which all lines except a CSV header are moved.
 
     Args:
         path: Path of the file. The first report creates it, so it exists on global rank 0 only.

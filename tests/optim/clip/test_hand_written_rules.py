@@ -7,9 +7,11 @@ Where the rule once had a mistake, the rule here has it too, and the test assert
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -607,3 +609,16 @@ def test_clip_grad_norm_is_dense_where_rule_of_d9d_raises(world: World) -> None:
     """d9d's rule supports one sharded mesh dim per parameter."""
     for _, norm in world.run(RANKS, two_sharded_dims):
         assert norm == pytest.approx(dense_norm(("weight", "norm", "head")), rel=1e-12)
+
+
+def test_page_shows_factors_of_wrong_norms() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "explanation" / "MUSEUM.md").read_text()
+    for name, repository in REPOSITORIES.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {name} "))
+        shown = [float(number) for number in re.findall(r"[\d.]+", row.split("|")[3])]
+        if callable(repository.wrong):
+            right = dense_norm(repository.names, repository.norm_type)
+            factors = [repository.wrong(rank) / right for rank in range(RANKS)]
+            assert [min(shown), max(shown)] == pytest.approx([min(factors), max(factors)], abs=0.0051)
+        else:
+            assert shown == ([] if isinstance(repository.wrong, str) else [1.0])

@@ -49,7 +49,8 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     Args:
         model: A sharded Transformers model, or a module that contains one (``torch.compile``, PEFT, a module of your own).
             Parameters outside the Transformers model, such as adapters, are declared replicated, unless they are DTensors.
-            Existing declarations are kept.
+            Existing declarations are kept. A norm layer whose hook the call removes must therefore not be declared before,
+            or with ``partial="tp"``.
     Raises:
         ValueError: ``model`` contains no sharded model, or more than one; no module or parameter has a name of the
             tensor-parallel plan; the forward that Transformers set on a module with a hook was replaced; or as in

@@ -1,6 +1,7 @@
 """Collectives over one process group: flat all-gather and reduce-scatter, and an all-gather of small objects.
 
-For small objects, `all_gather_objects` issues one all-gather; `torch.distributed.all_gather_object` always issues two.
+For small objects, `all_gather_objects` issues one all-gather (on the CPU a gather and a broadcast instead);
+`torch.distributed.all_gather_object` always issues two.
 """
 
 from __future__ import annotations

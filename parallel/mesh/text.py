@@ -239,7 +239,7 @@ def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
     return lines
 
 
-# Attributes under which torch.compile, activation checkpointing, FSDP and DeepSpeed keep the module that they wrap.
+# Attributes under which torch.compile, activation checkpointing, FSDP and Lightning Fabric keep the module that they wrap.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(?=\.|$)")
 
 

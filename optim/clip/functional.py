@@ -405,10 +405,12 @@ def _to_clip_state(max_norm: ClipSpec | ClipState, reduction: Reduction) -> Clip
         return max_norm
     clip = ClipState(rule)
     if rule.initial() or not _needs_only_total(clip):
-        raise TypeError(
-            f"{type(rule).__name__} {'has state' if rule.initial() else 'distinguishes parameters'}: make "
-            f"clip = ClipState({type(rule).__name__}(...)) once, and give clip in every call"
+        in_place = rule.in_place and not clip.needs_names
+        why = (
+            "has state" if rule.initial() else "changes gradients in place" if in_place else "distinguishes parameters"
         )
+        name = type(rule).__name__
+        raise TypeError(f"{name} {why}: make clip = ClipState({name}(...)) once, and give clip in every call")
     return clip
 
 

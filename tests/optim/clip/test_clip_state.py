@@ -429,6 +429,7 @@ def test_clip_state_can_be_saved_and_loaded() -> None:
         (ZClip(), "ZClip has state"),
         (PerParameter(1.0), "PerParameter distinguishes parameters"),
         ({"up": 1.0}, "ByName distinguishes parameters"),
+        (ByValue(0.5), "ByValue changes gradients in place"),
     ],
 )
 def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: str) -> None:

@@ -56,7 +56,7 @@ class GradientReport(NamedTuple):
     unknown: bool  # unknown whether backward left gradients, because it raised
     divided_twice: bool  # a pipeline schedule divided gradients twice
     sums: Sums  # the axes over which DTensor gradients are partial
-    wrong: str | None  # message of an error in the gradients, or of a trainer that also clips
+    wrong: str | None  # message of a ValueError that `check_gradients_came` raises
     facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if all ranks agree
     looked: bool = False  # gradients of an earlier step were checked already
     written: tuple[int, int] = (0, 0)  # (gradients written to since the last backward, gradients observed)
@@ -107,7 +107,8 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     Raises:
         RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
             the first step; or a pipeline schedule divided gradients twice.
-        ValueError: The gradient of a DTensor has an unsupported layout, or a trainer or accelerate also clips.
+        ValueError: The gradient of a DTensor has an unsupported layout, a trainer or accelerate also clips, or a
+            `DistributedDataParallel` wraps a sharded parameter.
     """
     for rank, of_rank in enumerate(seen):
         if of_rank.wrong is not None:

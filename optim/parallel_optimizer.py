@@ -294,8 +294,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             model: The model, or a wrapper around it (``torch.compile``, PEFT, a module of your own).
             optimizer: As in the constructor.
             options: As in the constructor.
-        Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if a mesh has no
-            dim names, or if no mesh exists of which all meshes are views.
+        Raises: As the constructor and `meshstep.parallel.registry_of`; and ValueError on every rank, if no mesh
+            exists of which all meshes are views.
         Collectives: as the constructor, and one more object all-gather, except for a model that `from_pretrained` sharded.
         """
         registry, modules = registry_for(model), averaging_modules(model)

@@ -39,25 +39,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of, attach, label_of
 from ..layout.spec import P, cut_spans
-from ..mesh.refinement import ranks_along
+from ..mesh.refinement import dim_names, ranks_along
 from ..mesh.topology import Topology, axes_along
 
 # Mesh dims of a DTensor as axes of the topology -----------------------------------------------------------------------
 
 
 def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
-    """Return the names of the mesh dims of a DTensor.
-
-    Raises:
-        ValueError: The mesh has no dim names.
-    """
-    names = tensor.device_mesh.mesh_dim_names
-    if names is None:
-        raise ValueError(
-            f"{label(tensor)} is on a mesh without dim names, {tensor.device_mesh}; make the mesh with "
-            "registry.device_mesh('data') or init_device_mesh(..., mesh_dim_names=('data',)), with axes as names"
-        )
-    return names
+    """Return the names of the mesh dims of a DTensor; dim_0, dim_1, ... if the mesh has no dim names."""
+    return dim_names(tensor.device_mesh)
 
 
 def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
@@ -160,8 +150,8 @@ def placement_spec(tensor: DTensor) -> P:
     Args:
         tensor: A DTensor.
     Raises:
-        ValueError: The mesh has no dim names; a placement is partial or of an unknown kind; or the split factor of a
-            strided shard does not fit the sizes of the mesh dims.
+        ValueError: A placement is partial or of an unknown kind, or the split factor of a strided shard does not fit the
+            sizes of the mesh dims.
     """
     sizes = dict(zip(mesh_axes(tensor), tensor.device_mesh.shape, strict=True))
     dims: list[list[str]] = [[] for _ in range(tensor.dim())]

@@ -15,8 +15,8 @@ from ..layout.spec import P
 from ..mesh.refinement import Dim, dims_of, gathered, refined
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import without_wrappers
-from ..mesh.topology import Role, Topology, default_role, has_default_role, names_of
-from .local_parameters import loaded_class
+from ..mesh.topology import Role, Topology, axes_along, default_role, has_default_role, names_of
+from .local_parameters import fully_shard_meshes, loaded_class
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,18 +31,27 @@ class _Inferred(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The mesh dims of one rank's device meshes, the other dims of the meshes from which they were sliced, and a
-    (placements, shape) pair for each of the rank's parameters."""
+    """The device meshes and parameters of one rank.
+
+    Args:
+        dims: The dims of the meshes.
+        sliced_off: The other dims of the meshes from which they were sliced.
+        averaged: The ranks along each mesh dim over which `fully_shard` averages gradients.
+        parameters: A (placements, shape) pair per parameter.
+    """
 
     dims: list[Dim]
     sliced_off: list[Dim]
+    averaged: list[tuple[int, ...]]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 _known: list[_Inferred] = []
 
 
-def infer_registry(params: Sequence[Tensor], *, any_roles: bool = False) -> ProcessGroupRegistry:
+def infer_registry(
+    params: Sequence[Tensor], *, any_roles: bool = False, averaging: Sequence[DeviceMesh] = ()
+) -> ProcessGroupRegistry:
     """Return a new registry whose axes are the common refinement of the DTensors' device meshes.
 
     `Topology.of_meshes` describes the common refinement. The meshes may be slices of a mesh, flattened meshes, or meshes of
@@ -55,16 +64,18 @@ def infer_registry(params: Sequence[Tensor], *, any_roles: bool = False) -> Proc
         params: This rank's parameters: DTensors and plain tensors.
         any_roles: True: an axis whose names have different default roles, such as ``tp`` of one mesh and ``edp`` of another
             mesh, is a model axis. This is right if nothing is averaged, as in clipping. Default: False.
+        averaging: Meshes over which `fully_shard` averages gradients. Their dims become data axes, unless their names have
+            another default role. Default: none.
     Raises:
-        ValueError: On every rank: a mesh has no dim names; the meshes have no common refinement; or without
-            ``any_roles``, the names of an axis have different default roles.
+        ValueError: On every rank: the meshes have no common refinement; or without ``any_roles``, the names of an axis
+            have different default roles.
     Collectives: one object all-gather over the world, so every rank must call it. None without ``torch.distributed``, which
     gives the registry of one rank.
     Host synchronization: yes.
     """
     if not dist.is_initialized():
         return ProcessGroupRegistry(Topology())
-    return ProcessGroupRegistry(_topology(gathered(lambda: _view(params)), any_roles))
+    return ProcessGroupRegistry(_topology(gathered(lambda: _view(params, averaging)), any_roles))
 
 
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
@@ -105,7 +116,7 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
         from .transformers import registry_of
 
         return registry_of(model)
-    registry = infer_registry([*model.parameters()])
+    registry = infer_registry([*model.parameters()], averaging=fully_shard_meshes(model))
     for name, param in model.named_parameters():
         if annotation_of(param) is None:
             annotate(param, P(), without_wrappers(name))
@@ -134,15 +145,16 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
     return tuple(found.values())
 
 
-def _view(params: Sequence[Tensor]) -> _View:
-    """Return the `_View` of this rank. Raises ValueError if a mesh has no dim names."""
+def _view(params: Sequence[Tensor], averaging: Sequence[DeviceMesh]) -> _View:
+    """Return the `_View` of this rank. Dims of meshes without dim names are called as in `dim_names`."""
     # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
     meshes = _meshes_of(params)
-    dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes))
+    dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes, need_names=False))
     roots = [root for root in map(_root_of, meshes) if root.mesh_dim_names is not None]
     others = dict.fromkeys(dim for dim in (dim._replace(mesh=0) for dim in dims_of(roots)) if dim not in dims)
     layouts = tuple((str(getattr(param, "placements", "")), tuple(param.shape)) for param in params)
-    return _View(list(dims), list(others), layouts)
+    averaged = [dim.ranks for dim in dims_of(averaging, need_names=False)]
+    return _View(list(dims), list(others), averaged, layouts)
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:
@@ -180,6 +192,11 @@ def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any
             roles[dim.name] = "pipe" if "pipe" in (roles.get(dim.name), _role_along(dim.ranks, views)) else "data"
     if any_roles:
         roles.update({axis: "model" for axis in axes if axis not in roles and default_role(axis, aliases) is None})
+    topology = Topology(roles=roles, aliases=aliases, **axes)
+    averaged = [ranks for view in views for ranks in view.averaged]
+    for axis in dict.fromkeys(axis for ranks in averaged for axis in axes_along(ranks, topology) or ()):
+        if axis not in roles and not any(has_default_role(name) for name in names_of(axis, aliases)):
+            roles[axis] = "data"
     return Topology(roles=roles, aliases=aliases, **axes)
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..layout.annotation import Annotation, Sums, annotation_of
 from ..layout.spec import P
 from ..mesh.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def loaded_class(module: str, name: str) -> type | None:
@@ -42,6 +45,12 @@ def _param_groups(module: Any) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def fully_shard_meshes(model: nn.Module) -> list[DeviceMesh]:
+    """Return the device meshes over which the `fully_shard` modules within ``model`` average gradients, each once."""
+    groups = [group for module in fully_sharded(model) for group in _param_groups(module)]
+    return list({id(group.mesh_info.mesh): group.mesh_info.mesh for group in groups}.values())
 
 
 def named_shards(model: nn.Module) -> dict[str, Tensor]:

@@ -71,20 +71,27 @@ def gathered(make: Callable[[], T]) -> list[T]:
     return [view for (view,) in views]
 
 
-def dims_of(meshes: Sequence[DeviceMesh]) -> list[Dim]:
+def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the dims of a mesh. If it has none, they are dim_0, dim_1, ..."""
+    return mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
+
+
+def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
     """Return the dims of those meshes that contain this rank.
 
+    Args:
+        meshes: Device meshes.
+        need_names: False: the dims of a mesh without names are called as in `dim_names`. Default: True.
     Raises:
-        ValueError: A mesh has no dim names.
+        ValueError: A mesh has no dim names, and ``need_names`` is True.
     """
     found = []
     for number, mesh in enumerate(meshes):
-        names, at = mesh.mesh_dim_names, mesh.get_coordinate()
-        if names is None:
+        if need_names and mesh.mesh_dim_names is None:
             raise ValueError(
                 f"{mesh} has no dim names; make it with names, for example mesh_dim_names=('data', 'tensor')"
             )
-        for index, name in enumerate(names) if at is not None else ():
+        for index, name in enumerate(dim_names(mesh)) if mesh.get_coordinate() is not None else ():
             found.append(Dim(number, name, ranks_along(mesh, index)))
     return found
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from dtensor_layouts import LAYOUTS, Net, batch, expert_gradient, net
 from meshstep.optim import ParallelOptimizer, ReplicaMismatchError
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import Tensor, nn
 from world import World
 
@@ -96,3 +98,50 @@ def test_ranks_with_different_parameters_become_pipeline_stages(world: World) ->
     for norm, stages in world.run(2, unequal_stages):
         assert norm == pytest.approx(5**0.5)
         assert stages == ("stage_2x1",)
+
+
+def weighted_error(names: tuple[str, ...] | None, role: str | None) -> tuple[float, str]:
+    """Train `fully_shard` layers with a token weight per rank that differs from the second step on."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).double()
+    model, rank = copy.deepcopy(dense), dist.get_rank()
+    if names is None:
+        fully_shard(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=names))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    if role is None:
+        optimizer = ParallelOptimizer.for_model(model, sgd, max_norm=0.5)
+    else:
+        registry = ProcessGroupRegistry(Topology(x=2, roles={"x": cast(Any, role)}))
+        optimizer = ParallelOptimizer(sgd, registry, max_norm=0.5, data_parallel=model)
+    plain = torch.optim.SGD(dense.parameters(), lr=0.1)
+    for step in range(3):
+        samples, weights = torch.randn(2, 2, 8, dtype=torch.float64), (1.0, 1.0 + 2 * step)
+        optimizer.zero_grad()
+        optimizer.backward(model(samples[rank]).square().sum(), weight=weights[rank])
+        optimizer.step()
+        plain.zero_grad()
+        (sum(dense(one).square().sum() for one in samples) / sum(weights)).backward()
+        nn.utils.clip_grad_norm_(dense.parameters(), 0.5)
+        plain.step()
+    pairs = zip(model.parameters(), dense.parameters(), strict=True)
+    return max(float((full(param) - other).abs().max()) for param, other in pairs), repr(optimizer.registry.topology)
+
+
+@pytest.mark.parametrize("names", [("x",), None], ids=["unknown name", "no name"])
+def test_mesh_dims_of_fully_shard_are_data_axes_whatever_their_names(
+    world: World, names: tuple[str, ...] | None
+) -> None:
+    for error, topology in world.run(2, weighted_error, names, None):
+        assert error < 1e-6  # clip coefficients of torch are off by its epsilon of 1e-6
+        assert "'data'" in topology
+
+
+def test_fully_shard_over_model_axis_uses_only_the_weights_of_this_rank(world: World) -> None:
+    """The control of the test above: as a model axis, each rank would divide by the weight of its own samples."""
+    for error, _ in world.run(2, weighted_error, ("x",), "model"):
+        assert error > 1e-3

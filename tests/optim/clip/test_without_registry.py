@@ -178,7 +178,7 @@ def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) ->
         first = rank - rank // stride % size * stride
         return Dim(0, name, tuple(range(first, first + size * stride, stride)))
 
-    return [_View([dim_at(rank, *dim) for dim in meshes], [dim_at(rank, *sliced_off)], ()) for rank in range(12)]
+    return [_View([dim_at(rank, *dim) for dim in meshes], [dim_at(rank, *sliced_off)], [], ()) for rank in range(12)]
 
 
 def test_dim_of_root_mesh_becomes_an_axis_only_if_it_nests() -> None:

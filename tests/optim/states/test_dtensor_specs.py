@@ -113,8 +113,6 @@ def refused(kind: str) -> str:
         mesh = registry.device_mesh("data")
         if kind == "no axes":
             mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("beside", "dp"))["dp"]
-        elif kind == "no names":
-            mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
         elif kind == "ranks":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))["data"]
         param = nn.Parameter(distribute_tensor(randn(4, 6), mesh, (Shard(0),) * mesh.ndim))
@@ -136,7 +134,6 @@ def refused(kind: str) -> str:
             "no axes",
             "w is on a device mesh whose dim 'dp' has ranks (0, 3), and no axes of Topology(data=2, tensor=2)",
         ),
-        ("no names", "w is on a mesh without dim names"),
         ("ranks", "w is on a device mesh whose dim 'data' has ranks (0, 1), but the axis of"),
         (
             "undeclared",
@@ -150,6 +147,22 @@ def test_dtensors_on_unmatched_mesh_or_without_spec_or_with_muon_are_rejected(
     world: World, kind: str, message: str
 ) -> None:
     assert message in world.run(4, refused, kind)[0]
+
+
+def spec_on_unnamed_mesh() -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with registry_of(GRID) as registry:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        param = nn.Parameter(distribute_tensor(randn(4, 6), mesh, (Replicate(), Shard(1))))
+        annotate(param, P(), "w")
+        optimizer = ParallelOptimizer(torch.optim.AdamW([param]), registry)
+        return str(optimizer.plan.entries[0].spec)
+
+
+def test_dims_of_unnamed_mesh_are_matched_to_axes_by_their_ranks(world: World) -> None:
+    assert world.run(4, spec_on_unnamed_mesh) == ["P(None, 'tensor')"] * 4
 
 
 def stepped_with_pending(op: str) -> tuple[list[float], float]:

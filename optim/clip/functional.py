@@ -79,11 +79,14 @@ class OneShotParams:
     ) -> OneShotParams:
         """Return the parameters with local tensors in place of DTensors.
 
+        With ``undeclared_are_replicas``, partial gradients of DTensors are replaced by their sums.
+
         Raises:
             ValueError: The layout of a DTensor, or of its gradient, is not supported.
         """
         params = [param for _, param in given]
-        return cls(given, *local_gradients(params, registry.topology), undeclared_are_replicas)
+        local = local_gradients(params, registry.topology, sum_partial=undeclared_are_replicas)
+        return cls(given, *local, undeclared_are_replicas)
 
     @cached_property
     def pending(self) -> Pending:
@@ -251,7 +254,8 @@ def global_norm(
         registry: The process groups of the mesh on which the parameters were declared. None (default): the placements of
             the DTensors describe how they are sharded over their meshes. Plain parameters count as replicated over all
             ranks, and a DTensor counts as replicated over the axes that its mesh does not have. The first call on these
-            meshes compares the replicas and their gradients bitwise.
+            meshes compares the replicas and their gradients bitwise. A DTensor's gradient that is ``Partial`` over its mesh
+            (norms under `SequenceParallel`) is replaced by its sum.
         norm_type: p >= 1, or inf. Default: 2.
         reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
@@ -267,7 +271,8 @@ def global_norm(
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
-        and every call with DTensors on new meshes also gather the meshes and compare replicas.
+        and every call with DTensors on new meshes also gather the meshes and compare replicas; each partial gradient takes
+        one more all-reduce over its mesh.
     Host synchronization: only when ranks are compared.
     """
     given = unique_params(params)
@@ -434,7 +439,7 @@ def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegis
     Raises:
         ValueError: A gradient is still partial, or the layout of a DTensor is not supported.
         TypeError: A gradient is complex or sparse, or ``registry`` is no registry.
-    Collectives: none, except for new meshes without a registry; see `global_norm`.
+    Collectives: none, except for new meshes or partial gradients without a registry; see `global_norm`.
     Host synchronization: none.
     """
     listed, registry = _listed(unique_params(params), registry)
@@ -459,7 +464,7 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
         ValueError: A gradient is still partial, the layout of a DTensor is not supported, or ``clip_value`` is not
             finite and positive.
         TypeError: A gradient is complex or sparse, ``clip_value`` is not a number, or ``registry`` is no registry.
-    Collectives: none, except for new meshes without a registry; see `global_norm`.
+    Collectives: none, except for new meshes or partial gradients without a registry; see `global_norm`.
     Host synchronization: none.
     """
     check_number_threshold(clip_value, "clip_value")

@@ -390,6 +390,25 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
     return local
 
 
+def sum_partial_gradient(param: DTensor) -> None:
+    """Replace a partial gradient by its sum, in the placements of the parameter.
+
+    An example is the gradient of a norm under `SequenceParallel`. Gradients of parameters that are declared partial stay
+    unchanged, because the caller sums them.
+
+    Args:
+        param: A DTensor parameter. If its gradient is partial on a rank, it must be partial on all ranks of the mesh.
+    Collectives: one all-reduce per partial mesh dim; a reduce-scatter if the mesh dim shards the parameter.
+    """
+    grad, declared = param.grad, annotation_of(param)
+    if not isinstance(grad, DTensor) or (declared is not None and declared.spec.partial):
+        return
+    if any(_is_sum(has) and has != wanted for _, has, wanted in _zip_placements(param, grad)):
+        with torch.no_grad():
+            summed = grad.redistribute(placements=param.placements)
+            param.grad = _wrap_like(param, waited(summed._local_tensor))
+
+
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
     """Remove the gradient from the local parameter ``piece``, and set it on ``param`` if ``param`` has no gradient."""
     if piece.grad is not None:
@@ -618,7 +637,7 @@ def _wrap_like(param: DTensor, local: Tensor) -> DTensor:
 
 
 def of_each(
-    params: Iterable[Tensor], topology: Topology
+    params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False
 ) -> tuple[list[Tensor], list[Tensor | None], list[Annotation | None]]:
     """Return three lists: the local parameter, the local gradient and the annotation of each parameter.
 
@@ -627,8 +646,10 @@ def of_each(
     Args:
         params: Parameters; some may be DTensors. The gradient and the annotation of a parameter without one are None.
         topology: The mesh axes.
+        sum_partial: True: replace partial gradients by their sums; see `sum_partial_gradient`. Default: False.
     Raises:
         ValueError: As in `local_parameter` and `local_gradient`.
+    Collectives: with ``sum_partial``, those of `sum_partial_gradient`; else none.
     """
     local_params, gradients, annotations = list[Tensor](), list[Tensor | None](), list[Annotation | None]()
     for param in params:
@@ -651,6 +672,9 @@ def of_each(
                 annotations.append(annotation)
                 continue
         if isinstance(param, DTensor):
+            if sum_partial:
+                sum_partial_gradient(param)
+                grad = param.grad
             piece = local_parameter(param, topology)
             local_params.append(piece)
             gradients.append(local_gradient(param, piece))

@@ -131,20 +131,23 @@ class Gradients(NamedTuple):
     annotations: list[Annotation | None]
 
 
-def local_gradients(params: Sequence[Tensor], topology: Topology) -> Gradients:
+def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial: bool = False) -> Gradients:
     """Return the local parameter, local gradient and annotation of each parameter.
 
     Args:
         params: Any parameters.
         topology: Provides the axes.
+        sum_partial: True: replace partial gradients of DTensors by their sums, except those of parameters that are declared
+            partial. Default: False.
     Raises:
         ValueError: As in `local_parameters`.
+    Collectives: with ``sum_partial``, those of `meshstep.parallel.interop.dtensor.sum_partial_gradient`; else none.
     """
     if not has_dtensors(params):
         return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
     from .dtensor import of_each
 
-    return Gradients(*of_each(params, topology))
+    return Gradients(*of_each(params, topology, sum_partial=sum_partial))
 
 
 @contextmanager

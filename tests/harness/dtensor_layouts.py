@@ -87,6 +87,26 @@ def tensor_parallel(model: Net) -> int:
     return 1
 
 
+def sequence_parallel(model: Net) -> int:
+    """The gradient of the norm is partial over the mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = mesh_of((4,), ("sp",))
+    rows = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),))
+    parallelize_module(model, mesh, rows)
+    plan = {"norm": SequenceParallel(sequence_dim=0), "up": ColwiseParallel(input_layouts=Shard(0))}
+    parallelize_module(model, mesh, {**plan, "down": RowwiseParallel()})
+    shard_experts(model, mesh, Shard(0))
+    return 1
+
+
 def fsdp_and_tensor_parallel(model: Net) -> int:
     from torch.distributed.tensor import Replicate, Shard
 
@@ -142,6 +162,7 @@ LAYOUTS: dict[str, Layout] = {
     for of in (
         fsdp,
         tensor_parallel,
+        sequence_parallel,
         fsdp_and_tensor_parallel,
         hsdp,
         experts_on_another_mesh,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed.tensor._redistribute
 from cases import slice_of
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
@@ -16,10 +17,18 @@ Axes = tuple[tuple[str, int], ...]
 
 def registry_of(axes: Axes) -> ProcessGroupRegistry:
     """Return a registry whose meshes DTensor has not seen: it would reuse an equal mesh of a closed registry."""
+    clear_mesh_caches()
+    return ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
+
+
+def clear_mesh_caches() -> None:
+    """Clear torch's caches of DTensor specs. They return equal meshes whose process groups were destroyed."""
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
-    return ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
+    redistribute: Any = torch.distributed.tensor._redistribute
+    for name, method in (("_gen_transform_infos", "cache_clear"), ("_planner_cache", "clear")):
+        getattr(getattr(redistribute, name, None), method, lambda: None)()
 
 
 def local(tensor: Tensor) -> Tensor:

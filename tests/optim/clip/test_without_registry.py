@@ -17,7 +17,7 @@ from meshstep.optim import (
     global_norm,
     scale_gradients_,
 )
-from meshstep.parallel import ProcessGroupRegistry
+from meshstep.parallel import P, ProcessGroupRegistry, annotate
 from meshstep.parallel.interop.inferred_registry import _topology, _View, registry_of_meshes
 from meshstep.parallel.mesh.refinement import Dim
 from torch import nn
@@ -187,6 +187,36 @@ def test_dim_of_root_mesh_becomes_an_axis_only_if_it_nests() -> None:
     assert (nesting.axes, nesting.sizes) == (("a", "b"), (6, 2))
     other = _topology(views_of(("a", 6, 2), sliced_off=("c", 3, 1)), any_roles=True)
     assert (other.axes, other.sizes) == (("a", "replica_2x1"), (6, 2))
+
+
+def partial_gradient(is_declared: bool) -> tuple[float, str, list[float]] | str:
+    """Measure a gradient that is partial over the mesh. Return the norm, the placements and the gradient afterwards."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = mesh_of((2,), ("tp",))
+    param = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+    param.grad = DTensor.from_local(torch.tensor([1.0, 2.0 * dist.get_rank()]), mesh, [Partial()])
+    if is_declared:
+        annotate(param, P(partial="tp"), "weight")
+        with pytest.raises(ValueError, match="partial") as caught:
+            global_norm([param])
+        return str(caught.value)
+    norm, grad = float(global_norm([param])), param.grad
+    assert isinstance(grad, DTensor)
+    return norm, str(grad.placements), grad.to_local().tolist()
+
+
+def test_partial_gradient_of_dtensor_is_summed_without_registry(world: World) -> None:
+    """An example is a norm under `SequenceParallel`."""
+    for norm, placements, gradient in world.run(2, partial_gradient, False):
+        assert norm == pytest.approx(8**0.5)
+        assert placements == "(Replicate(),)"
+        assert gradient == [2.0, 2.0]
+
+
+def test_gradient_declared_partial_must_be_summed_by_caller(world: World) -> None:
+    for text in world.run(2, partial_gradient, True):
+        assert "must still be summed over tp" in str(text)
 
 
 def plain_differs(of: str) -> str:

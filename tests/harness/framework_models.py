@@ -219,8 +219,7 @@ class Transformers:
 
     def save(self, path: str) -> None:
         """Write the checkpoint from which `dense` and `sharded` load."""
-        import transformers
-
+        transformers: Any = importlib.import_module("transformers")
         config: Any = getattr(transformers, f"{self.name}{'Text' if self.name == 'Gemma3' else ''}Config")
         with Float64(), torch.random.fork_rng():
             torch.manual_seed(0)
@@ -233,15 +232,15 @@ class Transformers:
         return self._loaded(path, None)
 
     def sharded(self, path: str, *, fsdp: int = 1, tp: int = 1, replicate: int = 1, ep: int = 1) -> Sharded:
-        from transformers.distributed import DistributedConfig
-
-        plan = {"tp_plan": "auto"} if tp > 1 else {}
-        config = DistributedConfig(fsdp_size=fsdp, tp_size=tp, dp_replicate_size=replicate, ep_size=ep, **plan)
+        distributed: Any = importlib.import_module("transformers.distributed")
+        plan: dict[str, Any] = {"tp_plan": "auto"} if tp > 1 else {}
+        config = distributed.DistributedConfig(
+            fsdp_size=fsdp, tp_size=tp, dp_replicate_size=replicate, ep_size=ep, **plan
+        )
         return Sharded(self._loaded(path, config), slice(torch.distributed.get_rank() // tp, None, replicate * fsdp))
 
     def _loaded(self, path: str, config: Any) -> nn.Module:
-        import transformers
-
+        transformers: Any = importlib.import_module("transformers")
         transformers.utils.logging.disable_progress_bar()
         experts = {} if self.name == "Gemma3" else {"experts_implementation": "eager"}  # others lack float64
         with Float64():
@@ -286,7 +285,8 @@ class Torchtitan:
 
     def dense(self, _: str) -> nn.Module:
         with self._imported() as titan:
-            return self._built(titan, SimpleNamespace(parallelism=titan.ParallelismConfig()))
+            model: nn.Module = self._built(titan, SimpleNamespace(parallelism=titan.ParallelismConfig()))
+        return model
 
     def sharded(self, _: str, *, fsdp: int = 1, tp: int = 1, replicate: int = 1, ep: int = 1) -> Sharded:
         from torch.distributed.fsdp import FSDPModule

@@ -113,7 +113,11 @@ def write_reference(kind: str, folder: str) -> None:
         def clip(model: nn.Module = model, order: float = order) -> Tensor:
             return nn.utils.clip_grad_norm_(model.parameters(), thresholds[order], order)
 
-        trained[order] = train(model, lambda tokens, model=model: build.loss(model, tokens), clip)
+        def loss_of(tokens: Tensor, model: nn.Module = model) -> Tensor:
+            loss: Tensor = build.loss(model, tokens)
+            return loss
+
+        trained[order] = train(model, loss_of, clip)
     torch.save((gradients, thresholds, {key: tuple(value) for key, value in trained.items()}), f"{folder}/dense.pt")
 
 

@@ -27,7 +27,7 @@ from ..parallel.mesh.value_checks import anything, dict_of, is_number
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Lower bound to which `DynamicLossScale` reduces its scale. A smaller scale could become 0, or its inverse inf."""
+"""Smallest loss scale. A smaller one could become 0, or its inverse inf."""
 
 _COUNTS = ("good_steps", "overflows_left", "growth_interval", "hysteresis")
 
@@ -88,7 +88,7 @@ class ConstantLossScale(LossScale):
     """
 
     def __init__(self, value: float, device: torch.device | str | None = None) -> None:
-        _check(0 < value <= MAX_FLOAT32, "value", value, "a number > 0 in float32's range")
+        _check(SMALLEST <= value <= MAX_FLOAT32, "value", value, "a number > 0 in float32's range")
         self._value = value
         self.scale = torch.tensor(value, dtype=torch.float32, device=device)
 

@@ -177,7 +177,7 @@ class StatefulClipper:
     ) -> None:
         plan = planned_for(clip.rule, agreed(partial(_checked_plan, listed, registry), registry, names=True), registry)
         clip.bind(plan.parameter_names)
-        self.registry, self.key = registry, _key(listed)
+        self.registry, self.key, self.options = registry, _key(listed), (norm_type, reduction)
         self._annotations = listed.annotations  # keeps the objects alive whose ids are in the key
         no_groups: Any = SimpleNamespace(param_groups=[])
         self.clipping = GradientClipper(
@@ -190,6 +190,15 @@ class StatefulClipper:
             norm_type=norm_type,
             reduction=reduction,
         )
+
+    def check_options(self, norm_type: float, reduction: Reduction) -> None:
+        """Raise ValueError if these are not the ``norm_type`` and ``reduction`` of the first call."""
+        if (norm_type, reduction) != self.options:
+            first_norm_type, first_reduction = self.options
+            raise ValueError(
+                f"norm_type={norm_type}, reduction={reduction!r}: the first call with this ClipState had norm_type="
+                f"{first_norm_type}, reduction={first_reduction!r}; give the same values, or make another ClipState"
+            )
 
     def __call__(self, clip: ClipState, params: list[Tensor], listed: OneShotParams) -> GradStats:
         """Clip the gradients in place, and return their measurements.
@@ -382,6 +391,7 @@ def clip_grad_norm_(
             lists = _CACHES.setdefault(registry, _RegistryCache()).lists
             if clip not in lists:
                 lists[clip] = StatefulClipper(listed, registry, clip, norm_type, reduction)
+            lists[clip].check_options(norm_type, reduction)
             stats = lists[clip](clip, [param for _, param in given], listed)
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(

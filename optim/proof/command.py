@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", required=True, metavar="AXIS=SIZE,...", help="process axes, slowest first")
     add("--infer", action="store_true", help="print rules for declare(), found without the declared ones")
     add("--json", action="store_true", help="print JSON")
-    add("--max-parameters", type=int, metavar="N", help="check only N parameters, spread evenly over the model")
+    add("--max-parameters", type=int, metavar="N", help="check at most N parameters, spread evenly over the model")
     add(
         "--own-dtype", action="store_true", help="compute in the model's own dtype, not in float64; needed for DTensors"
     )

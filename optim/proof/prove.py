@@ -166,7 +166,8 @@ def prove(
         seed: Seed of the random directions. Default: 0.
 
     Raises:
-        ValueError: On every rank: a parameter is not declared, or a loss is missing, not finite or not a single number.
+        ValueError: ``max_parameters`` is below 1. On every rank: a parameter is not declared, or a loss is missing, not
+            finite or not a single number.
         RuntimeError: ``loss_fn`` raised an error on another rank (a ValueError or TypeError there is the same type
             here). That rank logs the error at once. If this rank waits for it in a collective of the model, the
             collective must time out first.
@@ -419,6 +420,8 @@ def examine(
     """
     if dtype not in (None, torch.float64):
         raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
+    if most is not None and most < 1:
+        raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
     with in_float64(model) if dtype is not None else nullcontext():
         objective = Objective(model, loss_fn, registry)
         try:

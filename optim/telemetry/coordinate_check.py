@@ -126,7 +126,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
     device = next((before[name].device for name in names), registry.device)
     sums = [
         torch.stack(
-            [(seen[name].double() - before[name].double()).abs().sum(), torch.tensor(float(seen[name].numel()))]
+            [moved := (seen[name].double() - before[name].double()).abs().sum(), moved.new_tensor(seen[name].numel())]
         )
         for name in names
     ]

@@ -273,7 +273,7 @@ WORDS = {
     "spectral_norm": "largest singular value, by power iteration",
     "grad_zeros": "fraction of elements whose gradient is 0",
     "grad_underflow": "fraction of elements below 2⁻¹⁴ in the scaled gradient, including zeros",
-    "noise_scale": "S / |G|², in samples: the largest useful batch size",
+    "noise_scale": "S / |G|²: the largest useful batch size, in the unit of the given number of samples",
     "noise_signal": "|G|², estimated",
     "noise_trace": "S, the trace of the covariance of one sample's gradient",
     "flops_utilization": "fraction of the devices' peak",

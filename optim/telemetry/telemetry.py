@@ -241,7 +241,7 @@ class PowerIteration:
     def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the estimated largest singular value of each matrix, [matrices] float64, and update `vectors`.
 
-        The value is 0 for a matrix of zeros, and also for a matrix that contains NaN.
+        The value is 0 for a matrix of zeros, and NaN for a matrix that contains NaN or inf.
 
         Args:
             pieces: The current stepped tensors, in the order of the constructor's ``named``.
@@ -256,7 +256,7 @@ class PowerIteration:
             for name, w in self._products(pieces, left, transposed=True).items():
                 length, u_length = _length(w), _length(left[name])
                 # a matrix of zeros, or with elements that are not finite, leaves its vector unchanged
-                found[name] = torch.where(u_length > 0, length / u_length, torch.zeros_like(u_length))
+                found[name] = torch.where(u_length == 0, torch.zeros_like(u_length), length / u_length)
                 self.vectors[name] = torch.where((length > 0) & length.isfinite(), w / length, self.vectors[name])
         return torch.stack([*found.values()]) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 

@@ -332,6 +332,8 @@ class Muon(WholeOptimizer):
     def _sorted(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield ``group`` if it has an "algorithm"; otherwise yield a group for Muon and a group for AdamW."""
         if "algorithm" in group:
+            if group["algorithm"] not in ("muon", "adamw"):
+                raise ValueError(f"'algorithm' of the param group is {group['algorithm']!r}: give 'muon' or 'adamw'")
             yield dict(group)
             return
         for algorithm in ("muon", "adamw"):

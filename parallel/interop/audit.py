@@ -169,7 +169,7 @@ def _audit_parameter(param: Tensor, topology: Topology) -> AuditedParameter:
     local = local_parameter(param, topology)
     gradient = param.grad if param.grad is not None else getattr(param, "main_grad", None)
     sketch = None if gradient is None else Sketch.of(local_tensor(gradient))
-    return AuditedParameter(spec_of(param), Sketch.of(local), sketch, _EQUAL.get(local.dtype, _EQUAL_IN_HALF))
+    return AuditedParameter(spec_of(param, topology), Sketch.of(local), sketch, _EQUAL.get(local.dtype, _EQUAL_IN_HALF))
 
 
 def _compare_ranks(

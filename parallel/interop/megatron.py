@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..layout.annotation import annotate
 from ..layout.spec import Entry, P, blocks, parts_of
 from ..mesh.agreement import on_all_ranks
-from ..mesh.refinement import steps_of
+from ..mesh.refinement import gathered, steps_of
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Role, Topology, axes_along
 from .megatron_mla import check_rope_gradients, norms_before_projection
@@ -63,13 +63,14 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
             ``parallel_state``.
     Raises:
         RuntimeError: ``parallel_state`` is not initialised.
-        ValueError: The ranks of a group are not evenly spaced; the dense and the expert mesh have no common axes; or
-            ``groups`` lacks tp, pp or dp. On every rank: a group of some rank does not lie along axes of the registry.
-    Collectives: an object all-gather over the world. Host synchronization: yes.
+        ValueError: ``groups`` lacks tp, pp or dp. On every rank: the ranks of a group are not evenly spaced; the dense and
+            the expert mesh have no common axes; or a group of some rank does not lie along axes of the registry.
+    Collectives: two object all-gathers over the world. Host synchronization: yes.
     """
     found = _groups_of(groups, {**_DENSE, **_EXPERT})
     ranks = {name: _ranks(group) for name, group in found.items()}
-    registry = ProcessGroupRegistry(topology_of(ranks, dist.get_world_size()))
+    topologies = gathered(lambda: topology_of(ranks, dist.get_world_size()))
+    registry = ProcessGroupRegistry(topologies[dist.get_rank()])
     on_all_ranks(lambda: [axes_of(_ranks(group), registry, name) for name, group in found.items()], registry)
     registry.adopt(*found.values())
     return registry

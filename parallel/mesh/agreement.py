@@ -155,7 +155,7 @@ def describe(value: object, depth: int = 4) -> str:
     a tensor of more than 16 elements by its shape alone.
 
     Args:
-        value: Any object; the keys of dicts must be sortable.
+        value: Any object.
         depth: Number of nested levels of objects that are shown with attributes. Objects below these levels are shown by
             their type name alone.
     Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device.
@@ -167,7 +167,8 @@ def describe(value: object, depth: int = 4) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(describe(item, depth) for item in value)})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {describe(item, depth)}' for key, item in sorted(value.items()))}}}"
+        items = sorted((describe(key, depth), describe(item, depth)) for key, item in value.items())
+        return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
     if value is None or isinstance(value, (bool, int, str, type)):
         return repr(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item") and type(item := value.item()) is not type(value):

@@ -237,7 +237,7 @@ def test_dynamic_scale_rejects_bad_settings(settings: dict[str, Any], message: s
         DynamicLossScale(**settings)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, inf, nan, 2 * MAX_FLOAT32])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-50, inf, nan, 2 * MAX_FLOAT32])
 def test_constant_scale_rejects_bad_value(value: float) -> None:
     with pytest.raises(ValueError, match="value="):
         ConstantLossScale(value)

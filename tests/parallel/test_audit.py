@@ -110,3 +110,14 @@ def undeclared() -> str:
 
 def test_audit_raises_on_every_rank_for_undeclared_parameter(world: World) -> None:
     assert all("shape (2, 2)" in text for text in world.run(2, undeclared))
+
+
+def audited_by_alias() -> Audit:
+    with ProcessGroupRegistry(Topology(row=2, col=2, aliases={"grid": ("row", "col")})) as registry:
+        model = nn.ParameterDict({"w": nn.Parameter(torch.tensor(RAMP) + registry.global_rank)})
+        annotate(model["w"], P("grid"), "w")
+        return audit(model, registry)
+
+
+def test_audit_accepts_shards_over_an_alias(world: World) -> None:
+    assert world.run(4, audited_by_alias) == [Audit(1, ())] * 4

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, blocks, spec_of
+from meshstep.parallel.interop import megatron
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of, topology_of
 from torch import nn
 from world import World
@@ -74,6 +75,21 @@ def adopted() -> bool:
 
 def test_registry_of_reuses_given_process_groups(world: World) -> None:
     assert all(world.run(4, adopted))
+
+
+def uneven_on_first_rank() -> str:
+    with ProcessGroupRegistry(Topology(x=4)) as made:
+        ranks = [0, 1, 3] if made.global_rank == 0 else [made.global_rank]
+        world = SimpleNamespace(**{name: made.group_of((made.global_rank,)) for name in ("tp", "pp", "dp")})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(megatron, "_ranks", lambda group: tuple(ranks))
+            with pytest.raises(ValueError, match="ranks") as error:
+                registry_of(world)
+        return str(error.value)
+
+
+def test_registry_of_raises_on_every_rank_if_one_rank_has_uneven_groups(world: World) -> None:
+    assert len({*world.run(4, uneven_on_first_rank)}) == 1
 
 
 def flagged(shape: tuple[int, ...], **flags: Any) -> nn.Parameter:

@@ -423,6 +423,16 @@ def test_clip_state_can_be_saved_and_loaded() -> None:
     assert clip.state_dict() == other.state_dict()
 
 
+def test_other_options_than_in_first_call_with_clip_state_are_rejected() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    model, clip = Planted(LAYOUTS["one rank"], 0), ClipState(ByValue(0.5))
+    give_gradients(model)
+    clip_grad_norm_(model.parameters(), clip, registry, norm_type=3.0)
+    clip_grad_norm_(model.parameters(), clip, registry, norm_type=3.0)
+    with pytest.raises(ValueError, match=r"norm_type=2\.0, reduction='packed': the first call .* norm_type=3\.0"):
+        clip_grad_norm_(model.parameters(), clip, registry)
+
+
 @pytest.mark.parametrize(
     ("rule", "why"),
     [

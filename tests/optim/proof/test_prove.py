@@ -413,3 +413,8 @@ def test_prove_checks_at_most_max_parameters(world: World) -> None:
 
 def _net_of_few() -> Proof:
     return _net(max_parameters=3)[0]
+
+
+def test_prove_rejects_max_parameters_below_one() -> None:
+    with pytest.raises(ValueError, match="max_parameters=0: give a number >= 1"):
+        prove(nn.Linear(2, 2), lambda model: None, ProcessGroupRegistry(Topology()), max_parameters=0)

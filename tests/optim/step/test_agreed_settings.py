@@ -9,7 +9,7 @@ import pytest
 import torch
 from meshstep.optim import Bf16Compression, ByNorm, Offloaded, ParallelOptimizer, ReplicaMismatchError, Sharded, Skip
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
-from meshstep.parallel.mesh.agreement import check_all_say_the_same
+from meshstep.parallel.mesh.agreement import check_all_say_the_same, describe
 from small_models import parameter
 from torch import Tensor, nn
 from world import World
@@ -234,3 +234,8 @@ def test_replica_check_in_single_process_passes() -> None:
         stats = optimizer.step()
         assert stats is not None
         assert float(stats.total_norm) == pytest.approx(4.0)
+
+
+def test_settings_with_keys_of_several_types_are_described_in_one_order() -> None:
+    assert describe({1: 2, "a": 3}) == describe({"a": 3, 1: 2})
+    assert describe({1: 2, "a": 3}) != describe({1: 2, "a": 4})

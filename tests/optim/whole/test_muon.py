@@ -342,9 +342,12 @@ def test_muon_rejects_invalid_options() -> None:
     vector.grad = torch.ones(4)
     with pytest.raises(ValueError, match="is not a matrix"):
         optimizer.step()
-    optimizer = Muon([("qkv", matrix)], blocks={"qkv": 3})
-    with pytest.raises(ValueError, match="a list of sizes >= 1 that add up to"):
-        optimizer.step()
+    for blocks in (3, 0, -1, []):
+        optimizer = Muon([("qkv", matrix)], blocks={"qkv": blocks})
+        with pytest.raises(ValueError, match="a list of sizes >= 1 that add up to"):
+            optimizer.step()
+    with pytest.raises(ValueError, match="is 'adam': give 'muon' or 'adamw'"):
+        Muon([{"params": [matrix], "algorithm": "adam"}])
 
 
 def refused(states: Any) -> str:

@@ -70,7 +70,7 @@ class _DuplicatedLinear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
         with torch.no_grad():
             init_method(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (a flag of Megatron)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return super().forward(x), None

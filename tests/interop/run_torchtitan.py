@@ -117,10 +117,10 @@ def on_cpus() -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
     def all_to_all(received: list[Tensor], sent: list[Tensor], group: Any = None) -> None:
-        sizes = [[len(each) for each in tensors] for tensors in (received, sent)]
+        output_sizes, input_sizes = ([len(each) for each in tensors] for tensors in (received, sent))
         joint = torch.cat(received)
-        torch.distributed.all_to_all_single(joint, torch.cat(sent), *sizes, group=group)
-        for target, source in zip(received, joint.split(sizes[0]), strict=True):
+        torch.distributed.all_to_all_single(joint, torch.cat(sent), output_sizes, input_sizes, group=group)
+        for target, source in zip(received, joint.split(output_sizes), strict=True):
             target.copy_(source)
 
     torch.distributed.all_to_all = all_to_all  # type: ignore[assignment]

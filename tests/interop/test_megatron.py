@@ -252,7 +252,7 @@ def test_mla_whose_backward_misses_rope_sum_is_rejected(
 
 def by_its_schedule(tensor: int) -> tuple[Weights, list[float], Weights]:
     """Return weights of this stage, by names of the dense model, before and after two steps, and the norms."""
-    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
     with megatron(**sizes), registry_of() as registry:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -22,14 +22,16 @@ Result = tuple[list[float], dict[str, Tensor]]
 
 
 def loss_of(model: Net, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+    loss: Tensor = model(x).square().mean()
+    return loss
 
 
 def set_expert_gradient(model: Net, factor: float) -> None:
     """Set the gradient of the experts, which the forward does not use, to ``factor`` times its value."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    experts, grad = model.experts, factor * expert_gradient()
+    experts: Any = model.experts
+    grad = factor * expert_gradient()
     sharded = isinstance(experts, DTensor)
     experts.grad = distribute_tensor(grad, experts.device_mesh, experts.placements) if sharded else grad
 
@@ -87,7 +89,8 @@ def by_automodel() -> Result:
         )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    assert utils.scale_grads_and_clip_grad_norm.__self__.clip_grad_norm(None, [model]) == 0.0
+    taken_over: Any = utils.scale_grads_and_clip_grad_norm
+    assert taken_over.__self__.clip_grad_norm(None, [model]) == 0.0
     return norms, full(model)
 
 

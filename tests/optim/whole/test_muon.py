@@ -342,7 +342,8 @@ def test_muon_rejects_invalid_options() -> None:
     vector.grad = torch.ones(4)
     with pytest.raises(ValueError, match="is not a matrix"):
         optimizer.step()
-    for blocks in (3, 0, -1, []):
+    wrong_blocks: list[int | list[int]] = [3, 0, -1, []]
+    for blocks in wrong_blocks:
         optimizer = Muon([("qkv", matrix)], blocks={"qkv": blocks})
         with pytest.raises(ValueError, match="a list of sizes >= 1 that add up to"):
             optimizer.step()

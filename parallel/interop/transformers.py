@@ -49,11 +49,11 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     Args:
         model: A sharded Transformers model, or a module that contains one (``torch.compile``, PEFT, a module of your own).
             Parameters outside the Transformers model, such as adapters, are declared replicated, unless they are DTensors.
-            Existing declarations are kept. A norm layer whose hook the call removes must therefore not be declared before,
-            or with ``partial="tp"``.
+            Existing declarations are kept.
     Raises:
         ValueError: ``model`` contains no sharded model, or more than one; no module or parameter has a name of the
-            tensor-parallel plan; the forward that Transformers set on a module with a hook was replaced; or as in
+            tensor-parallel plan; the forward that Transformers set on a module with a hook was replaced; a norm layer
+            whose hook the call removes is declared without ``partial="tp"``; or as in
             `ProcessGroupRegistry.from_device_mesh`. The model is unchanged in these cases.
     Collectives: none. Host synchronization: none.
     """
@@ -66,6 +66,13 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     else:
         registry = ProcessGroupRegistry(_refine_topology(*dense.shape, *experts.shape[2:]))
     pending = {id(param) for module in summed for param in module.parameters(recurse=False)}
+    for name, param in model.named_parameters():
+        declared = annotation_of(param)
+        if id(param) in pending and declared is not None and "tp" not in declared.spec.partial:
+            raise ValueError(
+                f"{name} is declared {declared.spec}, but its gradient is partial over 'tp' without the hook of "
+                "Transformers; leave it undeclared, or declare it P(partial='tp')"
+            )
     for module, forward in summed.items():
         _remove_hooks(module, forward)
     divide_once(sharded)

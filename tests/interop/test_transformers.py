@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import P, registry_of, spec_of
+from meshstep.parallel import P, annotate, registry_of, spec_of
 from torch import Tensor, nn
 from transformers_models import Mesh, loaded, loss_of, made, sgd, tokens_of, weights_of
 from world import World
@@ -271,3 +271,22 @@ def test_unsharded_models_and_models_with_replaced_forward_are_rejected(
     for whole, wrapped in world.run(2, refused, saved("qwen3")):
         assert "Qwen3ForCausalLM has no device mesh; load it with from_pretrained(path, distributed_config=" in whole
         assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped
+
+
+def declared_before(path: str) -> str:
+    model = loaded(path, (1, 2))
+    norm = model.model.layers[1].self_attn.k_norm
+    annotate(norm.weight, P())
+    with pytest.raises(ValueError, match="is declared") as error:
+        registry_of(model)
+    assert "forward" in vars(norm), "registry_of changed a model before it raised"
+    annotate(norm.weight, P(partial="tp"))
+    registry_of(model).close()
+    return str(error.value)
+
+
+def test_norm_declared_replicated_before_its_hook_is_removed_is_rejected(
+    world: World, saved: Callable[[str], str]
+) -> None:
+    for message in world.run(2, declared_before, saved("qwen3")):
+        assert "self_attn.k_norm.weight is declared P(), but its gradient is partial over 'tp'" in message

@@ -57,6 +57,7 @@ SMALL: dict[str, list[tuple[str, list[str]]]] = {
     ],
     "proof": [("10", ["10  none", "10  a spec", "10  a copy_to"])],
     "split_masters": [("--every 8192", ["finite", "all"])],
+    "random_cases": [("clip --count 2", ["2 cases from 0"])],
     "step": [
         (
             "--seconds 0 --width 16",
@@ -112,7 +113,7 @@ def test_benchmark_script_prints_its_table(
     script: Any = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(script, "World", lambda: Kept(world), raising=False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
-    with pytest.raises(SystemExit) if name == "fingerprints" else nullcontext() as ended:
+    with pytest.raises(SystemExit) if name in ("fingerprints", "random_cases") else nullcontext() as ended:
         script.main()
     assert ended is None or not ended.value.code
     printed = capfd.readouterr().out

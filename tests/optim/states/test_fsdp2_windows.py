@@ -119,7 +119,7 @@ def unannounced(explicit: bool) -> str:
 @pytest.mark.parametrize("explicit", [False, True])
 def test_fsdp2_step_without_mark_last_micro_batch_raises(world: World, explicit: bool) -> None:
     for found in world.run(2, unannounced, explicit):
-        assert "Call mark_last_micro_batch() before the forward of the last one" in found
+        assert "Call mark_last_micro_batch() before the forward of the last micro-batch" in found
 
 
 def abandoned() -> tuple[str, float, float]:

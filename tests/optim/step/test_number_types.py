@@ -33,7 +33,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "NaN": ({"max_norm": float("nan")}, ValueError, "max_norm=nan: give a finite number > 0"),
     "negative": ({"max_norm": -1}, ValueError, "max_norm=-1.0: give a finite number > 0"),
     "rule": ({"max_norm": PerParameter("1")}, TypeError, f"max_norm='1': {NUMBER}str"),  # type: ignore[arg-type]
-    "value": ({"max_norm": ByValue(True)}, TypeError, f"clip_value=True: {NUMBER}bool"),
+    "value": ({"max_norm": ByValue(True)}, TypeError, "clip_value=True: give a number, not a bool"),
     "named": ({"max_norm": {"*": "1.0"}}, TypeError, f"of '*': max_norm='1.0': {NUMBER}str"),
     "others": (
         {"max_norm": ByName({"*": 1.0}, others=True)},

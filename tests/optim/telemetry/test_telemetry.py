@@ -419,4 +419,4 @@ def test_layers_with_equal_parameter_names_get_distinct_labels(world: World, nam
     expected = ["0.weight", "0.bias", "1.weight", "1.bias"] if named else own
     for names, error in world.run(2, of_layers_that_declare_themselves, named):
         assert sorted(names) == sorted([*expected, "total"])
-        assert "model.named_parameters() if the optimizer was made from them" in error
+        assert "which declare(...) or model.named_parameters() gave to the parameters" in error

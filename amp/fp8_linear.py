@@ -287,7 +287,7 @@ def _product(
 
 # 8-bit floating-point tensors with a scale ----------------------------------------------------------------------------
 
-#     scale = MAX / amax        amax = max |x| over the full tensor; MAX: the largest value of the format
+#     scale = MAX / amax        amax = max |x| over the full tensor, or over each row; MAX: the largest value of the format
 #     q = round(x * scale)      to the nearest value of the format, ties to even
 #     x ~ q / scale
 #
@@ -295,8 +295,8 @@ def _product(
 # except by a rounding error of far less than half a unit of the format, so no clamp is needed. A tensor is read twice:
 # one kernel computes the maximum, another one scales, rounds and writes.
 #
-# A tensor with a non-finite element stays non-finite. An inf makes the scale 0 and its inverse inf, so every value that
-# the 8-bit tensor represents is NaN. A NaN makes the scale NaN.
+# A tensor with a non-finite element stays non-finite. An inf makes the scale 0 and its inverse inf, so every value with
+# this scale (of the tensor, or of the row) is NaN. A NaN makes the scale NaN.
 #
 # Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 

@@ -209,7 +209,8 @@ class NormBucket:
         NormBucket.of(P("tensor"), Topology(data=2, tensor=2))  # reduced over the ranks of the axis "tensor"
 
     Args:
-        distinct: The axes that index the shards, in the topology's order.
+        distinct: The axes along which ranks hold different shards or, on pipeline axes, different parameters; in the
+            topology's order.
         owned: (axis, coordinate) pairs of the owner ranks, as in `P`. Other ranks do not hold the parameters.
         tied: ``(axis, coordinates)`` pairs: the stages that hold a replica of one logical parameter.
     """
@@ -226,7 +227,7 @@ class NormBucket:
         return cls(spec.distinct_axes(topology), spec.owned, tied)
 
     def axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the axes of the bucket's all-reduce: those that index shards, and those of owner ranks and tied stages."""
+        """Return the axes of the bucket's all-reduce: those in ``distinct``, and those of owner ranks and tied stages."""
         named = {*self.distinct, *dict(self.owned), *dict(self.tied)}
         return tuple(axis for axis in topology.axes if axis in named)
 

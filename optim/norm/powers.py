@@ -116,7 +116,10 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _squares_by_rows(flat: Tensor) -> Tensor | None:
-    """Return the sum of squares of a 1-dim float32 tensor, 0-dim float64; None if squares leave the range of float32.
+    """Return the sum of squares of a 1-dim float32 tensor, 0-dim float64.
+
+    Return None if the sum is not finite, or if the mean square is below `EXACT` (also for zeros), because squares that
+    underflow in float32 might matter.
 
     Sums rows of `ROW` elements in float32, with a relative error of 1e-7, and adds the rows in float64. This takes a third
     of the time of `_power_by_parts`.

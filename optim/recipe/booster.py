@@ -623,7 +623,9 @@ class Booster(Saving, Generic[Stats_co]):
         """
         found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
         if not isinstance(found, ParallelOptimizer):
-            raise ValueError("no_sync needs the model or the optimizer that boost returned")
+            raise ValueError(
+                "no_sync needs an optimizer that boost returned, or the model that it returned together with an optimizer"
+            )
         return found.no_sync()
 
     def __repr__(self) -> str:

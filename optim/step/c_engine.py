@@ -416,7 +416,7 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
         if rows is None:
             return False
         of_group = rows.calls(request.low_precision_out)
-        if of_group is None:  # gradients are missing, or their dtypes differ
+        if of_group is None:  # gradients are missing or unsupported, or their dtypes differ
             of_group, left = split_supported(rows, request.low_precision_out)
             if left:
                 return False

@@ -120,7 +120,7 @@ class FusedStepCountMode(TorchDispatchMode):
 
 @dataclass
 class _LaidOut:
-    """A cache of the states and gradients that had the strides of their parameters after an optimizer's last step.
+    """A cache of states and gradients to which `lay_out_all` gave the strides of their parameters before a step.
 
     Args:
         states: The values in the optimizer's states.

@@ -230,7 +230,8 @@ class Monitor:
         self.step = 0
         self._begun, self._began_at = False, 0
         self._reported: Measurement | None = None
-        self._device = registry.device  # device of the sums; a loss on another device moves them there
+        # device of the sums; `_follow` moves them to the GPU of the stats, or without stats of the loss
+        self._device = registry.device
         self._skipped = self._zero()
         # sums of loss * count and of count in this accumulation window
         self._window, self._window_count = self._zero(), 0.0

@@ -138,7 +138,7 @@ def test_threshold_of_wrong_type_set_later_is_rejected(
     ],
     ids=["bool", "text", "tensor"],
 )
-def test_micro_batch_weight_of_wrong_type_raises_and_leaves_window_unchanged(weight: Any, text: str) -> None:
+def test_micro_batch_weight_of_wrong_type_raises_and_a_later_step_succeeds(weight: Any, text: str) -> None:
     model = small()
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()))
     for _ in range(2):

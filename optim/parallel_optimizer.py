@@ -565,7 +565,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scale
 
     def _scale_info(self) -> GradScaleInfo:
-        """Return the divisors of the window's gradients, with this rank's values of the fields of the norm's all-reduce."""
+        """Return the divisors of the window's gradients, and this rank's numbers that the norm's all-reduce sums too.
+
+        These numbers are the window's weight, the settings on which ranks must agree, and the missing shards.
+        """
         window, agreement = self._window, self._agreement
         if agreement is None:
             return window.scale_info(self.registry, window.scale, self._device)

@@ -518,7 +518,7 @@ def gradient_buckets(
         average_data: False: other code averages over the data-parallel axes (`DistributedDataParallel`, FSDP). Partial and
             tied gradients are still summed. Default: True.
         hook: The communication hook of flat buckets. None (default): `NoCompression`.
-        adopt: As for `GradientBucket`. Default: False.
+        adopt: True: gradients of contiguous parameters may become views of the flat buffer. Default: False.
         only: Predicate of the entries whose gradients are reduced. None (default): all entries.
         bucket_bytes: Maximum size of a bucket; a larger parameter gets a separate bucket. None (default): 32 MiB.
     Collectives: none. `Reducible.start` of a returned bucket runs one all-reduce, or none if gradients are only scaled.

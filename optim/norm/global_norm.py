@@ -331,9 +331,10 @@ class PackedSum:
 
 # Groups by name -------------------------------------------------------------------------------------------------------
 
-# A named group is the set of logical parameters whose name matches a glob, in any param group and on any rank.
+# A named group is the set of logical parameters whose name matches a glob and no glob before it, in any param group and
+# on any rank. Its norm is computed from the norms of its parameters:
 #
-# named[k]^p = sum of parameters[i]^p over the parameters whose name matches pattern k, and no pattern before it
+#     named_norm[k]^p = sum of parameter_norm[i]^p over the parameters i of group k
 
 
 def matches(pattern: str, name: str) -> bool:

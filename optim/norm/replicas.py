@@ -405,9 +405,10 @@ ENOUGH, ENOUGH_CONSTANT = 4, 8
 
 
 class EqualShards:
-    """Finds replicated parameters that are declared sharded, by numbers (slots) that a collective sums over all ranks.
+    """Finds replicated parameters that are declared sharded.
 
-    `slots` computes this rank's summands, and `check` raises an error for the sums. The comment above describes the slots.
+    `slots` returns this rank's numbers ("slots"), which a collective sums over all ranks. A sum is 0 if all shards of a
+    parameter are equal. `check` raises an error if a sum is 0. The comment above explains the numbers.
 
     Args:
         plan: A plan of the stepped tensors that was agreed with ``names=True``.

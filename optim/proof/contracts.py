@@ -511,7 +511,7 @@ def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) ->
 
 
 def split_beside(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
-    """Return the axes along which another parameter of the same module has unequal values, so that it is sharded."""
+    """Return the axes along which another parameter of the same module has unequal values, and so must be sharded."""
     beside = [
         other
         for other in everything

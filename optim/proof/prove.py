@@ -589,8 +589,8 @@ class _Examination:
     def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
         """Return the finding of a suspected parameter, after a search for its cause.
 
-        Return None if its gradient turns out to be right, or if, in `infer`, another contract makes it right. That
-        contract is then stored in ``contracts``.
+        Return None if its gradient turns out to be right, or if, in `infer`, another `GradientContract` makes it right. A
+        contract says how the ranks' gradients relate to the full gradient. It is then stored in ``contracts``.
         """
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)

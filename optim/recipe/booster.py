@@ -544,7 +544,9 @@ class Booster(Saving, Generic[Stats_co]):
         return boosted, stepped, criterion, dataloader, lr_scheduler
 
     def _check(self, schedule: Any, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
-        """Raise ValueError or TypeError if the objects don't fit together; return the result of `first_samples`.
+        """Raise ValueError or TypeError if the objects don't fit together.
+
+        Return a hash of the dataloader's first samples; None if they can't be read (see `first_samples`).
 
         Collectives: none.
         """

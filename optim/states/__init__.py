@@ -1,1 +1,1 @@
-"""Parameter transforms (local tensors, shards, CPU copies, masters) and optimizer state dicts."""
+"""Transforms that replace parameters by stepped tensors (shards, CPU copies, float32 masters), and optimizer states."""

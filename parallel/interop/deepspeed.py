@@ -201,7 +201,8 @@ def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
     Raises:
         ValueError: On every rank: the engine clips gradients that `ParallelOptimizer` clips too. If the model-parallel
             group has more than one rank, also: the engine was created without a `ModelParallelUnit` of this topology; or
-            its optimizer is no `ParallelOptimizer`, and is not known to read the flags or a parameter has no flag.
+            its optimizer is no `ParallelOptimizer`, and either it is not known to read the flags that
+            `mark_model_parallel` sets, or a parameter has no such flag.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     on_all_ranks(lambda: _check_engine(engine, registry), registry)

@@ -164,9 +164,9 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
-    """Return the topology of the common refinement of all mesh dims, with an axis for ranks that no mesh connects.
+    """Return the topology with the largest axes of which every mesh dim is a product, and an axis between the meshes.
 
-    The dims in `_View.sliced_off` are left out if they contradict the other dims: no DTensor is on them.
+    If no such axes exist, the dims in `_View.sliced_off` are left out, because no DTensor is on them.
     """
     if any(view.sliced_off for view in views):
         with suppress(ValueError):

@@ -421,8 +421,8 @@ class P:
 
         Raises:
             ValueError: The spec names an axis both directly and by an alias, or by two aliases; a coordinate is out of
-                range; the coordinates of a tied alias are not a product of coordinates of its axes; or an owned alias
-                follows an alias whose axes have other sizes.
+                range; the coordinates of a tied alias are not a product of coordinates of its axes; or
+                ``owned={'a': 'b'}`` with an alias gives a coordinate by another one, and the sizes of their axes differ.
         """
         aliases = {**topology.aliases, **(dims or {})}
         if not aliases or aliases.keys().isdisjoint(self.named_axes):

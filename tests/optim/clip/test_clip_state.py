@@ -508,6 +508,9 @@ def test_custom_rule_raises_without_decide_or_initial_state() -> None:
         step(*alone(Forgetful()))
     with pytest.raises(NotImplementedError, match=r"Silent has neither factors\(norms\) nor decide"):
         step(*alone(Silent()))
+
+
+def test_custom_rule_keeps_state_per_parameter_and_saves_it_by_name() -> None:
     model, optimizer = alone(LongestOfEach())
     step(model, optimizer)
     assert values(optimizer)["longest"] == [1.0] * 6

@@ -178,7 +178,7 @@ def test_backward_and_no_sync_reject_objects_not_returned_by_boost() -> None:
     booster.boost(model, sgd)
     with pytest.raises(TypeError, match="optimizer is a SGD; give the optimizer that boost returned"):
         booster.backward(model(torch.ones(1, 6)).sum(), sgd)
-    with pytest.raises(ValueError, match="the model or the optimizer that boost returned"):
+    with pytest.raises(ValueError, match="an optimizer that boost returned, or the model"):
         booster.no_sync(classifier())
 
 

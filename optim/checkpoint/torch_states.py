@@ -191,10 +191,12 @@ class TorchStates(torch.optim.Optimizer):
         dcp.load(saved, checkpoint_id=path)
         set_optimizer_state_dict(model, states, saved["optim"])
 
-    Optimizer states and master weights (``"master"``) of sharded parameters become DTensors of the full shape, so they can
-    be loaded in another layout. This holds for sharding by a declaration, by `fully_shard` and by `Sharded`. The loss
-    scale, the numbers of skipped steps and similar values become numbers in the param groups. The state of a clipping rule
-    becomes a text there. If the optimizer has no states yet, the constructor creates its initial states.
+    Optimizer states and master weights (``"master"``) of sharded parameters become DTensors of the full shape, so
+    they can be loaded in another layout. This holds for sharding by a declaration, by `fully_shard` and by `Sharded`.
+    Weights of the model that only a declaration shards stay plain tensors, of which DCP saves one rank's: save them
+    with `save_checkpoint`. The loss scale, the numbers of skipped steps and similar values become numbers in the
+    param groups. The state of a clipping rule becomes a text there. If the optimizer has no states yet, the
+    constructor creates its initial states.
 
     Args:
         optimizer: The optimizer. Keep its registry open while you use this object. Create a new `TorchStates` after

@@ -124,12 +124,10 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
         trial.forward()
     names = [name for name in before if name in seen]
     device = next((before[name].device for name in names), registry.device)
-    sums = [
-        torch.stack(
-            [moved := (seen[name].double() - before[name].double()).abs().sum(), moved.new_tensor(seen[name].numel())]
-        )
-        for name in names
-    ]
+    sums = []
+    for name in names:
+        moved = (seen[name].double() - before[name].double()).abs().sum()
+        sums.append(torch.stack([moved, torch.full_like(moved, seen[name].numel())]))
     # an output that several ranks replicate is counted equally often in both columns, so their ratio is the mean
     packed = torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64, device=device)
     totals = world_sum(packed.to(device), registry)

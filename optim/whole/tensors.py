@@ -183,9 +183,7 @@ def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> t
     matching = (given for pattern, given in blocks.items() if name is not None and fnmatchcase(name, pattern))
     given_blocks = next(matching, None)
     if given_blocks is not None:
-        sizes = (
-            tuple(given_blocks) if not isinstance(given_blocks, int) else (rows // max(given_blocks, 1),) * given_blocks
-        )
+        sizes = (rows // max(given_blocks, 1),) * given_blocks if isinstance(given_blocks, int) else tuple(given_blocks)
         if not sizes or sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(
                 f"blocks={given_blocks!r} for {name}, which has {rows} rows: give a number of blocks that divides {rows}, "

@@ -15,7 +15,7 @@ from ..layout.spec import P
 from ..mesh.refinement import Dim, dims_of, gathered, refined
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.text import without_wrappers
-from ..mesh.topology import Role, Topology, axes_along, default_role, has_default_role, names_of
+from ..mesh.topology import Role, Topology, axes_along, default_role, has_default_role
 from .local_parameters import fully_shard_meshes, loaded_class
 
 if TYPE_CHECKING:
@@ -188,14 +188,14 @@ def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any
     axes, aliases = refined(_with_unique_names(dims), name_of)
     in_meshes = {dim.name for view in views for dim in view.dims}
     for dim in (dim for view in views for dim in view.sliced_off if dim.name in axes and dim.name not in in_meshes):
-        if not any(has_default_role(name) for name in names_of(dim.name, aliases)):
+        if not has_default_role(dim.name, aliases):
             roles[dim.name] = "pipe" if "pipe" in (roles.get(dim.name), _role_along(dim.ranks, views)) else "data"
     if any_roles:
         roles.update({axis: "model" for axis in axes if axis not in roles and default_role(axis, aliases) is None})
     topology = Topology(roles=roles, aliases=aliases, **axes)
     averaged = [ranks for view in views for ranks in view.averaged]
     for axis in dict.fromkeys(axis for ranks in averaged for axis in axes_along(ranks, topology) or ()):
-        if axis not in roles and not any(has_default_role(name) for name in names_of(axis, aliases)):
+        if axis not in roles and not has_default_role(axis, aliases):
             roles[axis] = "data"
     return Topology(roles=roles, aliases=aliases, **axes)
 

@@ -39,21 +39,32 @@ def norms_before_projection(model: nn.Module) -> set[int]:
     }
 
 
+def _is_down_sharded(module: Any) -> bool:
+    return bool(getattr(module.linear_kv_down_proj.weight, "tensor_model_parallel", False))
+
+
+def _modules_without_sum(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the MLA modules whose backward does not sum the gradient of the rotary keys over tensor, with their names."""
+    for name, module in mla_modules(model):
+        is_summed = module.config.sequence_parallel and not _is_down_sharded(module)
+        if not is_summed and not hasattr(module, "_meshstep_rope_hook"):
+            yield name, module
+
+
 def check_rope_gradients(model: nn.Module) -> None:
     """Check that the backward of every MLA module sums the gradient of its rotary keys over tensor, of size 2 or more.
 
     Raises:
         ValueError: A module's backward does not make this sum.
     """
-    for name, module in mla_modules(model):
-        sharded = getattr(module.linear_kv_down_proj.weight, "tensor_model_parallel", False)
-        if (sharded or not module.config.sequence_parallel) and not hasattr(module, "_meshstep_rope_hook"):
-            raise ValueError(
-                f"the backward of {name} does not sum the gradient of its rotary keys over tensor (sequence_parallel="
-                f"{module.config.sequence_parallel}, linear_kv_down_proj {'sharded' if sharded else 'replicated'} over "
-                "tensor); call sum_rope_gradients(model) of meshstep.parallel.interop.megatron_mla first, or set "
-                "sequence_parallel=True with a replicated linear_kv_down_proj"
-            )
+    for name, module in _modules_without_sum(model):
+        layout = "sharded" if _is_down_sharded(module) else "replicated"
+        raise ValueError(
+            f"the backward of {name} does not sum the gradient of its rotary keys over tensor (sequence_parallel="
+            f"{module.config.sequence_parallel}, linear_kv_down_proj {layout} over tensor); call "
+            "sum_rope_gradients(model) of meshstep.parallel.interop.megatron_mla first, or set sequence_parallel=True with "
+            "a replicated linear_kv_down_proj"
+        )
 
 
 def sum_rope_gradients(model: nn.Module) -> None:
@@ -70,12 +81,10 @@ def sum_rope_gradients(model: nn.Module) -> None:
         sequence parallelism a reduce-scatter by Megatron. A sharded down projection is gathered as without the hook.
     Host synchronization: none.
     """
-    for _, module in mla_modules(model):
-        sharded = getattr(module.linear_kv_down_proj.weight, "tensor_model_parallel", False)
-        if (sharded or not module.config.sequence_parallel) and not hasattr(module, "_meshstep_rope_hook"):
-            config, group = module.config, module.pg_collection.tp
-            hook = _RopeSum(config.kv_lora_rank, config.qk_pos_emb_head_dim, config.sequence_parallel, group)
-            module._meshstep_rope_hook = module.linear_kv_down_proj.register_forward_hook(hook)
+    for _, module in _modules_without_sum(model):
+        config, group = module.config, module.pg_collection.tp
+        hook = _RopeSum(config.kv_lora_rank, config.qk_pos_emb_head_dim, config.sequence_parallel, group)
+        module._meshstep_rope_hook = module.linear_kv_down_proj.register_forward_hook(hook)
 
 
 class _RopeSum:

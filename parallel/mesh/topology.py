@@ -123,9 +123,9 @@ def names_of(axis: str, aliases: Aliases) -> tuple[str, ...]:
     return (axis, *(alias for alias, atoms in aliases.items() if axis in atoms))
 
 
-def has_default_role(name: str) -> bool:
-    """Return True if an axis with this name has a role of its own, without ``roles=``."""
-    return name in _ROLE_BY_NAME
+def has_default_role(axis: str, aliases: Aliases) -> bool:
+    """Return True if the name or an alias of an axis has a role without ``roles=``."""
+    return any(name in _ROLE_BY_NAME for name in names_of(axis, aliases))
 
 
 def default_role(axis: str, aliases: Aliases) -> Role | None:

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from function_calls import calls_of
 from loops import using
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 
 FEW, MANY = 50, 150
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """Return the number of calls of functions in Python and C."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def a_parameter(calls: Callable[[int], int]) -> float:

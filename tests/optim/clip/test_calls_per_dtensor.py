@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-
 import torch
+from function_calls import calls_of
 from meshstep.optim import clip_grad_norm_
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,18 +27,7 @@ def params_on_two_meshes(count: int) -> list[nn.Parameter]:
 
 def function_calls(params: list[nn.Parameter]) -> int:
     """Return the number of Python and C functions that one call of `clip_grad_norm_` calls."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        clip_grad_norm_(params, 1.0)
-    finally:
-        sys.setprofile(None)
-    return calls
+    return calls_of(lambda: clip_grad_norm_(params, 1.0))
 
 
 def first_and_warm(counts: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -311,7 +311,7 @@ def _start_sums(optimizer: torch.optim.Optimizer) -> None:
 def step_correctly(optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer. Turn fused kernels off during the step if they give wrong results (see `is_miscomputed`)."""
     _start_sums(optimizer)
-    groups = optimizer.param_groups if is_miscomputed(optimizer) else []
+    groups = optimizer.param_groups if is_miscomputed(optimizer, params_of(optimizer)) else []
     before = [(group, group["fused"]) for group in groups]
     try:
         for group in groups:
@@ -322,13 +322,15 @@ def step_correctly(optimizer: torch.optim.Optimizer) -> None:
             group["fused"] = fused
 
 
-def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if torch's fused SGD would step a half-precision parameter on a CPU incorrectly."""
-    if not isinstance(optimizer, torch.optim.SGD):
+def is_miscomputed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> bool:
+    """Return True if torch's fused SGD would step a half-precision parameter in ``params`` on a CPU incorrectly.
+
+    Frozen parameters without a gradient are ignored.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or not any(group.get("fused") for group in optimizer.param_groups):
         return False
-    groups = [group for group in optimizer.param_groups if group.get("fused")]
-    has_half = any(param.is_cpu and is_half(param) for group in groups for param in group["params"])
-    return has_half and _fused_sgd_is_wrong()
+    stepped = (param for param in params if param.requires_grad or param.grad is not None)
+    return any(param.is_cpu and is_half(param) for param in stepped) and _fused_sgd_is_wrong()
 
 
 @cache

@@ -174,7 +174,7 @@ class UpdateEngine:
         """Step each optimizer with kernels that support it. Host synchronization: one if `steps_on_device` is False."""
         on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
         for part in parts_of(optimizer):
-            for bucket in _by_start(part):
+            for bucket in _stepped_at_once(part):
                 with _holding(part, bucket):
                     if steps_on_device(part):
                         self._step_on_device(part, request)
@@ -220,21 +220,39 @@ def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None
         yield
 
 
-def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
-    """Return buckets of parameters that one call of torch's kernels can step; None in the list means all parameters.
+def _stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
+    """Return buckets of parameters that one call of torch's kernels steps; None in the list means all parameters.
 
-    Fused SGD with dampening needs two buckets: parameters with a momentum buffer, and, if there are any, parameters
-    without one. Its kernels step only one of the two kinds per call, and can skip only the first kind on the device. For
-    other optimizers the result is [None].
+    A fused optimizer steps these kinds of parameters in a different way from its other parameters, each kind in a bucket:
+
+    * float64 parameters, whose gradients are scaled in place (`update_by_torch`)
+    * half-precision parameters of an SGD on a CPU with a torch version that loses their updates (`is_miscomputed`)
+    * with momentum and dampening, parameters without a momentum buffer: torch's kernels step parameters with a buffer or
+      without one in a call, and can skip only those with a buffer on the device
+
+    Therefore the update of a parameter does not depend on the other parameters of its rank, and replicas on ranks with
+    different parameters stay equal.
     """
     groups = optimizer.param_groups
-    if not any(group.get("fused") and group.get("momentum") and group.get("dampening") for group in groups):
+    if asks_other_ranks(optimizer) or not any(group.get("fused") for group in groups):
         return [None]
-    late = [without_momentum(optimizer, group) if group.get("momentum") else [] for group in groups]
-    ids = {id(param) for params in late for param in params}
-    rest = [[param for param in group["params"] if id(param) not in ids] for group in groups]
-    has_both = any(late) and any(param.grad is not None for params in rest for param in params)
-    return [rest, late] if has_both else [None]
+    has_start = any(group.get("momentum") and group.get("dampening") for group in groups)
+    if not has_start and len({param.dtype for group in groups for param in group["params"]}) <= 1:
+        return [None]
+    kinds: dict[int, tuple[bool, ...]] = {}
+    for group in groups:
+        starts = group.get("momentum") and group.get("dampening")
+        late = {id(param) for param in without_momentum(optimizer, group)} if starts else ()
+        for param in group["params"]:
+            if param.grad is not None:
+                is_wide = param.dtype == torch.float64
+                kinds[id(param)] = (is_miscomputed(optimizer, [param]), is_wide, id(param) in late)
+    found = sorted({*kinds.values()})
+    if len(found) <= 1:
+        return [None]
+    return [
+        [[param for param in group["params"] if kinds.get(id(param)) == kind] for group in groups] for kind in found
+    ]
 
 
 def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
@@ -255,7 +273,7 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
     * Fused SGD with dampening before a parameter's first step: torch makes the momentum buffer from the first gradient,
       which is wrong if that step is skipped on the device.
-    * Fused SGD with half-precision parameters on a CPU, in torch versions that lose their updates (2.12 and 2.13).
+    * Fused SGD with half-precision parameters on a CPU, in torch versions that lose their updates (2.11 to 2.13).
     """
     if (parts := parts_of(optimizer)) != [optimizer]:
         return all(map(steps_on_device, parts))
@@ -265,7 +283,7 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     if not fused or not all(group.get("fused") for group in groups):
         return False
-    if is_miscomputed(optimizer):
+    if is_miscomputed(optimizer, params_of(optimizer)):
         return False
     return not any(
         group.get("momentum") and group.get("dampening") and without_momentum(optimizer, group) for group in groups

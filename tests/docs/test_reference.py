@@ -1,0 +1,61 @@
+"""PARALLEL_OPTIMIZER.md names every argument with its default, and every method, attribute and field of `stats`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import torch
+from meshstep.optim import GradStats, ParallelOptimizer
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "PARALLEL_OPTIMIZER.md").read_text()
+NONE = "\N{EN DASH}"
+FORMER = {"pieces", "vetoed_steps", "window_ends"}
+INTERNAL = {
+    "check_state_dict",
+    "defaults",
+    "grad_sync",
+    "model_plan",
+    "not_local",
+    "observers",
+    "steps_windows",
+    "transforms",
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Return the cells of each row of the table under a heading."""
+    text = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+
+
+def test_arguments_have_the_defaults_of_the_signature() -> None:
+    parameters = list(inspect.signature(ParallelOptimizer.__init__).parameters.values())[1:-1]
+    defaults = [NONE if p.default is p.empty else repr(p.default).replace("'", '"') for p in parameters]
+    names = [p.name for p in parameters]
+    assert [(name.strip("`"), default.strip("`")) for name, default, _ in rows("Arguments")] == list(
+        zip(names, defaults, strict=True)
+    )
+
+
+def test_methods_exist_with_the_shown_arguments() -> None:
+    shown = [call for first, *_ in rows("Methods") for call in re.findall(r"`(\w+)\(([^)]*)\)`", first)]
+    assert len(shown) >= 20
+    for name, arguments in shown:
+        assert callable(getattr(ParallelOptimizer, name))
+        real = inspect.signature(getattr(ParallelOptimizer, name)).parameters
+        for argument in re.findall(r"(\w+)=(\w+)", arguments):
+            assert repr(real[argument[0]].default) == argument[1], name
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    public = {name for name in dir(ParallelOptimizer) if not name.startswith("_")} - {*dir(torch.optim.Optimizer)}
+    missing = {name for name in public if not re.search(rf"[`.]{name}\b", PAGE)}
+    assert missing <= FORMER | INTERNAL
+
+
+def test_every_field_of_stats_is_on_the_page() -> None:
+    shown = {name for first, *_ in rows("Fields of `stats`") for name in re.findall(r"`(\w+)", first)}
+    assert shown == {field.name for field in dataclasses.fields(GradStats)} | {"skipped", "clip_coef_for"}

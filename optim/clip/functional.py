@@ -64,6 +64,7 @@ class OneShotParams:
         gradients: One gradient per parameter, local to this rank. None: the parameter has no gradient.
         annotations: The layout of each parameter; for a DTensor also from its placements. None: a plain parameter that was
             not declared.
+        known_sizes: Number of elements of each gradient if all gradients are known to be dense and real. None: not known.
         undeclared_are_replicas: As in `entries_of`. Default: False.
     """
 
@@ -71,6 +72,7 @@ class OneShotParams:
     params: list[Tensor]
     gradients: list[Tensor | None]
     annotations: list[Annotation | None]
+    known_sizes: Sequence[int] | None = None
     undeclared_are_replicas: bool = False
 
     @classmethod
@@ -103,8 +105,10 @@ class OneShotParams:
             change(self.gradients)
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> Sequence[int]:
         """Return one number of elements per parameter: of its gradient, or of the parameter if it has no gradient."""
+        if self.known_sizes is not None:
+            return self.known_sizes
         return [
             (param if grad is None else grad).numel() for param, grad in zip(self.params, self.gradients, strict=True)
         ]
@@ -118,12 +122,9 @@ class OneShotParams:
 
 def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
     """Raise TypeError if a gradient is sparse or complex, and ValueError if a gradient is still partial."""
-    gradients = [gradient for gradient in listed.gradients if gradient is not None]
-    dense = {gradient.layout for gradient in gradients} <= {torch.strided}
-    if not dense or any(dtype.is_complex for dtype in {gradient.dtype for gradient in gradients}):
-        for index, gradient in enumerate(listed.gradients):
-            if gradient is not None:
-                check_dense_real(gradient, f"the gradient of {_name(listed, index)}")
+    for index, gradient in enumerate(listed.gradients if listed.known_sizes is None else ()):
+        if gradient is not None and (gradient.layout != torch.strided or gradient.is_complex()):
+            check_dense_real(gradient, f"the gradient of {_name(listed, index)}")
     for index, annotation in listed.pending:
         if not is_complete(listed.params[index], listed.gradients[index]):
             over = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)

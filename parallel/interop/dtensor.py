@@ -28,7 +28,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of, atta
 from ..layout.spec import P, cut_spans
 from ..mesh.refinement import dim_names, ranks_along
 from ..mesh.topology import Topology, axes_along
+from .local_parameters import Gradients
 
 # Mesh dims of a DTensor as axes of the topology -----------------------------------------------------------------------
 
@@ -636,10 +638,35 @@ def _wrap_like(param: DTensor, local: Tensor) -> DTensor:
 # gradient DTensor spec, and the topology, are the same objects.
 
 
-def of_each(
-    params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False
-) -> tuple[list[Tensor], list[Tensor | None], list[Annotation | None]]:
-    """Return three lists: the local parameter, the local gradient and the annotation of each parameter.
+class _Seen(NamedTuple):
+    """The cached result of a DTensor, and the objects for which it is valid.
+
+    Args:
+        piece: The local parameter.
+        annotation: The annotation of the local parameter.
+        size: Number of elements of the local gradient.
+        local: Local tensor of the DTensor.
+        layout: DTensor spec of the DTensor.
+        declared: The annotation of the DTensor itself; None: it was not declared.
+        topology: The mesh axes.
+        grad_layout: DTensor spec of the gradient.
+    """
+
+    piece: Tensor
+    annotation: Annotation | None
+    size: int
+    local: Tensor
+    layout: object
+    declared: Annotation | None
+    topology: Topology
+    grad_layout: object
+
+
+_LOCAL_TENSOR, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
+
+
+def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False) -> Gradients:
+    """Return the local parameter, the local gradient and the annotation of each parameter.
 
     A plain parameter is its own local parameter.
 
@@ -651,39 +678,48 @@ def of_each(
         ValueError: As in `local_parameter` and `local_gradient`.
     Collectives: with ``sum_partial``, those of `sum_partial_gradient`; else none.
     """
-    local_params, gradients, annotations = list[Tensor](), list[Tensor | None](), list[Annotation | None]()
-    for param in params:
-        grad: Any = param.grad
-        attributes = param.__dict__
-        cached = attributes.get(SEEN)
-        if cached is not None and grad is not None:
-            piece, annotation, local, layout, declared, cached_topology, grad_layout = cached
-            local_grad = grad._local_tensor
-            if (
-                type(local_grad) is Tensor
-                and grad_layout is grad._spec
-                and local is param._local_tensor  # type: ignore[attr-defined]
-                and layout is param._spec  # type: ignore[attr-defined]
-                and declared is attributes.get(ATTRIBUTE)
-                and cached_topology is topology
-            ):
-                local_params.append(piece)
-                gradients.append(local_grad)
-                annotations.append(annotation)
-                continue
-        if isinstance(param, DTensor):
-            if sum_partial:
-                sum_partial_gradient(param)
-                grad = param.grad
-            piece = local_parameter(param, topology)
-            local_params.append(piece)
-            gradients.append(local_gradient(param, piece))
-            annotations.append(annotation_of(piece))
-            if isinstance(grad, DTensor) and grad.placements == param.placements:
-                key = (param._local_tensor, param._spec, annotation_of(param), topology, grad._spec)
-                setattr(param, SEEN, (piece, annotation_of(piece), *key))
-        else:
-            local_params.append(param)
-            gradients.append(grad)
-            annotations.append(annotation_of(param))
-    return local_params, gradients, annotations
+    params = list(params)
+    seen: list[_Seen | None] = [param.__dict__.get(SEEN) for param in params]
+    grads = [param.grad for param in params]
+    if all(seen) and _are_valid(params, grads, seen, topology):
+        pieces, annotations, sizes, *_ = zip(*seen, strict=True)  # type: ignore[arg-type]
+        return Gradients(list(pieces), [*map(_LOCAL_TENSOR, grads)], list(annotations), sizes)
+    found = [
+        (cached.piece, grad._local_tensor, cached.annotation)  # type: ignore[union-attr]
+        if cached is not None and _are_valid([param], [grad], [cached], topology)
+        else _look_up(param, topology, sum_partial)
+        for param, grad, cached in zip(params, grads, seen, strict=True)
+    ]
+    return Gradients([piece for piece, _, _ in found], [grad for _, grad, _ in found], [noted for _, _, noted in found])
+
+
+def _are_valid(params: list[Any], grads: list[Any], seen: list[Any], topology: Topology) -> bool:
+    """Return True if all cached results are valid, in passes without Python code per parameter."""
+    try:
+        local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)
+    except AttributeError:
+        return False  # a gradient is missing or is a plain tensor
+    _, _, _, locals_, layouts, declared, topologies, cached_grad_layouts = zip(*seen, strict=True)
+    return (
+        {*map(type, local_grads)} == {Tensor}
+        and {*map(id, topologies)} == {id(topology)}
+        and all(map(is_, grad_layouts, cached_grad_layouts))
+        and all(map(is_, map(_LOCAL_TENSOR, params), locals_))
+        and all(map(is_, map(_SPEC, params), layouts))
+        and all(map(is_, [param.__dict__.get(ATTRIBUTE) for param in params], declared))
+    )
+
+
+def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> tuple[Tensor, Tensor | None, Annotation | None]:
+    """Return the local parameter, local gradient and annotation. Cache them on a DTensor with a dense, real gradient."""
+    if not isinstance(param, DTensor):
+        return param, param.grad, annotation_of(param)
+    if sum_partial:
+        sum_partial_gradient(param)
+    piece, grad = local_parameter(param, topology), param.grad
+    annotation, local_grad = annotation_of(piece), local_gradient(param, piece)
+    is_plain = local_grad is not None and local_grad.layout == torch.strided and not local_grad.is_complex()
+    if is_plain and isinstance(grad, DTensor) and grad.placements == param.placements:
+        valid_for = (param._local_tensor, param._spec, annotation_of(param), topology, grad._spec)
+        setattr(param, SEEN, _Seen(piece, annotation, grad._local_tensor.numel(), *valid_for))
+    return piece, local_grad, annotation

@@ -124,11 +124,13 @@ class Gradients(NamedTuple):
         gradients: Local gradient per parameter; None for a parameter without a gradient.
         annotations: Annotation per parameter. For a DTensor, that of its local parameter, also if only its placements are
             known. None for a plain parameter that was not declared.
+        sizes: Number of elements of each gradient, if all results were cached (then all are dense and real), or None.
     """
 
     params: list[Tensor]
     gradients: list[Tensor | None]
     annotations: list[Annotation | None]
+    sizes: tuple[int, ...] | None = None
 
 
 def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial: bool = False) -> Gradients:
@@ -147,7 +149,7 @@ def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial
         return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
     from .dtensor import of_each
 
-    return Gradients(*of_each(params, topology, sum_partial=sum_partial))
+    return of_each(params, topology, sum_partial=sum_partial)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def measured(count: int, rounds: int, with_torch: bool) -> tuple[float, float, f
     experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=(f"rest_{count}", f"expert_{count}"))
     params = dtensors(count, [(data, (Shard(0),)), (experts, (Replicate(), Shard(0)))])
     one_mesh = dtensors(count if with_torch else 0, [(data, (Shard(0),))])
-    locals_ = [torch.ones(2) for _ in range(count)]
+    locals_ = [param.grad._local_tensor for param in params]  # type: ignore[union-attr]
     factor = torch.tensor(1.0)
 
     def kernels() -> None:

@@ -287,7 +287,7 @@ class Measured:
             local = local_gradients(list(named.values()), topology)
             seen = {
                 name: ParameterView.of(param, gradient, annotation, topology)
-                for name, param, gradient, annotation in zip(named, *local, strict=True)
+                for name, param, gradient, annotation in zip(named, *local[:3], strict=True)
             }
             return local, seen
 

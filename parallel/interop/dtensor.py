@@ -682,7 +682,7 @@ def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool =
     seen: list[_Seen | None] = [param.__dict__.get(SEEN) for param in params]
     grads = [param.grad for param in params]
     if all(seen) and _are_valid(params, grads, seen, topology):
-        pieces, annotations, sizes, *_ = zip(*seen, strict=True)  # type: ignore[arg-type]
+        pieces, annotations, sizes, *_ = zip(*seen, strict=True)
         return Gradients(list(pieces), [*map(_LOCAL_TENSOR, grads)], list(annotations), sizes)
     found = [
         (cached.piece, grad._local_tensor, cached.annotation)  # type: ignore[union-attr]

@@ -6,7 +6,8 @@ Adafactor (Shazeer, Stern, arXiv:1804.04235) is Adam without momentum:
     u <- g / sqrt(R C / mean(R))
     w <- w - lr wd w - max(eps2, RMS(w)) min(lr, 1 / sqrt(t)) u / max(1, RMS(u) / d)
 
-The second moment of a tensor with fewer than two dims is not factored.
+The second moment of a tensor with fewer than two dims is not factored. CAME's formulas are in a comment above its
+class.
 """
 
 from __future__ import annotations
@@ -24,29 +25,35 @@ from .tensors import Request, WholeTensors
 
 # Factored second moments: the means of a matrix's rows and of its columns ---------------------------------------------
 
-# A tensor with two or more dims is a stack of matrices over its last two dims; other tensors are not factored. Rows and
-# columns are rows and columns of the full tensor, independent of the sharding.
+# A full tensor with two or more dims is a stack of matrices over its last two dims; other tensors are not factored.
+# Rows and columns are those of the full tensor, independent of the sharding.
 
 
 def is_factored(shape: Shape) -> bool:
-    """Return True if the second moment of a full tensor of ``shape`` is factored: if it has two or more dims."""
+    """Return True if a full tensor of ``shape`` has two or more dims, so that its second moment is factored."""
     return len(shape) >= 2
 
 
 def row_and_column_sums(position: int, value: Tensor, shape: Shape) -> Iterator[Request]:
-    """Yield two requests to `WholeTensors.sums`: the sum of each row [..., rows, 1] and column [..., 1, columns]."""
+    """Yield two requests to `WholeTensors.sums`: for the sum of each row, and for the sum of each column.
+
+    Args:
+        position: Index of the stepped tensor over all param groups.
+        value: A tensor of the stepped tensor's shape, such as a squared gradient.
+        shape: Shape of the full tensor. The results have the shapes [..., rows, 1] and [..., 1, columns].
+    """
     yield position, value, (len(shape) - 1,)
     yield position, value, (len(shape) - 2,)
 
 
 def row_and_column_zeros(slot: Slot, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return zeros [..., rows, 1] and [..., 1, columns] for the full tensor's ``shape``, in the parameter's dtype."""
+    """Return zeros [..., rows, 1] and [..., 1, columns] for a full tensor of ``shape``, in the parameter's dtype."""
     new_zeros = slot.param.new_zeros
     return new_zeros((*shape[:-1], 1)), new_zeros((*shape[:-2], 1, shape[-1]))
 
 
 def total(position: int, value: Tensor, shape: Shape) -> Request:
-    """Return a request to `WholeTensors.sums` for the sum of all elements."""
+    """Return a request to `WholeTensors.sums` for the sum of all elements of a full tensor of ``shape``."""
     return position, value, tuple(range(len(shape)))
 
 
@@ -60,7 +67,10 @@ def toward(old: Tensor, new: Tensor, rate: float | Tensor) -> Tensor:
 
 
 def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return this rank's shard of ``rows * columns``, of shapes [..., rows, 1] and [..., 1, columns]."""
+    """Return this rank's shard of ``rows * columns``, which has the full tensor's shape.
+
+    ``rows`` has the shape [..., rows, 1], and ``columns`` the shape [..., 1, columns]. Both are the same on all ranks.
+    """
     left, right = tensors.of_whole(slot.position, rows), tensors.of_whole(slot.position, columns)
     return (left * right).reshape(slot.param.shape)
 
@@ -77,21 +87,22 @@ class Adafactor(WholeOptimizer):
 
     Args:
         params: Parameters or param groups.
-        lr: Upper limit of the relative step size min(lr, 1 / sqrt(t)): a number or a 0-dim tensor.
-        beta2_decay: c <= 0. The second moments are averaged with the rate t^c in step t.
+        lr: Upper limit of the relative step size min(lr, 1 / sqrt(t)) in step t: a number or a 0-dim tensor.
+        beta2_decay: Exponent c <= 0. In step t, the new squared gradients have the weight t^c in the second moments.
         eps: (eps1, eps2). eps1 is the lower limit of the square root of a second moment; None: the machine epsilon of
-            the parameter's dtype. eps2 is the lower limit of the parameter's RMS that the step is multiplied by.
-        d: Upper limit of the RMS of the scaled gradient u; a larger u is scaled down to it.
+            the parameter's dtype. The step is multiplied by the RMS of the parameter, or by eps2 if the RMS is smaller.
+        d: Upper limit of the RMS of the scaled gradient, gradient / sqrt(second moment). A gradient with a larger RMS
+            is scaled down to this limit.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
 
-    A tensor with two or more dims has the states ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the
-    full tensor, on every rank that holds a part of it. Other tensors have ``variance``, of the shard's shape.
+    A full tensor with two or more dims has the states ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns], on
+    every rank that steps a shard of it. Other tensors have ``variance``, of the shard's shape.
 
     Raises:
         ValueError: An option is out of range.
 
-    Collectives: two all-reduces per set of ranks that shares sharded tensors.
-    Host synchronization: none.
+    Collectives: per step, two all-reduces per distinct set of ranks that step shards of a sharded tensor.
+    Host synchronization: none if parameters and process groups are on one device.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
@@ -144,7 +155,7 @@ class Adafactor(WholeOptimizer):
         return self.tensors.tensors[slot.position].shape
 
     def _squares(self, slots: Sequence[Slot]) -> Iterator[Request]:
-        """Yield requests for the sum of squares of each parameter, and per row and column of each factored gradient."""
+        """Yield requests for the sum of squares of each parameter, and of each row and column of factored gradients."""
         for slot in slots:
             shape = self._shape(slot)
             yield total(slot.position, slot.param.double().square(), shape)
@@ -162,7 +173,7 @@ class Adafactor(WholeOptimizer):
         }
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """Return u of the formulas in the module docstring: this rank's shard of the scaled gradient."""
+        """Return this rank's shard of gradient / sqrt(second moment). ``moments`` has the slot's new second moments."""
         eps = slot.group["eps"][0]
         if eps is None:
             eps = torch.finfo(slot.param.dtype).eps
@@ -188,8 +199,8 @@ class Adafactor(WholeOptimizer):
 # The second moment of a tensor with fewer than two dims is not factored, and w <- w - lr wd w - lr m.
 #
 # With the old momentum m', u / k - m = b1 (u / k - m'). Let e = u - m' and a = 1 - 1 / k; then
-# (u / k - m')^2 = e^2 - 2 a e u + a^2 u^2. So the sums of e^2, e u and u^2 give the result for any k, and are reduced in
-# the same all-reduce as RMS(u).
+# (u / k - m')^2 = e^2 - 2 a e u + a^2 u^2. So the sums of e^2, e u and u^2 give the result for any k, and are reduced
+# in the same all-reduce as RMS(u).
 
 
 class CAME(WholeOptimizer):
@@ -200,20 +211,22 @@ class CAME(WholeOptimizer):
     Args:
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor.
-        eps: (eps1, eps2), added to squared gradients, and to squared differences between update and momentum.
-        clip_threshold: Upper limit of the RMS of the scaled gradient; a larger one is scaled down to it.
+        eps: (eps1, eps2). eps1 is added to the squared gradients. eps2 is added to the squared differences between the
+            scaled gradient and the momentum.
+        clip_threshold: Upper limit of the RMS of the scaled gradient, gradient / sqrt(second moment). A gradient with a
+            larger RMS is scaled down to this limit.
         betas: (b1, b2, b3), the decay of the momentum, of the squared gradients, and of the squared differences.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
 
-    Every tensor has the state ``exp_avg``, of the shard's shape. A tensor with two or more dims also has states of the
-    full tensor on every rank that holds part of it: ``exp_avg_sq_row``, ``exp_avg_res_row`` [..., rows, 1] and
+    Every tensor has the state ``exp_avg``, of the shard's shape. A full tensor with two or more dims also has these
+    states on every rank that steps a shard of it: ``exp_avg_sq_row``, ``exp_avg_res_row`` [..., rows, 1] and
     ``exp_avg_sq_col``, ``exp_avg_res_col`` [..., 1, columns]. Other tensors have ``exp_avg_sq``, of the shard's shape.
 
     Raises:
         ValueError: An option is out of range.
 
-    Collectives: two all-reduces per set of ranks that shares sharded tensors.
-    Host synchronization: none.
+    Collectives: per step, at most two all-reduces per distinct set of ranks that step shards of a sharded tensor.
+    Host synchronization: none if parameters and process groups are on one device.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset(
@@ -287,7 +300,7 @@ class CAME(WholeOptimizer):
         return {key: toward(slot.state[key], mean, rate) for key, mean in means.items()}
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """Return u of the formulas above the class: this rank's shard of the scaled gradient."""
+        """Return this rank's shard of gradient / sqrt(second moment). ``moments`` has the slot's new second moments."""
         if "exp_avg_sq" in moments:
             return slot.grad * moments["exp_avg_sq"].rsqrt()
         return slot.grad * self._inverse_root(slot, moments, "sq")
@@ -297,7 +310,11 @@ class CAME(WholeOptimizer):
         return outer(self.tensors, slot, (rows / rows.mean(-2, keepdim=True)).rsqrt(), columns.rsqrt())
 
     def _residuals(self, slots: Sequence[Slot], moments: Mapping[int, Moments]) -> Iterator[Request]:
-        """Yield requests for sums of u^2, e^2 and e u per row and column; for unfactored tensors, for the sum of u^2."""
+        """Yield requests for the sums of u^2, e^2 and e u per row and column of each factored tensor.
+
+        For other tensors, yield a request for the sum of u^2. u is the scaled gradient, gradient / sqrt(second moment),
+        and e is u minus the old momentum.
+        """
         for slot in slots:
             shape, u = self._shape(slot), self._update(slot, moments[slot.position]).double()
             if not is_factored(shape):
@@ -308,7 +325,16 @@ class CAME(WholeOptimizer):
                 yield from row_and_column_sums(slot.position, product, shape)
 
     def _instability(self, slot: Slot, a: Tensor, uu: Sequence[Tensor], sums: Iterator[Tensor]) -> Moments:
-        """Return the new S and T of the formulas above the class, by the names of their states."""
+        """Return the new means per row and per column of the squared differences between scaled gradient and momentum.
+
+        The keys are the names of the states: ``exp_avg_res_row`` and ``exp_avg_res_col``.
+
+        Args:
+            slot: The stepped tensor.
+            a: 1 - 1 / k, where the scaled gradient u is divided by k before it is added to the momentum.
+            uu: The sums of u^2 per row and per column.
+            sums: Yields the sums of e^2 and of e u, each per row and per column. e is u minus the old momentum.
+        """
         shape, (beta1, _, beta3) = self._shape(slot), slot.group["betas"]
         ee, eu = (next(sums), next(sums)), (next(sums), next(sums))
         found = {}

@@ -24,18 +24,18 @@ from .tensors import LogicalTensor, WholeTensors
 
 # Flattening of a nested optimizer state into tensors ------------------------------------------------------------------
 
-# A nested optimizer state is stored as a flat dict of tensors, so that checkpoints can save and restore it. One of the
-# tensors contains JSON text: the nesting, and all numbers, strings and None.
+# A nested optimizer state is stored as a flat dict, so that checkpoints can save and restore it. One of its tensors
+# contains JSON text: the nesting, and all numbers, strings and None.
 
 PLAN = "plan"
 _KINDS: dict[type, str] = {list: "list", tuple: "tuple"}
 
 
 def flattened(nested: Any) -> dict[str, Any]:
-    """Return {path: tensor} for the tensors in ``nested``, and under `PLAN` the JSON text of the rest as a uint8 tensor.
+    """Return a flat dict with the tensors in ``nested`` by path, and under `PLAN` the JSON text of the rest.
 
-    The JSON text contains the nesting (lists, tuples, and mappings with str or int keys) and all plain values
-    (`is_plain`). Other values are in the result under their paths, unchanged.
+    The JSON text is a uint8 tensor. It contains the nesting (lists, tuples, and mappings with str or int keys) and all
+    values that JSON can hold (see `is_plain`). All other values are in the dict under their paths, like the tensors.
     """
     found: dict[str, Any] = {}
     plan = _flatten(nested, "", found)
@@ -43,7 +43,7 @@ def flattened(nested: Any) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for None and for objects of exactly the types bool, int, float and str, which Python's JSON preserves."""
+    """Return True for None, and for objects of exactly the types bool, int, float and str. JSON text can hold these."""
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -67,11 +67,13 @@ def _beneath(path: str, key: Any) -> str:
 
 
 def nested(found: Mapping[str, Any], device: torch.device) -> Any:
-    """Return the nested value from which `flattened` made ``found``; mappings of other types become dicts.
+    """Return the nested value from which `flattened` made ``found``. Mappings of any type become dicts.
 
     Args:
         found: The result of `flattened`.
-        device: The device for the tensors that were not on the CPU.
+        device: Device for the tensors that were not on the CPU; the other tensors go to the CPU.
+
+    Host synchronization: one if the JSON text is on a GPU.
     """
     plan = json.loads(bytes(found[PLAN].cpu().tolist()).decode())
     return _followed(plan, found, device)
@@ -103,36 +105,42 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
 
     Each parameter has an owner rank among the ranks that hold part of it. The shards of the parameter and its gradient
     are sent to the owner rank. There, a copy of the optimizer steps the full tensor like a model with this parameter
-    only, and the new weights are sent back. So the weights equal those of the dense model, whatever the optimizer
-    computes within a tensor. The state exists on the owner rank only, and a checkpoint saves it for the full parameter.
+    only, and the new weights are sent back. So the step equals that of the dense model, whatever the optimizer computes
+    within a tensor. The state exists on the owner rank only, and a checkpoint saves it for the full parameter.
 
-    The optimizer must step each tensor separately. Optimizers known to compute a value from all tensors together are
-    rejected. An optimizer that draws random numbers draws different numbers than in a single process.
+    The optimizer must step each tensor separately. Optimizers that are known to compute a value from all tensors
+    together are rejected. An optimizer that draws random numbers draws different numbers than in a single process.
 
     Args:
         optimizer: A torch optimizer that has not stepped yet.
 
     Returns:
-        The optimizer to pass to `ParallelOptimizer`. It has copies of the param groups: set learning rates in these.
+        The optimizer to pass to `ParallelOptimizer`. It has copies of the param groups. Set learning rates in these
+        copies.
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer or is a `ParallelOptimizer`, needs a closure, or already steps
             full tensors.
-        ValueError: ``optimizer`` has a state, computes a value from all parameters together, delegates to another
-            optimizer, or has train and eval modes.
+        ValueError: ``optimizer`` has a state, is known to compute a value from all parameters together, has another
+            optimizer in an attribute, or has the methods ``train`` and ``eval``.
 
-    Collectives: parameters are exchanged in rounds of up to 64 MiB of weights and gradients (or one larger parameter)
-        per owner rank, with at most two all-to-alls per round (see `Homes.map`).
+    Collectives: per step, parameters are exchanged in rounds. In a round, each owner rank receives up to 64 MiB of
+        weights and gradients, or one larger parameter. Each round has at most two all-to-alls among the ranks that step
+        shards of its parameters.
     Host synchronization: one per step, to read whether the step is skipped, in addition to the optimizer's own. After a
         load, also to read the states.
-    Memory: at most three rounds of full parameters and gradients, the new weights of this rank's shards, and the states
-        of the tensors that this rank owns.
+    Memory: in a step, the full weights and gradients of two rounds, the new full weights of two rounds, the
+        communication buffers, and the new weights of this rank's shards. In addition, the states of the parameters that
+        this rank owns.
     """
     return AnyOptimizer(optimizer)
 
 
 class AnyOptimizer(HomeOptimizer):
-    """The full-tensor optimizer that `whole` makes of a torch optimizer; see `whole`."""
+    """A full-tensor optimizer that steps each parameter with a copy of a torch optimizer, on the owner rank.
+
+    `whole` creates it.
+    """
 
     lists = 2
     not_captured = "reads the skip flag on the host, and the wrapped optimizer may synchronize too"
@@ -152,7 +160,7 @@ class AnyOptimizer(HomeOptimizer):
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
         self._copies: dict[int, torch.optim.Optimizer] = {}
-        # {position: (tensor with the JSON text, its version counter, the nested state)}
+        # {position of the stepped tensor: (tensor with the JSON text, its version counter, the nested state)}
         self._live: dict[int, tuple[Tensor, int, Any]] = {}
 
     def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
@@ -162,7 +170,7 @@ class AnyOptimizer(HomeOptimizer):
         return [Box((0,) * len(tensor.shape), tensor.shape)] if tensor.metadata and prod(tensor.shape) else []
 
     def cost(self, shape: Shape) -> float:
-        """Return the relative cost of a product X X^T of the tensor; with fewer than two dims, its number of elements."""
+        """Return the number of elements, times the smaller of the last two dims if there are two or more dims."""
         return float(prod(shape) * min(shape[-2:])) if len(shape) > 1 else float(prod(shape))
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -184,8 +192,8 @@ class AnyOptimizer(HomeOptimizer):
         """Step one full tensor on its owner rank, update its state, and return the new weights.
 
         Args:
-            lists: The full parameter and its gradient.
-            slot: The slot that stores the state.
+            lists: The full parameter and its full gradient.
+            slot: This rank's shard of the parameter, whose state dict stores the state of the full parameter.
         """
         param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))
@@ -217,7 +225,7 @@ class AnyOptimizer(HomeOptimizer):
         return one.detach().to(param.device)
 
     def _state(self, slot: Slot) -> Any:
-        """Return the nested state of a slot, from the last step or, after a load, from the loaded tensors."""
+        """Return the nested state of a parameter that this rank owns, from its last step or from loaded tensors."""
         written: Tensor | None = slot.state.get(_HOME + PLAN)
         if written is None:
             return {"own": {}, "others": {}, "group": {}, "self": {}}
@@ -228,11 +236,11 @@ class AnyOptimizer(HomeOptimizer):
         return nested(found, slot.param.device)
 
     def _counted(self, key: str, value: Any) -> bool:
-        """Return True if ``key`` is a public attribute that the optimizer has added or changed."""
+        """Return True if ``key`` is a public attribute that the wrapped optimizer has added or changed."""
         return not key.startswith("_") and (key not in self.attributes or bool(self.attributes[key] != value))
 
     def _copied(self) -> torch.optim.Optimizer:
-        """Return a copy of the optimizer without param groups, states and step hooks."""
+        """Return a copy of the wrapped optimizer, without param groups, states and step hooks."""
         copy: torch.optim.Optimizer = object.__new__(self.kind)
         for name, value in self.attributes.items():
             with suppress(TypeError, RuntimeError):  # a value that can't be copied is shared
@@ -247,14 +255,17 @@ class AnyOptimizer(HomeOptimizer):
 
 
 def _changed(key: str, value: Any, given: Mapping[str, Any]) -> bool:
-    """Return True if the optimizer has added the param group option ``key``, or changed its value."""
+    """Return True if the optimizer has added the param group option ``key``, or changed its value.
+
+    ``given`` has the options before the step. A tensor that was replaced counts as changed.
+    """
     if key not in given:
         return True
     return value is not given[key] and (isinstance(value, Tensor) or bool(value != given[key]))
 
 
 def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the param group with "param_names" merged into "params" as (name, parameter) pairs."""
+    """Return a copy of a param group without "param_names", with (name, parameter) pairs in "params" if it had them."""
     params: list[Any] = list(group["params"])
     if "param_names" in group:
         params = list(zip(group["param_names"], params, strict=True))

@@ -1,4 +1,8 @@
-"""Exchange of matrices between ranks: shards are sent to owner ranks, which send results to all ranks with shards."""
+"""Exchange of sharded matrices between ranks.
+
+Each matrix has an owner rank. The ranks send it their shards of the matrix. It computes the result, and sends each rank
+its shard of the result.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +18,27 @@ from torch import Tensor
 from ...parallel.layout.shard import Box, Shape
 from .tensors import LogicalTensor, WholeTensors, narrowed
 
-# Flat communication buffers, kept from one step to the next -----------------------------------------------------------
+# Flat communication buffers -------------------------------------------------------------------------------------------
 
 
 class Buffers:
-    """Flat communication buffers, one per use. A buffer is valid until the next request for the same use.
+    """Flat communication buffers, one per key. The next request with the same key invalidates a buffer.
 
-    On a CPU a buffer is kept, and grows to the longest request, because page faults of new memory are slower than
-    writing. On a GPU no buffer is kept: torch's caching allocator keeps the memory, and other code can use it between
-    two steps.
+    On a CPU a buffer is kept and grows to the longest request, which avoids the page faults of new memory. On other
+    devices no buffer is kept: torch's caching allocator keeps the memory, and other code can use it between two steps.
     """
 
     def __init__(self) -> None:
         self._kept: dict[object, Tensor] = {}
 
     def flat(self, use: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised 1-dim tensor of ``numel`` elements.
+        """Return an uninitialised 1-dim tensor.
 
-        ``use`` is any hashable key. On a CPU, requests with the same key share memory.
+        Args:
+            use: Any hashable key. On a CPU, requests with the same key share memory.
+            numel: Number of elements.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
         """
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
@@ -43,7 +50,7 @@ class Buffers:
 
     @property
     def numbytes(self) -> int:
-        """Return the number of bytes kept."""
+        """Return the total size in bytes of the buffers that are kept between requests; 0 if none is on a CPU."""
         return sum(kept.numel() for kept in self._kept.values())
 
 
@@ -52,17 +59,19 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix within a full tensor: all of it, an expert, a block of a fused weight, or a head.
+    """A part of a full tensor whose result is computed on one rank, the owner rank.
 
-    One rank, the owner rank, computes the update of the matrix.
+    The part is an expert of a stack, a block of a fused weight, an attention head, or the entire tensor.
 
     Args:
         tensor: The full tensor.
-        number: Index among the tensor's matrices.
-        box: The matrix's elements in the tensor.
+        number: Index of the matrix among the matrices of ``tensor``.
+        box: The rectangle of the full tensor that is the matrix.
         home: The owner rank.
-        sources: For each rank, the boxes of the full tensor that the rank sends to the owner rank.
-        holders: For each rank, the boxes of the full tensor whose results the rank receives.
+        sources: {rank: rectangles of the full tensor that this rank contributes to the matrix}. Each element of the
+            matrix comes from exactly one rank. The owner rank contributes all elements that it holds.
+        holders: {rank: rectangles of the full tensor that this rank holds within the matrix}. The rank gets the results
+            of these rectangles.
     """
 
     tensor: LogicalTensor = field(repr=False)
@@ -78,20 +87,23 @@ class Matrix:
 
 
 Compute = Callable[[Matrix, list[Tensor]], Tensor]
-"""``compute(matrix, tensors)``: returns the result of a matrix, in its shape, from its full tensors (one per list).
+"""A function ``compute(matrix, tensors)`` that returns the result of a matrix, in the shape and dtype of ``tensors``.
 
-The result must not share memory with ``tensors``, whose memory is reused.
+``tensors`` is a list of full tensors of the matrix's shape, such as its weights and its gradient. The result must not
+share memory with them, because their memory is reused.
 """
 
 
 class TransferSlice(NamedTuple):
-    """A box of this rank's shards, and its place in the flat buffer that is sent or received.
+    """A rectangle of one of this rank's shards, and its place in the flat buffer that is sent or received.
 
     Args:
-        matrix: Index of the matrix in the round.
-        which: Index among the tensors that are exchanged per matrix.
-        box: The elements in the full tensor; they lie in a single rectangle of one shard.
-        begin: First element in the flat buffer; None if this rank is the owner rank.
+        matrix: Index of the matrix among the matrices that are exchanged together.
+        which: Index among the tensors that are exchanged per matrix. For example, 0 is the weights and 1 is the
+            gradient.
+        box: The rectangle, in indices of the full tensor.
+        begin: Index of the rectangle's first element in the flat buffer. None if this rank owns the matrix: its own
+            elements are not sent.
     """
 
     matrix: int
@@ -101,21 +113,23 @@ class TransferSlice(NamedTuple):
 
 
 class Round:
-    """Matrices that are exchanged together: their tensors are held by the same ranks and have the same dtype.
+    """A group of matrices that are exchanged in the same all-to-alls.
+
+    Their full tensors have the same dtype, and the same ranks step shards of them.
 
     Args:
         tensors: The full tensors.
-        ranks: The ranks that hold them.
-        matrices: The matrices, the same on all these ranks.
-        lists: Number of tensors per matrix that are sent to the owner rank.
-        dtype: Dtype of the sent elements.
-        buffer_index: Index of the buffers. Rounds with the same index share buffers. A round no longer needs a buffer when
-            the next round with this index writes to it.
-        buffers: The buffers.
+        ranks: The ranks that step shards of these tensors.
+        matrices: The matrices, in the same order on all ``ranks``.
+        lists: Number of tensors per matrix that are sent to its owner rank, such as 2 for weights and gradient.
+        dtype: Dtype of the elements that are sent, in both directions.
+        buffer_index: Rounds with the same index share buffers on a CPU. A round no longer needs a buffer when the next
+            round with this index writes to it.
+        buffers: Provides the buffers.
 
     Attributes:
         own: The matrices that this rank owns.
-        positions: This rank's positions of the tensors that contain the matrices.
+        positions: The positions, over all param groups, of this rank's shards of the tensors that contain the matrices.
     """
 
     def __init__(
@@ -133,7 +147,7 @@ class Round:
         self._buffer_index, self._buffers = buffer_index, buffers
         self._own = [index for index, matrix in enumerate(matrices) if matrix.home == self._me]
         self.own = [matrices[index] for index in self._own]
-        # {(other rank, owner rank): number of elements}, to the owner rank and back from it
+        # {(other rank, owner rank): number of elements}: sent to the owner rank, and sent back from it
         self._there = self._counts(lambda m: m.sources, lists)
         self._back = self._counts(lambda m: m.holders, 1)
         self._sent = self._places(lambda m: m.sources, lists)
@@ -141,7 +155,7 @@ class Round:
         self.positions = sorted({at for matrix in matrices for at in tensors.positions(matrix.tensor)})
 
     def _counts(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[tuple[int, int], int]:
-        """Return the number of elements that each (other rank, owner rank) pair exchanges."""
+        """Return {(other rank, owner rank): number of elements that are sent between them in one direction}."""
         found: dict[tuple[int, int], int] = {}
         for matrix in self._matrices:
             for rank, those in boxes(matrix).items():
@@ -153,9 +167,10 @@ class Round:
     def _places(
         self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int
     ) -> dict[int, list[TransferSlice]]:
-        """Return this rank's `TransferSlice` records by position.
+        """Return this rank's `TransferSlice` records, by the position of the stepped shard over all param groups.
 
-        In the flat buffer, the elements for one owner rank are ordered by matrix, list and box.
+        The flat buffer has the elements of the first owner rank, then those of the second one, and so on. The elements
+        of one owner rank are ordered by matrix, then by tensor of the matrix, then by rectangle.
         """
         found: dict[int, list[TransferSlice]] = {}
         at = 0
@@ -176,14 +191,15 @@ class Round:
     def send(
         self, values: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Callable[[], dict[int, list[Tensor]]]:
-        """Start sending this rank's elements to the owner ranks.
+        """Start sending this rank's elements of the matrices to the owner ranks.
 
         Args:
-            values: Per list, the tensors to send by position.
+            values: One mapping per tensor to send, such as the weights and the gradients. Each maps the position of a
+                stepped shard to a tensor of the shard's shape.
             device: Device of the full matrices.
         Returns:
-            A function that finishes the exchange and returns {index of the matrix in the round: its full tensors, one
-                per list} for the matrices in `own`.
+            A function that waits for the all-to-all. It returns {index of a matrix in this round: list of its full
+                tensors} for the matrices in `own`. The list has one tensor per mapping in ``values``.
         """
         wholes = self._wholes(device)
         flat, out, into = self._flat("sent", self._there, True, device)
@@ -212,7 +228,7 @@ class Round:
         return finish
 
     def _wholes(self, device: torch.device) -> dict[int, list[Tensor]]:
-        """Return {index in the round: uninitialised full tensors, one per list} for the matrices in `own`."""
+        """Return {index of a matrix in this round: its uninitialised full tensors} for the matrices in `own`."""
         numels = [prod(matrix.shape) for matrix in self.own]
         flat = self._buffers.flat(("whole", self._buffer_index), self._lists * sum(numels), self._dtype, device)
         parts = iter(flat.split([numel for numel in numels for _ in range(self._lists)]))
@@ -229,23 +245,25 @@ class Round:
         results: dict[int, Tensor],
         device: torch.device,
     ) -> Callable[[], Iterator[int]]:
-        """Compute the matrices of `own`, and start sending the results to all ranks that hold parts of them.
+        """Compute the matrices that this rank owns, and start sending the results to the ranks that hold parts of them.
 
         Args:
-            wholes: The full matrices that `send` returned; removed from the dict when they are computed.
+            wholes: {index of a matrix in this round: list of its full tensors}. A matrix is removed from the dict when
+                it is computed.
             compute: Computes the result of a matrix.
-            results: Receives this rank's shards of the results by position.
+            results: The returned function writes this rank's shards of the results into this dict, by position.
             device: Device of the results.
         Returns:
-            A function that finishes the exchange: it writes the shards into ``results`` in the tensors' dtype, and
-                yields their positions one by one.
+            A function that returns an iterator. The iterator waits for the all-to-all, writes the shards into
+            ``results``
+                in the full tensors' dtype, and yields the position of each shard after it was written.
         """
         flat, out, into = self._flat("sent back", self._back, False, device)
         begins = self._begins()
         stays: dict[int, Tensor] = {}
         for number in self._own:
             matrix = self._matrices[number]
-            # contiguous, because copies of parts of a transposed tensor are slow
+            # contiguous, because copies of parts of a transposed matrix are slow
             stays[number] = made = compute(matrix, wholes.pop(number)).contiguous()
             for rank in self.ranks:
                 for box in matrix.holders.get(rank, ()) if rank != self._me else ():
@@ -256,7 +274,7 @@ class Round:
 
         def finish() -> Iterator[int]:
             elements = arrived()
-            for position in self.positions:  # also stepped tensors without elements, which need a result too
+            for position in self.positions:  # includes empty shards, which need a result tensor too
                 places = self._returned.get(position, [])
                 if position not in results:
                     shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
@@ -274,9 +292,9 @@ class Round:
         return finish
 
     def _begins(self) -> dict[tuple[int, int, Box], int]:
-        """Return where each result that this rank computed begins in the send buffer, in elements.
+        """Return the index in the send buffer of the first element of each result that this rank sends.
 
-        The keys are (index of the matrix in the round, receiving rank, box).
+        The keys are (index of the matrix in this round, receiving rank, rectangle of the full tensor).
         """
         found, at = {}, 0
         for rank in self.ranks:
@@ -289,13 +307,20 @@ class Round:
     # Both directions ------------------------------------------------------------------------------------------------
 
     def _parts(self, position: int, value: Tensor, places: Sequence[TransferSlice]) -> dict[Box, Tensor]:
-        """Return {box: view of its elements in ``value``} for the boxes of ``places``."""
+        """Return {rectangle: view of its elements in ``value``} for the rectangles in ``places``.
+
+        ``position`` is the position of the stepped shard. ``value`` is a contiguous tensor of the shard's shape.
+        """
         return dict(self._tensors.views(position, value, {place.box for place in places}))
 
     def _flat(
         self, use: str, counts: Mapping[tuple[int, int], int], towards_home: bool, device: torch.device
     ) -> tuple[Tensor, list[int], list[int]]:
-        """Return the send buffer, and the numbers of elements sent to and received from each rank."""
+        """Return (send buffer, number of elements sent to each rank, number of elements received from each rank).
+
+        ``use`` is the key of the buffer. ``towards_home`` is True if elements are sent to owner ranks, and False if
+        owner ranks send results back.
+        """
         me = self._me
         out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]
         into = [counts.get((rank, me) if towards_home else (me, rank), 0) for rank in self.ranks]
@@ -310,10 +335,12 @@ class Round:
         into: list[int],
         device: torch.device,
     ) -> Callable[[], Tensor]:
-        """Start an all-to-all; none if ``counts`` is empty.
+        """Start an all-to-all among `ranks`, unless ``counts`` is empty.
 
         Returns:
-            A function that waits for the all-to-all and returns the received elements, ordered by sending rank.
+            A function that waits for the all-to-all, and returns the received elements on ``device``, ordered by
+            sending
+                rank. It returns ``flat`` if ``counts`` is empty.
         """
         if not counts:
             return lambda: flat
@@ -336,9 +363,17 @@ class Round:
 def in_flight(
     rounds: Sequence[Round], values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Run the rounds, and yield (position, this rank's shard of the result) as results arrive.
+    """Run all rounds, and yield (position, this rank's shard of the result) when a shard is complete.
 
-    While one round computes, the shards of the next round and the results of the previous round are in transit.
+    A position is the index of a stepped tensor over all param groups. While one round computes, the shards of the next
+    round and the results of the previous round are in transit.
+
+    Args:
+        rounds: The rounds in which this rank takes part, in the same order on all of their ranks.
+        values: One mapping per tensor to send, such as the weights and the gradients. Each maps the position of a
+            stepped shard to a tensor of the shard's shape.
+        compute: Computes the result of a matrix.
+        device: Device of the computation and of the results.
     """
     last = {position: index for index, one in enumerate(rounds) for position in one.positions}
     results: dict[int, Tensor] = {}
@@ -368,31 +403,35 @@ def in_flight(
 # shards.
 #
 # The owner rank is one of the ranks with shards of the matrix; the choice balances the cost between ranks. All ranks
-# compute the same communication plan once, without communication. A step only packs, exchanges and unpacks. Matrices are
-# grouped into rounds, so that one round computes while the next round is sent.
+# compute the same communication plan once, without communication. Matrices are grouped into rounds, so that one round
+# computes while the next round is sent.
 
 ROUND_BYTES = 64 * 2**20
 
 
 class Homes:
-    """The owner rank of each matrix, and the exchanges with it.
+    """The owner rank of each matrix, and the exchanges between owner ranks and the ranks that hold shards.
 
     Args:
         tensors: The full tensors.
-        boxes: Returns the boxes of a full tensor's matrices. They tile the tensor, or the list is empty.
-        cost: Returns the approximate time for a matrix of a shape, in any unit.
-        lists: Number of tensors per matrix that are sent to the owner rank. Default: 1.
-        dtype: Dtype of the elements that are sent in both directions. None: the tensor's dtype.
-        round_bytes: Largest size in bytes of the full matrices on one owner rank in one round, in the tensors' own dtype
-            and over all ``lists``; a single matrix may be larger.
-        settled: {(tensor name, matrix number): rank that already has the matrix's state}. That rank stays the owner rank
-            if it still holds part of the matrix. None: no matrix has a state.
+        boxes: Returns the rectangles of a full tensor that are its matrices. They must tile the tensor. An empty list:
+            the tensor is not exchanged.
+        cost: Returns the approximate time for a matrix of the given shape, in any unit. The choice of owner ranks
+            balances the sum of these times between ranks.
+        lists: Number of tensors per matrix that are sent to the owner rank, such as 2 for weights and gradient.
+            Default: 1.
+        dtype: Dtype of the elements that are sent, in both directions. None: the tensor's dtype.
+        round_bytes: Largest size in bytes of the full matrices that one owner rank receives in one round, over all
+            ``lists``, counted in the tensors' own dtype. A single matrix may be larger. Default: 64 MiB.
+        settled: {(tensor name, matrix number): rank that already has the matrix's state}. That rank stays the owner
+            rank if it still holds part of the matrix. None: no matrix has a state.
 
     Attributes:
         own: The matrices that this rank owns.
-        buffers: The communication buffers, which are kept on a CPU only.
+        load: {rank: sum of the costs of the matrices that it owns}, for ranks that own a matrix.
+        buffers: The communication buffers.
 
-    Collectives: none.
+    Collectives: none in the constructor.
     """
 
     def __init__(
@@ -408,7 +447,7 @@ class Homes:
         self.tensors, self._dtype = tensors, dtype
         load: dict[int, float] = {}
         by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
-        # {(tensor, owner rank): boxes that each rank sends}; the owner rank contributes all elements that it holds
+        # {(tensor name, owner rank): {rank: boxes that it contributes}}; the owner rank contributes all that it holds
         canonical_boxes: dict[tuple[str, int], dict[int, list[Box]]] = {}
         parts = [
             (tensor, number, box) for tensor in tensors.everything.values() for number, box in enumerate(boxes(tensor))
@@ -444,23 +483,29 @@ class Homes:
     def map(
         self, values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Compute every matrix on its owner rank, and yield this rank's shards of the results by position.
+        """Compute every matrix on its owner rank, and yield (position, this rank's shard of the result).
 
-        Consume all results: communication that other ranks wait for starts during the iteration.
+        A position is the index of a stepped tensor over all param groups. You must consume the entire iterator: it
+        starts communication that other ranks wait for.
 
         Args:
-            values: Per list, contiguous tensors of the stepped tensors' shapes by position. A tensor is read when its
-                elements are sent, once per round that contains one of its matrices (see `LazyTensors`).
+            values: One mapping per tensor to send, such as the weights and the gradients; `lists` mappings in all. Each
+                maps a position to a contiguous tensor of the stepped tensor's shape. Under
+                `ParallelOptimizer`, a tensor is read once per round, when its elements are sent. So the mapping may
+                compute it lazily. There it must have every position whose full tensor has matrices. In a single process
+                without `ParallelOptimizer`, positions that are not in the mapping are skipped.
             compute: Called on the owner rank only, for each matrix in `own`.
             device: Device of the computation. None: the device of the first value, or the CPU without values. A single
-                process ignores it and computes on the device of each value.
+                process without `ParallelOptimizer` ignores it, and computes on the device of each value.
         Returns:
-            An iterator of positions and shards in the tensor's dtype; replicas are bitwise identical.
+            An iterator of (position, shard of the result in the full tensor's dtype). Replicas are bitwise identical.
 
-        Collectives: per round, at most two all-to-alls of the ranks that hold its tensors. The first is omitted if
-            every owner rank already holds its full matrices. Both are omitted if no other rank holds any part.
-        Host synchronization: none, except to copy results from a GPU to ``device`` if that is the CPU.
-        Memory: at most three rounds of full matrices; on a CPU the buffers of two rounds are kept for the next step.
+        Collectives: per round, at most two all-to-alls of the ranks that step its tensors. The first one is omitted if
+            every owner rank already holds its full matrices. Both are omitted if no other rank holds a part of them.
+        Host synchronization: none if all tensors and the process groups are on one GPU, apart from that of ``compute``.
+            Otherwise, elements are copied between the CPU and the GPU.
+        Memory: the full matrices of two rounds, the results of two rounds, and the communication buffers of two rounds.
+            On a CPU, the matrices and buffers are kept for the next call.
         """
         if device is None:
             device = next((value.device for value in values[0].values()), torch.device("cpu"))
@@ -469,7 +514,7 @@ class Homes:
         return in_flight(self._rounds, values, compute, device)
 
     def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> Iterator[tuple[int, Tensor]]:
-        """Compute matrices in a single process, and yield (position, result); skip positions without a value."""
+        """Compute the matrices in a single process, and yield (position, result); skip positions without a value."""
         by_position: dict[int, list[Matrix]] = {}
         for matrix in self.own:
             (position,) = self.tensors.positions(matrix.tensor)
@@ -492,7 +537,11 @@ def _common(held: Sequence[Box], box: Box) -> list[Box]:
 
 
 def _rounds(matrices: Sequence[Matrix], lists: int, round_bytes: int) -> list[list[Matrix]]:
-    """Divide the matrices into rounds of one dtype, with at most ``round_bytes`` (or one matrix) per owner rank."""
+    """Divide the matrices into rounds, each with matrices of one dtype.
+
+    Per owner rank, a round has full matrices of at most ``round_bytes`` bytes, or a single larger matrix. Each matrix
+    counts ``lists`` times.
+    """
     rounds: list[list[Matrix]] = []
     filled: dict[int, tuple[int, int]] = {}  # by owner rank: its last round, and the bytes in it
     for matrix in matrices:

@@ -1,10 +1,10 @@
 """Optimizers that scale the step of each tensor by norms of the full tensor: LAMB, LARS and StableAdamW.
 
-LAMB (You et al., arXiv:1904.00962):
+The formulas of LARS and StableAdamW are in comments above their classes. LAMB (You et al., arXiv:1904.00962):
 
     m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
     r <- (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd w
-    w <- w - lr |w| / |r| r                                  norms of the full tensor
+    w <- w - lr (|w| / |r|) r                                |w|, |r|: L2 norms of the full tensors
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class LAMB(WholeOptimizer):
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor.
         betas, eps: As in Adam.
-        weight_decay: Multiplied by the weights and added to the update before the update's norm is taken.
+        weight_decay: The weights times this number are added to the update, before the norm of the update is taken.
         bias_correction: True (default): divide the moments m and v by 1 - b1^t and 1 - b2^t.
         always_adapt: True: use the trust ratio in param groups without weight decay too. Default: False.
 
     Raises:
         ValueError: An option is out of range.
 
-    Collectives: one all-reduce over the world if any tensor is sharded.
-    Host synchronization: none.
+    Collectives: per step, one all-reduce over the world if any tensor is sharded.
+    Host synchronization: none if parameters and process groups are on one device.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LAMB(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m, v and r of the formulas in the module docstring: the new moments and the update direction of the shard."""
+    """Return this rank's shards of the new first moment, the new second moment, and the update direction of LAMB."""
     group, t = slot.group, slot.step
     beta1, beta2 = group["betas"]
     m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
@@ -97,7 +97,7 @@ def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
 
 # LARS: SGD with a learning rate per tensor, from the norms of tensor and gradient (You et al., arXiv:1708.03888) ------
 
-# u <- eta |w| / (|g| + wd |w| + eps) (g + wd w)           norms of the full tensor
+# u <- eta |w| / (|g| + wd |w| + eps) * (g + wd w)         |w|, |g|: L2 norms of the full tensors
 # b <- mu b + u
 # w <- w - lr b                                            (nesterov: u + mu b)
 
@@ -114,15 +114,16 @@ class LARS(WholeOptimizer):
         params: Parameters or param groups.
         lr: A number or a 0-dim tensor, applied after the momentum as in `torch.optim.SGD`.
         momentum, weight_decay, nesterov: As in `torch.optim.SGD`.
-        trust_coeff: eta. The learning rate of a tensor is multiplied by eta |w| / (|g| + weight_decay |w| + eps).
+        trust_coeff: The gradient plus ``weight_decay`` times the weights is multiplied by the trust ratio
+            trust_coeff |weights| / (|gradient| + weight_decay |weights| + eps).
         eps: Added to this denominator.
-        always_adapt: True: use this factor in param groups without weight decay too. Default: False.
+        always_adapt: True: use the trust ratio in param groups without weight decay too. Default: False.
 
     Raises:
         ValueError: An option is out of range, or ``nesterov`` is True without momentum.
 
-    Collectives: one all-reduce over the world if any tensor is sharded.
-    Host synchronization: none.
+    Collectives: per step, one all-reduce over the world if any tensor is sharded.
+    Host synchronization: none if parameters and process groups are on one device.
     """
 
     def __init__(
@@ -174,21 +175,22 @@ class LARS(WholeOptimizer):
             yield Update(slot, param, {"momentum_buffer": b})
 
 
-# StableAdamW: AdamW with smaller steps for a tensor whose gradient is unexpectedly large (arXiv:2304.13013) -----------
+# StableAdamW: AdamW with smaller steps for a tensor whose gradient is large against its second moment -----------------
 
 #     m <- b1' m + (1 - b1') g        v <- b2' v + (1 - b2') g^2        b' = b (1 - b^(t-1)) / (1 - b^t)
-#     k <- max(1, RMS(g / sqrt(max(v, eps^2))))                         of the full tensor
+#     k <- max(1, RMS(g / sqrt(max(v, eps^2))))                         RMS over the full tensor
 #     w <- w - lr / k (wd w + m / (sqrt(v) + eps))
 #
-# Wortsman et al., "Stable and low-precision training for large-scale vision-language models" (2023).
+# Wortsman et al., "Stable and low-precision training for large-scale vision-language models" (arXiv:2304.13013).
 
 
 class StableAdamW(WholeOptimizer):
-    """AdamW with Adafactor's update clipping, with the main options of optimi's and pytorch_optimizer's implementations.
+    """AdamW with Adafactor's update clipping, with the main options of the packages optimi and pytorch_optimizer.
 
         optimizer = ParallelOptimizer(StableAdamW(model.parameters()), registry, max_norm=1.0)
 
-    The learning rate of a tensor is divided by the RMS of gradient / sqrt(second moment) if this RMS is above 1.
+    The learning rate of a tensor is divided by the RMS, over the full tensor, of gradient / sqrt(second moment) if this
+    RMS is above 1.
 
     Args:
         params: Parameters or param groups.
@@ -198,8 +200,8 @@ class StableAdamW(WholeOptimizer):
     Raises:
         ValueError: An option is out of range.
 
-    Collectives: one all-reduce over the world if any tensor is sharded.
-    Host synchronization: none.
+    Collectives: per step, one all-reduce over the world if any tensor is sharded.
+    Host synchronization: none if parameters and process groups are on one device.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class StableAdamW(WholeOptimizer):
 
 
 def _rate(slot: Slot, which: int) -> Tensor:
-    """Return 1 - b' of the formulas above `StableAdamW`, 0-dim; ``which`` is the index in ``betas``."""
+    """Return (1 - b) / (1 - b^t), 0-dim: the weight of the new gradient in a moment. b is ``betas[which]``."""
     beta: float = slot.group["betas"][which]
     return (1 - beta) / (1 - beta**slot.step)
 

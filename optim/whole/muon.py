@@ -2,7 +2,7 @@
 
     m <- mu m + (1 - mu) g                                   momentum
     u <- (1 - mu) g + mu m   (nesterov; else m)
-    o <- newton_schulz(u)                                    on the matrix's owner rank
+    o <- newton_schulz(u)                                    on one rank, the matrix's owner rank
     w <- w - lr (wd w + scale(shape) o)
 
 Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The scale that matches AdamW:
@@ -36,25 +36,25 @@ from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of, narrowed
 #        P_k = a I + b A_k + c A_k A_k                then one product with X
 #        A_1 = X X^T,  A_k+1 = P_k A_k P_k
 #
-# Both forms are the same polynomial of X and differ by rounding only. The Gram form needs fewer operations if X is long.
-# It recomputes A from X after three steps, because rounding makes small eigenvalues of A negative, and these grow by the
-# factor a^2 = 12 per step. Without that, five steps in bfloat16 are wrong by up to thousands of times the result. With
-# it, the error is at most 3 times the matrix form's on random matrices, and less where singular values decay.
+# Both forms are the same polynomial of X and differ by rounding only. The Gram form needs fewer operations if X is
+# long. It recomputes A from X after three steps, because rounding makes small eigenvalues of A negative, and these grow
+# by the factor a^2 = 12 per step. In the tests, the error of the Gram form is then at most 3 times the error of the
+# matrix form.
 #
 # Keller Jordan et al. (2024). The Gram form and its restart: "Gram Newton-Schulz" (Dao AI Lab, 2026).
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Keller Jordan's coefficients: a steep slope at 0. Singular values that are not tiny become about 0.7 to 1.2."""
+"""Keller Jordan's coefficients a, b and c. Five steps move singular values that are not tiny to about 0.7 to 1.2."""
 
 RUN = 3
-"""Number of steps of the Gram form before A is computed from X again."""
+"""Number of steps of the Gram form before the Gram matrix A is computed from X again."""
 
 WORTH, SMALLEST = 0.9, 128
-"""Limits of the Gram form: its operations divided by the matrix form's are at most `WORTH`; the short side is at least
+"""Conditions for the Gram form: at most `WORTH` times the operations of the matrix form, and a short side of at least
 `SMALLEST`.
 
-With five steps, the first condition holds if the long side is at least 1.9 times the short side. If the short side is
-smaller than `SMALLEST`, the overhead of calls dominates, and the Gram form has more calls.
+With five steps, the first condition holds if the long side is at least 1.9 times the short side. For smaller matrices,
+the overhead of calls dominates, and the Gram form has more calls.
 """
 
 
@@ -63,13 +63,15 @@ def newton_schulz(
 ) -> Tensor:
     """Return approximately the orthogonal factor of ``matrix`` (U V^T of its singular value decomposition).
 
-    The shape decides between the matrix form and the Gram form, see `uses_gram`.
+    The iteration has two forms that differ by rounding only. Matrices whose short side is at least 128, and whose long
+    side is at least 1.9 times as long (with five steps), use the Gram form, which has fewer operations.
 
     Args:
-        matrix: [rows, columns], in the dtype of the computation.
-        coefficients: a, b and c of the polynomial. Default: Keller Jordan's.
+        matrix: [rows, columns]. Its dtype is the dtype of the computation.
+        coefficients: a, b and c of the polynomial a x + b x^3 + c x^5. Default: Keller Jordan's.
         steps: Number of steps. Default: 5.
-        eps: Least Frobenius norm by which the matrix is divided. Default 0: no limit; a matrix of zeros remains zeros.
+        eps: The matrix is first divided by its Frobenius norm, or by ``eps`` if the norm is smaller. Default 0: no
+            limit. A matrix of zeros remains zeros.
     """
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -81,8 +83,8 @@ def newton_schulz(
 def normalize(matrix: Tensor) -> Tensor:
     """Return ``matrix`` divided by its Frobenius norm; zeros if the norm is 0.
 
-    The matrix is multiplied by a power of two first, so that its norm neither underflows nor overflows. Except for
-    subnormal elements this is exact: where a plain division is accurate, the result is bitwise identical to it.
+    The matrix is multiplied by a power of two first, so that its norm neither underflows nor overflows. This
+    multiplication is exact, except for subnormal numbers.
 
     Host synchronization: none.
     """
@@ -97,15 +99,15 @@ def normalize(matrix: Tensor) -> Tensor:
 
 
 def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return the result of the matrix form of the iteration.
+    """Apply X <- a X + (b A + c A A) X with A = X X^T ``steps`` times, and return X.
 
     Args:
-        x: [short, long], with singular values up to 1; its memory may be overwritten.
+        x: [short side, long side], with singular values up to 1. Its memory may be overwritten.
         coefficients: a, b and c.
         steps: Number of steps.
     """
     a, b, c = coefficients
-    # allocated once, because an allocation per step would double the time
+    # allocated once, because allocations in every step are slow
     after, gram, polynomial = x.new_empty(x.shape), x.new_empty(2 * x.shape[:1]), x.new_empty(2 * x.shape[:1])
     for _ in range(steps):
         torch.mm(x, x.mT, out=gram)
@@ -115,7 +117,15 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 
 
 def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return the result of the Gram form of the iteration. The arguments are those of `on_matrix`."""
+    """Return the same as `on_matrix` except for rounding, with fewer operations if the long side is much longer.
+
+    Up to `RUN` steps are computed on the Gram matrix X X^T. Then X is multiplied by their product.
+
+    Args:
+        x: [short side, long side], with singular values up to 1. Its memory may be overwritten.
+        coefficients: a, b and c.
+        steps: Number of steps.
+    """
     a, b, c = coefficients
     after = x.new_empty(x.shape)
     gram, p, q, spare = (x.new_empty(2 * x.shape[:1]) for _ in range(4))
@@ -134,12 +144,16 @@ def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> 
 
 
 def uses_gram(shape: Shape, steps: int = 5) -> bool:
-    """Return True if a matrix of ``shape`` is computed in the Gram form."""
+    """Return True if `newton_schulz` uses the Gram form for a matrix of ``shape``.
+
+    It does if the short side is at least `SMALLEST`, and the Gram form needs at most `WORTH` times the operations of
+    the matrix form.
+    """
     return min(shape) >= SMALLEST and _flops_on_gram(shape, steps) <= WORTH * _flops_on_matrix(shape, steps)
 
 
 def flops(shape: Shape) -> float:
-    """Return the approximate number of floating-point operations of five steps for a matrix of ``shape``."""
+    """Return the approximate number of floating-point operations of five steps of `newton_schulz`."""
     return _flops_on_gram(shape, 5) if uses_gram(shape) else _flops_on_matrix(shape, 5)
 
 
@@ -149,10 +163,10 @@ def _flops_on_matrix(shape: Shape, steps: int) -> float:
 
 
 def _flops_on_gram(shape: Shape, steps: int) -> float:
-    """Return the number of operations of the Gram form.
+    """Return the approximate number of floating-point operations of `on_gram`.
 
-    A run is up to `RUN` steps. Each run has two products with X. Each step has one product A A, and each step that is
-    not the first of its run has three more products of [short, short] matrices.
+    A run is up to `RUN` steps. Each run has two products with X. Each step has one product A A. Each step that is not
+    the first one of its run has three more products of [short side, short side] matrices.
     """
     short, long = sorted(shape)
     runs = -(-steps // RUN)
@@ -166,8 +180,11 @@ ADAMW_NAMES = (
     *("*embed*", "*wte*", "*wpe*", "*tok_emb*", "*pos_emb*"),  # embeddings
     *("*head.weight", "*classifier*", "output.weight", "proj_out.weight", "score.weight"),  # heads
 )
-"""Globs over the names of embeddings and heads. They match names without prefixes of wrappers, such as ``module.``."""
-_WRAPPERS = ("module.", "base_model.model.")  # of DistributedDataParallel and PEFT
+"""Default of Muon's ``adamw_names``: globs that match the names of embeddings and heads.
+
+Prefixes of wrappers, such as ``module.``, are removed from a name before it is matched.
+"""
+_WRAPPERS = ("module.", "base_model.model.")  # name prefixes of DistributedDataParallel and PEFT
 
 
 def scale_of(rule: Scale | None, shape: Shape) -> float:
@@ -190,42 +207,45 @@ class Muon(WholeOptimizer):
 
         optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.02), registry, max_norm=1.0)
 
-    A parameter with two or more dims is a matrix unless its name matches ``adamw_names`` (embeddings and heads).
-    `for_model` also decides by the classes of modules. `assignment` returns the algorithm of each parameter, and
-    ``repr`` shows it. A parameter with three dims is a stack of matrices, such as experts. With four or more dims, such
-    as a convolution's, the first dim is the rows and all other dims are the columns. ``"algorithm": "muon"`` or
-    ``"adamw"`` in a param group overrides this rule.
+    Muon steps the parameters with two or more dims, except those whose names match ``adamw_names`` (embeddings and
+    heads). The key ``"algorithm"`` of a param group, ``"muon"`` or ``"adamw"``, overrides this rule. `for_model` also
+    decides by the classes of modules. `assignment` returns the algorithm of each parameter.
+
+    A parameter with two dims is a matrix. With three dims it is a stack of matrices, such as experts. With four or more
+    dims, such as a convolution's weight, the first dim is the rows, and all other dims together are the columns.
 
     Args:
         params: Parameters, ``model.named_parameters()`` (needed for ``adamw_names``), or param groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`.
-        eps: Least norm by which a matrix is divided before it is orthogonalised. Default 0: no limit, so the update does
-            not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7, so that gradients with a smaller
-            norm give smaller updates.
-        adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: ``lr``, (0.9, 0.95), 1e-8
-            and 0.1.
-        adamw_names: Globs over names of parameters that AdamW steps. Default: `ADAMW_NAMES`.
-        blocks: Blocks of a fused weight along its rows, each a separate matrix, by glob over names. The value is the
-            number of equal blocks, or the list of sizes. Examples: ``3`` for q, k and v; the number of heads for Muon
-            per head. A weight that no glob matches uses the `meshstep.parallel.blocks` of its layout, along rows or
-            columns. None: layouts only.
-        ns_dtype: Dtype of the iteration. Default: bfloat16, as in torch. None: the parameter's dtype. In float16,
-            elements below 3e-8 become 0. If the short side is at least 128 and the long side at least 1.9 times as long,
-            the Gram form is used, whose last bits differ from torch's (see `newton_schulz`).
+        eps: A matrix is divided by its Frobenius norm before it is orthogonalised, or by ``eps`` if the norm is
+            smaller. Default 0: no limit, so the update does not depend on the scale of the gradient. `torch.optim.Muon`
+            uses 1e-7, so that gradients with a smaller norm give smaller updates.
+        adamw: Options of AdamW: lr, betas, eps and weight_decay. Default of each: ``lr`` of Muon, (0.9, 0.95), 1e-8 and
+            0.1.
+        adamw_names: Globs over the names of parameters that AdamW steps. Default: `ADAMW_NAMES`.
+        blocks: {glob over names: blocks of a fused weight along its rows}. Each block is a separate matrix. The value
+            is the number of equal blocks, or the list of their numbers of rows. Examples: ``3`` for q, k and v; the
+            number of heads for Muon per head. A weight that no glob matches has the blocks that its layout declares
+            with `meshstep.parallel.blocks`, along rows or columns. None: layouts only.
+        ns_dtype: Dtype of the Newton-Schulz iteration. Default: bfloat16, as in torch. None: the parameter's dtype. In
+            float16, elements below 3e-8 become 0. If the short side is at least 128 and the long side at least 1.9
+            times as long (with five steps), the Gram form of the iteration is used, and the last bits differ from
+            torch's.
 
     ``adjust_lr_fn`` scales the update by the weight's shape as stored. A layer may store its weight transposed, [in,
     out], as `Linear2D` does. ``"original"`` then gives another scale than for [out, in]; ``"match_rms_adamw"`` gives
     the same scale.
 
     Raises:
-        ValueError: An option is out of range. When the optimizer is bound, or in the first step: a parameter in a group
-            with ``"algorithm": "muon"`` has fewer than two dims, or ``blocks`` does not fit a weight.
+        ValueError: An option is out of range or unknown. In the constructor of `ParallelOptimizer`, or without it in
+            the first step: a parameter in a group with ``"algorithm": "muon"`` has fewer than two dims, or ``blocks``
+            does not fit a weight.
 
-    Collectives: matrices are exchanged in rounds of up to `meshstep.optim.whole.exchange.ROUND_BYTES` (or one larger
-        matrix) per owner rank. Each round has at most two all-to-alls among the ranks that hold shards of its matrices.
-    Memory: up to three rounds of full matrices, each of up to ``ROUND_BYTES`` or one larger matrix (half of that
-        if float32 weights are sent in bfloat16).
-        On a CPU, the buffers of two rounds are kept for the next step.
+    Collectives: per step, matrices are exchanged in rounds. In a round, each owner rank receives full matrices of up to
+        64 MiB in the parameters' dtype, or one larger matrix. Each round has at most two all-to-alls among the ranks
+        that step shards of its matrices.
+    Memory: in a step, the full matrices of two rounds, the results of two rounds, and the communication buffers, in
+        ``ns_dtype``. On a CPU, the matrices and buffers are kept for the next step.
     """
 
     kept = ("adamw_names", "blocks", "ns_dtype", "_adamw")
@@ -286,15 +306,15 @@ class Muon(WholeOptimizer):
             muon = Muon.for_model(model, lr=0.02)
             print(muon.assignment())
 
-        AdamW steps vectors, parameters whose names match ``adamw_names``, and the parameters of each module whose class
-        name contains "Embedding", even if another module shares them. Of the other weights with the shape of an
-        embedding's weight, AdamW steps the last one, which is taken for an untied head. In a pipeline stage without an
-        embedding, a head is recognized by its name only.
+        AdamW steps vectors, parameters whose names match ``adamw_names``, and the direct parameters of each module
+        whose class name contains "Embedding", even if another module shares them. Of the other weights with the shape
+        of an embedding's 2-dim weight, AdamW steps the last one in the model, which is taken for an untied head. In a
+        pipeline stage without an embedding, a head is recognized by its name only.
 
         Args:
-            model: This rank's part of the model.
-            args, options: As in the constructor.
-            adamw_names: As in the constructor.
+            model: This rank's part of the model. Parameters without ``requires_grad`` are left out.
+            args, options: Arguments of the constructor after ``params``.
+            adamw_names: Globs over the names of parameters that AdamW steps. Default: `ADAMW_NAMES`.
         """
         embeddings = {
             id(param): param
@@ -330,7 +350,10 @@ class Muon(WholeOptimizer):
         return "\n".join([super().__repr__(), *lines])
 
     def _sorted(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield ``group`` if it has an "algorithm"; otherwise yield a group for Muon and a group for AdamW."""
+        """Yield a copy of the param group if it has an "algorithm"; else yield one group for Muon and one for AdamW.
+
+        A group without parameters is yielded too.
+        """
         if "algorithm" in group:
             if group["algorithm"] not in ("muon", "adamw"):
                 raise ValueError(f"'algorithm' of the param group is {group['algorithm']!r}: give 'muon' or 'adamw'")
@@ -344,15 +367,19 @@ class Muon(WholeOptimizer):
             yield {**group, **names, "params": own, "algorithm": algorithm}
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:
-        """Return ``"muon"`` or ``"adamw"``: the algorithm that steps a parameter, by its dims and name."""
+        """Return the algorithm for a parameter in a param group without "algorithm": ``"muon"`` or ``"adamw"``.
+
+        It is AdamW for parameters with fewer than two dims, or with a name that matches ``adamw_names``.
+        """
         no_matrix = name is not None and any(fnmatchcase(_unwrapped(name), pattern) for pattern in self.adamw_names)
         return "adamw" if param.dim() < 2 or no_matrix else "muon"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group.
+        """Add a param group, whose parameters must all be stepped by the same algorithm.
 
         Raises:
-            ValueError: The group contains matrices and other parameters, and has no "algorithm".
+            ValueError: The group has no "algorithm", and Muon would step some of its parameters and AdamW others. Or
+                its "algorithm" is neither "muon" nor "adamw".
         """
         group = groups_of([param_group])[0]
         own, *rest = sorted(self._sorted(group), key=lambda part: -len(part["params"]))
@@ -377,7 +404,8 @@ class Muon(WholeOptimizer):
 
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
-        # rounding before the exchange gives the same elements as rounding on the owner rank, with less traffic
+        # rounding to ns_dtype before the exchange gives the same elements as rounding on the owner rank, with less
+        # traffic
         self._homes = Homes(tensors, _boxes, lambda shape: flops(as_matrix(shape)), dtype=self.ns_dtype)
         self._scales: dict[int, float | Tensor] = {}
 
@@ -413,7 +441,11 @@ class Muon(WholeOptimizer):
                 yield adamw_update(slot)
 
     def _scale(self, slot: Slot) -> float | Tensor:
-        """Return the scale of a slot's update: a number, or one per element if its matrices have different scales."""
+        """Return the factor on a parameter's update, from ``adjust_lr_fn``.
+
+        It is a number. If the parameter's matrices have different factors, it is a tensor with a factor per element of
+        this rank's shard.
+        """
         if slot.position not in self._scales:
             tensor, rule = self.tensors.tensors[slot.position], slot.group["adjust_lr_fn"]
             by_box = [(box, scale_of(rule, as_matrix(box.sizes))) for box in tensor.metadata]
@@ -428,7 +460,12 @@ class Muon(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> Tensor:
-    """Return u of the formulas in the module docstring; the state must have the new momentum."""
+    """Return this rank's shard of the tensor that is orthogonalised.
+
+    It is the momentum. With ``nesterov``, it is a weighted mean of the momentum and the gradient.
+
+    The slot's state must already contain the new momentum.
+    """
     m: Tensor = slot.state["momentum_buffer"]
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
 
@@ -438,7 +475,10 @@ def _boxes(tensor: LogicalTensor) -> Sequence[Box]:
 
 
 def as_matrix(shape: Shape) -> Shape:
-    """Return (rows, columns): the last two dims of a stack, or the first dim and the product of all others."""
+    """Return (rows, columns) of a parameter's matrices.
+
+    With three dims, these are the last two dims; otherwise the first dim, and the product of all other dims.
+    """
     if len(shape) == 3:
         return shape[1:]
     rest = 1
@@ -448,7 +488,7 @@ def as_matrix(shape: Shape) -> Shape:
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """Return ``params`` as a list of param groups."""
+    """Return the ``params`` argument of an optimizer (a tensor, tensors, or param groups) as a list of param groups."""
     items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if not items or not isinstance(items[0], dict):
         return [{"params": items}]

@@ -7,7 +7,8 @@ the optimizer to shards.
 `HomeOptimizer` is the base class of optimizers that keep the state of a matrix on one rank only, the matrix's owner
 rank.
 
-A position is the index of a stepped tensor over all param groups.
+A stepped tensor is a tensor in the optimizer's param groups. A position is the index of a stepped tensor over all param
+groups.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from .tensors import Blocks, LogicalTensor, WholeTensors, matrices_of
 
 @dataclass
 class Slot:
-    """A stepped tensor with its gradient and state during a step.
+    """A tensor that the optimizer steps, with its gradient and state during a step.
 
     Args:
         position: The tensor's index over all param groups.
-        param: The stepped tensor. In a single process it may be non-contiguous.
-        grad: Its unscaled gradient, of the same shape and dtype, contiguous; zeros if a shard has no gradient.
+        param: The tensor: a shard, or in a single process a full parameter. A full parameter may be non-contiguous.
+        grad: The unscaled gradient, of the same shape and dtype, contiguous; zeros if a shard has no gradient.
         state: The optimizer state of the tensor. To change it, return new values in an `Update`, or call
             `WholeOptimizer.write` or `WholeOptimizer.descend`, which do nothing in a skipped step.
-        group: The param group.
-        step: Number of steps, including the present one; 0-dim float64, on the device of ``param``.
+        group: The param group of the tensor.
+        step: Number of steps of the tensor, including the present one; 0-dim float64.
     """
 
     position: int
@@ -59,7 +60,13 @@ class Slot:
 
 
 class Update(NamedTuple):
-    """The result of a step for one `Slot`: the slot, the new values of its parameter, and the state tensors that change."""
+    """The result of a step for one tensor.
+
+    Args:
+        slot: The tensor, with its gradient and state.
+        param: The new values of the tensor; may be ``slot.param`` itself if `WholeOptimizer.descend` has changed it.
+        state: The new values of the states that change, by name.
+    """
 
     slot: Slot
     param: Tensor
@@ -71,15 +78,15 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
     missing gradient of a shard then counts as zeros, because other shards of the tensor may have a gradient. If the
-    attribute ``found_inf``, a tensor, is 1, the step is skipped: it only creates missing states.
+    attribute ``found_inf``, a tensor, is 1, the step is skipped: parameters and existing states do not change.
 
     Attributes:
         tensors: Operations on the full tensors.
         whole_states: Names of the states that belong to the full tensor, not to the shard. They are equal on all ranks
             that have them.
         kept: Names of the subclass's attributes that copies and pickles of the optimizer keep.
-        not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name; None:
-            a CUDA graph can capture it.
+        not_captured: Reason why a CUDA graph can't capture the step, worded to follow the optimizer's class name. None
+            (default): a CUDA graph can capture it.
     """
 
     asks_other_ranks = True
@@ -96,46 +103,52 @@ class WholeOptimizer(torch.optim.Optimizer):
     # For subclasses -------------------------------------------------------------------------------------------------
 
     def metadata_for(self, name: str | None, shape: tuple[int, ...], group: Mapping[str, Any], spec: P | None) -> Any:
-        """Return the metadata of a full tensor, which `LogicalTensor.metadata` holds; None (default): no metadata.
+        """Return data that the optimizer needs about a full tensor, such as the boxes of its matrices.
 
-        It must be equal on all ranks that hold shards of the tensor.
+        The base class returns None. The result is stored in `LogicalTensor.metadata`. It must be equal on all ranks
+        that step shards of the tensor.
 
         Args:
-            name: Name of the parameter; None if the optimizer received no names.
+            name: Name of the parameter. None if it is not known.
             shape: Shape of the full tensor.
             group: The param group.
-            spec: The parameter's layout; None if `bind` was not called.
+            spec: The parameter's layout. None in a single process without `ParallelOptimizer`.
         """
         return None
 
     @abstractmethod
     def initial(self, slot: Slot) -> dict[str, Any]:
-        """Return the initial state of a stepped tensor, before its first step.
+        """Return the state of a tensor before its first step, by name. The caller adds the step count, ``"step"``.
 
         Collectives: none.
         """
 
     @abstractmethod
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        """Compute one step and yield its updates.
+        """Compute one step, and yield one `Update` per slot. `step` then writes it and adds 1 to the slot's step count.
 
-        Collectives: must be the same on all ranks, independent of the tensors that a rank holds.
+        Yield nothing for a slot that is skipped.
+
+        Args:
+            slots: The tensors that this rank steps, in the order of the param groups. May be empty.
+
+        Collectives: each must be issued by all ranks of its process group, even by a rank without gradients.
         Host synchronization: see the subclass.
         """
 
     def is_whole_state(self, key: str) -> bool:
-        """Return True if the state named ``key`` belongs to a full tensor."""
+        """Return True if the state named ``key`` belongs to a full tensor, not to a shard."""
         return key in self.whole_states
 
     def keeps(self, param: Tensor, key: str) -> bool:
-        """Return True if ``key`` is a state of the full tensor of ``param``, and this rank has the state."""
+        """Return True if ``key`` is a state of the full tensor of ``param``, and this rank must have this state."""
         return self.is_whole_state(key)
 
     # Binding --------------------------------------------------------------------------------------------------------
 
     @property
     def tensors(self) -> WholeTensors:
-        """Return the operations on the full tensors. Without a binding by `bind`, all parameters are full tensors."""
+        """Return the operations on the full tensors. Before `bind`, every parameter counts as a full tensor."""
         if self._tensors is None:
             pairs = [(group, *pair) for group in self.param_groups for pair in named_params_of([group])]
             metadata = [self.metadata_for(name, tuple(param.shape), group, None) for group, name, param in pairs]
@@ -145,24 +158,24 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def bind_all(parts: Sequence[WholeOptimizer], table: ParamTable, registry: ProcessGroupRegistry) -> None:
-        """Bind full-tensor optimizers to the tensors that they step.
+        """Bind full-tensor optimizers to the shards that they step. Every rank must call it.
 
         Args:
-            parts: At least one optimizer.
+            parts: The optimizers, in the same order on all ranks.
             table: The stepped tensors of all optimizers.
             registry: The process groups.
 
         Raises:
             ValueError: On every rank, in the cases of `bind`.
 
-        Collectives: object all-gathers.
+        Collectives: object all-gathers; none with one rank.
         """
         plan = table.model_plan if table.model_plan.parameter_names else with_names(table.model_plan, registry)
         times, bound = Counter(entry.name for entry in plan.entries), dict[int, tuple[str, SteppedTensor]]()
         for row in table:
             local = row.model_entry.name
-            # Tensors of this rank with equal names keep that name. `bind` then raises if they have common elements, as tied
-            # tensors have.
+            # If several parameters of this rank have the same name, they keep it. `bind` then raises if their elements
+            # overlap, as those of tied parameters do.
             name = plan.parameter_names[plan.parameter_slots[row.index]] if times[local] == 1 else local
             bound[id(row.tensor)] = name, row
         for part in parts:
@@ -177,9 +190,11 @@ class WholeOptimizer(torch.optim.Optimizer):
             registry: The process groups.
 
         Raises:
-            ValueError: On every rank, in the cases of `WholeTensors.of`.
+            ValueError: On every rank: shards have unequal sizes in an unknown order; ranks have different shapes,
+                dtypes or metadata for a full tensor; elements of a full tensor are missing, or twice on a rank; or a
+                case of the subclass's `metadata_for` or `bound`.
 
-        Collectives: an object all-gather.
+        Collectives: an object all-gather, and those of `bound`; none with one rank.
         """
         groups = [group for group in self.param_groups for _ in group["params"]]
 
@@ -194,13 +209,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         self.bound(tensors)
 
     def bound(self, tensors: WholeTensors) -> None:
-        """Set `tensors`. Subclasses override it to prepare objects that depend on the binding, such as owner ranks."""
+        """Set `tensors`. Subclasses extend it to set attributes that depend on full tensors, such as owner ranks."""
         self._tensors = tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as torch does, except that states of full tensors keep their saved dtypes.
+        """Load a state dict as torch does, except that tensor states of full tensors keep their saved dtypes.
 
-        torch alone would cast these states to the parameters' dtypes.
+        `torch.optim.Optimizer.load_state_dict` would cast them to the parameters' dtypes.
         """
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -219,7 +234,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             vars(self).update(kept, _tensors=None, _frozen=set())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, and remove the binding: call `bind_all` afterwards if ranks hold shards."""
+        """Add a param group, and remove the binding to shards. Call `bind_all` afterwards if ranks hold shards."""
         super().add_param_group(param_group)
         self._tensors, self._frozen = None, set()
 
@@ -235,9 +250,10 @@ class WholeOptimizer(torch.optim.Optimizer):
             closure: Recomputes and returns the loss, as in torch. None: no closure.
 
         Raises:
-            RuntimeError: The param groups do not contain all tensors of the binding.
+            RuntimeError: The number of tensors in the param groups is not the number of tensors that `bind` received.
+            ValueError: `bind` was not called, and a parameter does not fit the optimizer (see the subclass).
 
-        Collectives, host synchronization: those of `updates`.
+        Collectives, host synchronization: those of the subclass's `updates`.
         """
         loss = None
         if closure is not None:
@@ -253,7 +269,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copy ``value`` to ``target``, unless the step is skipped because ``found_inf`` is 1.
 
-        Host synchronization: none.
+        Host synchronization: none if ``value``, ``target`` and ``found_inf`` are on one device.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if value is target:
@@ -264,7 +280,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype), out=target)
 
     def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
-        """Set ``target`` to ``target - rate (direction + decay target)`` in place, unless the step is skipped.
+        """Set ``target`` to ``target - rate * (direction + decay * target)`` in place, unless the step is skipped.
 
         Call it within `updates`. The `Update` may then have ``target`` itself as the new value.
 
@@ -274,12 +290,12 @@ class WholeOptimizer(torch.optim.Optimizer):
             rate: A number or a 0-dim tensor.
             decay: Weight decay. Default: 0.
 
-        Host synchronization: none.
+        Host synchronization: none if all tensors and ``found_inf`` are on one device.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if not target.is_cpu or not target.is_contiguous() or is_half(target):
-            # The fused kernel below is for CPU tensors, where allocating memory is slow. It ignores strides, and loses
-            # updates of half-precision tensors (torch 2.12, 2.13).
+            # The fused kernel below is for CPU tensors, where allocating memory is slow. It ignores strides, so it
+            # needs contiguous tensors. Half-precision tensors are computed in float32 here, and rounded once.
             whole = target.float() if is_half(target) else target
             self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
             return
@@ -321,7 +337,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         return slots
 
 
-# AdamW for parameters that need no full tensor (arXiv:1711.05101) -----------------------------------------------------
+# AdamW, for parameters whose update needs no full tensor (arXiv:1711.05101) -------------------------------------------
 
 # m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
 # w <- w - lr (wd w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
@@ -330,13 +346,13 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def moments(slot: Slot) -> dict[str, Any]:
-    """Return the initial state of Adam: two moments, zeros of the stepped tensor's shape and dtype."""
+    """Return the initial state of Adam: ``exp_avg`` and ``exp_avg_sq``, zeros of the parameter's shape and dtype."""
     zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
     return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def adamw_update(slot: Slot) -> Update:
-    """Return the `Update` of one step of AdamW for a stepped tensor.
+    """Compute one step of AdamW for a tensor, and return its new values and moments. ``slot`` itself is unchanged.
 
     Collectives: none.
     Host synchronization: none.
@@ -354,11 +370,13 @@ def adamw_update(slot: Slot) -> Update:
 
 
 class LazyTensors(Mapping[int, Tensor]):
-    """A mapping from positions to tensors that computes a tensor on each access, to keep few of them in memory.
+    """A mapping that computes its tensors on access, so that few of them are in memory at the same time.
+
+    A key is the index of a stepped tensor over all param groups.
 
     Args:
-        slots: The slots whose positions are the keys.
-        make: Computes the tensor of a slot; called on every access, and its result is not kept.
+        slots: The stepped tensors.
+        make: Computes the value for a stepped tensor. It is called on every access, and its result is not stored.
     """
 
     def __init__(self, slots: Sequence[Slot], make: Callable[[Slot], Tensor]) -> None:
@@ -379,23 +397,24 @@ class LazyTensors(Mapping[int, Tensor]):
 
 # Base class of optimizers that keep a full matrix state on the matrix's owner rank only -------------------------------
 
-# The owner rank stores the state of a matrix with the state of the first shard of the tensor that it holds. The key is
-# "<name>.<number of the matrix>", followed by ".<index>" if the matrix has several states of this name. The state
+# The owner rank stores the state of a matrix in the state of its first shard of the tensor. The key is
+# "<name>.<number of the matrix>", followed by ".<suffix>" if the matrix has several states of this name. The state
 # belongs to the full tensor, so a checkpoint contains it once. A load gives it to the owner rank in the new layout.
 
 _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
 
 
 class HomeOptimizer(WholeOptimizer):
-    """A full-tensor optimizer that assigns every matrix to an owner rank, which alone keeps the matrix's state.
+    """The base class of full-tensor optimizers that assign every matrix to an owner rank.
 
-    If the optimizer is bound again, a rank that has the state of a matrix stays its owner rank if it holds part of it.
+    Only the owner rank keeps the state of the matrix. If `bind` is called again, a rank that has the state of a matrix
+    stays the owner rank if it still holds a part of the matrix.
 
     Attributes:
-        lists: Number of tensors per matrix that are sent to the owner rank, such as 1 for the gradient alone.
-        blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names.
-        homes: The owner ranks and the exchanges with them.
-        taken: The number of steps of each stepped tensor.
+        lists: Number of tensors per matrix that are sent to the owner rank. Default: 1, the gradient alone.
+        blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names. Default: no blocks.
+        homes: The owner ranks, and the exchanges with them.
+        taken: Returns the number of steps of a stepped tensor.
 
     Collectives: `bind` has an object all-gather in addition to that of `WholeOptimizer.bind`.
     """
@@ -414,14 +433,19 @@ class HomeOptimizer(WholeOptimizer):
         return tensor.metadata or ()
 
     def cost(self, shape: Shape) -> float:
-        """Return the approximate relative cost of a step of one matrix; the choice of owner ranks balances it."""
+        """Return the approximate cost of a step of one matrix, in any unit. Subclasses must implement it.
+
+        The choice of owner ranks balances the sum of these costs between ranks.
+        """
         raise NotImplementedError
 
     def bound(self, tensors: WholeTensors) -> None:
-        """Choose the owner ranks.
+        """Set `tensors`, and choose the owner ranks of all matrices.
 
         Raises:
-            ValueError: On every rank: on a rank, the optimizer has states from steps without `ParallelOptimizer`.
+            ValueError: On every rank: on some rank, the optimizer has states from steps without `ParallelOptimizer`.
+
+        Collectives: an object all-gather; none with one rank.
         """
         super().bound(tensors)
         self.homes = Homes(tensors, self.boxes, self.cost, self.lists, settled=self._agreed(self._settled(tensors)))
@@ -431,7 +455,10 @@ class HomeOptimizer(WholeOptimizer):
             self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
 
     def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Return {(tensor name, matrix number): rank that has the matrix's state}; ``own`` is this rank's set of keys."""
+        """Return {(tensor name, matrix number): rank that has the matrix's state}, gathered from all ranks.
+
+        ``own`` has the (tensor name, matrix number) pairs whose states this rank has.
+        """
         registry = self.tensors.registry
         if registry is None:
             return dict.fromkeys(own, 0)
@@ -445,7 +472,7 @@ class HomeOptimizer(WholeOptimizer):
         return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
 
     def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
-        """Return (tensor name, matrix number) of each matrix whose state this rank has already."""
+        """Return (tensor name, matrix number) of each matrix whose state is in this rank's ``state``."""
         return {
             (tensor.name, number)
             for tensor, param in zip(tensors.tensors, params_of(self.param_groups), strict=True)
@@ -454,9 +481,9 @@ class HomeOptimizer(WholeOptimizer):
         }
 
     def own(self, slot: Slot) -> list[Matrix]:
-        """Return the matrices that this rank owns and whose states it stores in ``slot``.
+        """Return the matrices that this rank owns and whose states it stores in ``slot.state``.
 
-        Empty unless ``slot`` is this rank's first shard of the tensor.
+        The list is empty unless ``slot`` is this rank's first shard of the full tensor.
         """
         return self._own.get(slot.position, [])
 
@@ -473,7 +500,7 @@ class HomeOptimizer(WholeOptimizer):
     # The step -------------------------------------------------------------------------------------------------------
 
     def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
-        """Return a function from a matrix that this rank owns to the slot that stores the matrix's state."""
+        """Return a function that maps a matrix of this rank to the slot whose ``state`` has the matrix's states."""
         by_position = {slot.position: slot for slot in slots}
         return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
 
@@ -484,22 +511,24 @@ def _number(key: str) -> int | None:
 
 
 class StepsTaken:
-    """The number of steps of each stepped tensor, on the host, without waiting for the current step.
+    """Reads the step counts of stepped tensors on the host, without waiting for the current step.
 
-    At the end of a step, `note` starts asynchronous copies of the device counts to the host. `of` waits for the copies
-    in the next step. If other code changed a count in between, such as a load, `of` reads it from the device.
+    At the end of a step, `note` starts asynchronous copies of the counts from the GPU to the host. In the next step,
+    `of` waits for these copies only. If a count was replaced or changed in between, for example by a load, `of` reads
+    it from the GPU.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Tensor, int]] = {}  # by position: the device count and its version
+        self._seen: dict[int, tuple[Tensor, int]] = {}  # by position: the count on the GPU, and its version counter
         self._copies: dict[int, Tensor] = {}
         self._arrived: dict[torch.device, torch.cuda.Event] = {}
 
     def of(self, slot: Slot) -> int:
-        """Return the number of steps of ``slot`` before the current step.
+        """Return the number of steps that ``slot`` has taken before the current step.
 
-        Host synchronization: on a GPU, the host waits for the previous step; in the first step and after loading, for
-        all work on the device.
+        Host synchronization: if the count is on a GPU, the host waits for the end of the previous step. In the first
+            step,
+        and in the first step after a load, it waits for all work in the current stream.
         """
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:
@@ -508,7 +537,7 @@ class StepsTaken:
         return _number_in(self._copies[slot.position])
 
     def note(self, slots: Sequence[Slot]) -> None:
-        """Start copying the step counts to the host. Call it after the step's last update."""
+        """Start copying the step counts of ``slots`` from the GPU to the host. Call it after the step's last update."""
         for slot in slots:
             count: Tensor = slot.state["step"]
             if count.is_cuda:
@@ -526,11 +555,11 @@ def _number_in(count: Tensor) -> int:
 
 
 def named(name: str, matrix: Matrix, which: Any = None) -> str:
-    """Return the state key of a matrix.
+    """Return the key of a matrix's state in the optimizer state, such as ``"exp_avg.0"`` or ``"root.0.1"``.
 
     Args:
         name: Name of the state.
-        matrix: The matrix.
-        which: Index, if the matrix has several states of that name. None: it has one.
+        matrix: The matrix, whose number is in the key.
+        which: Index of the state, if the matrix has several states of this name. None: it has one.
     """
     return f"{name}.{matrix.number}" if which is None else f"{name}.{matrix.number}.{which}"

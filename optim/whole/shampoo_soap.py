@@ -5,11 +5,11 @@ Shampoo multiplies gradients by inverse roots of preconditioners::
     L <- b2 L + (1 - b2) G G^T                R <- b2 R + (1 - b2) G^T G        (b2 = 1: L + G G^T, R + G^T G)
     m <- b1 m + (1 - b1) G                    m^ = m / (1 - b1^t)
     P = L^(-1/4) m^ R^(-1/4)                  roots of L / (1 - b2^t) + eps I (b2 = 1: L + eps I), and of R likewise
-    A = m^ / (sqrt(v^) + graft_eps)           grafting: Adam's step, or m^ ("sgd")
+    A = m^ / (sqrt(v^) + graft_eps)           grafting: Adam's step with its second moment v^; "sgd": A = m^
     w <- w - lr (wd w + P |A| / |P|)
 
-The roots are computed every ``precondition_frequency`` steps. A tensor with four or more dims has one preconditioner per
-dim. With k preconditioners, the exponents are -1 / (2k). Vectors have none, and use the grafted step A.
+The roots are computed every ``precondition_frequency`` steps. A tensor with four or more dims has one preconditioner
+per dim. With k preconditioners, the exponents are -1 / (2k). Vectors have no preconditioner; their update is A.
 
 Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (arXiv:1802.09568). The epsilon of the roots,
 averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309.06497).
@@ -17,14 +17,14 @@ averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309
 SOAP is Adam in the eigenbasis of Shampoo's preconditioners::
 
     L <- b3 L + (1 - b3) G G^T                R <- b3 R + (1 - b3) G^T G
-    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency`` steps
-    G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient
-    m <- b1 m + (1 - b1) G                    v <- b2 v + (1 - b2) G'^2
-    U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T
-    w <- (w - lr sqrt(1 - b2^k) / (1 - b1^k) U) (1 - lr wd)
+    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency``
+    steps G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient m <- b1 m + (1 -
+    b1) G                    v <- b2 v + (1 - b2) G'^2 U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T w <- (w - lr sqrt(1
+    - b2^k) / (1 - b1^k) U) (1 - lr wd)
 
-k is the number of updates. The first step makes no update: it only computes the first bases. A tensor with four or more
-dims has a preconditioner per dim. A vector has no preconditioner, and is stepped by Adam from the second step on.
+k is the number of updates, including the present one. The first step makes no update: it only computes the first bases.
+A tensor with four or more dims has a preconditioner per dim. A vector has no preconditioner, and is stepped by Adam
+from the second step on.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11321), with the defaults of the authors'
 code.
@@ -47,45 +47,54 @@ from .tensors import Blocks
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
 
-# Statistics of the sides of a matrix (its rows and its columns), and their eigenbases and inverse roots.
+# Statistics of the sides of a matrix (its rows and its columns), and the eigenbases and inverse roots of the
+# statistics.
 
 Sides = Sequence[Tensor | None]
-"""Per dim of a tensor, a square matrix of the dim's size; None for a dim without preconditioner."""
+"""One entry per dim of a tensor: a square matrix of the dim's size, or None for a dim without preconditioner."""
 
 FACTORISATION = 40.0
-"""Cost of a matrix product and a QR decomposition of [n, n] matrices, divided by n^3.
+"""Estimated cost of a matrix product and a QR decomposition of [n, n] matrices, divided by n^3.
 
-The unit is the time of one floating-point operation in a matrix product.
+The unit of cost is the time of one floating-point operation in a matrix product.
 """
 
 
 def sides_of(shape: Shape) -> Shape:
-    """Return the sizes of the dims that may have preconditioners: the last two for a stack of matrices, else all."""
+    """Return the sizes of the dims that may have preconditioners: the last two dims of a stack, else all dims.
+
+    A shape with three dims is a stack of matrices.
+    """
     return tuple(shape[1:]) if len(shape) == 3 else tuple(shape)
 
 
 def gram(g: Tensor, dim: int) -> Tensor:
-    """Return the Gram matrix [n, n] of ``g`` along ``dim``: the inner products of its n slices."""
+    """Return the Gram matrix [n, n] of ``g`` along ``dim``: the inner products of its n slices along this dim."""
     rows = g.movedim(dim, 0).flatten(1)
     return rows @ rows.mT
 
 
 def into(x: Tensor, bases: Sides) -> Tensor:
-    """Return ``x`` in the coordinates of the bases: Q_L^T X Q_R."""
+    """Multiply each dim of ``x`` by a matrix: for a matrix X and ``bases`` (Q_L, Q_R), return Q_L^T X Q_R.
+
+    Args:
+        x: A tensor of any number of dims.
+        bases: One square matrix per dim. None: the dim is unchanged.
+    """
     for q in bases:
         x = x.movedim(0, -1) if q is None else torch.tensordot(x, q, ([0], [0]))
     return x
 
 
 def out_of(x: Tensor, bases: Sides) -> Tensor:
-    """Return the inverse of `into`: Q_L X Q_R^T."""
+    """Undo `into` for orthogonal ``bases``: for a matrix X and ``bases`` (Q_L, Q_R), return Q_L X Q_R^T."""
     return into(x, [None if q is None else q.mT for q in bases])
 
 
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of a symmetric matrix; for a non-finite matrix, those of the identity.
+    """Return eigenvalues (ascending) and eigenvectors of a symmetric matrix; those of the identity if it is non-finite.
 
-    torch's solver would fail for a non-finite matrix, such as that of a skipped step.
+    torch's solver would raise for a non-finite matrix, which a step with non-finite gradients gives.
     """
     finite = torch.isfinite(symmetric).all()
     eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)
@@ -94,9 +103,13 @@ def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def renewed(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (new basis, order) after one step of power iteration.
+    """Improve an approximate eigenbasis by one step of power iteration, and return (new basis, order).
 
-    Column i of the new basis belongs to column ``order[i]`` of the old one.
+    Args:
+        symmetric: The symmetric matrix.
+        basis: The old basis, one approximate eigenvector per column.
+    Returns:
+        The new basis, with the largest eigenvalues first, and the index of the old column for each new column.
     """
     product = symmetric @ basis
     order = torch.argsort((basis * product).sum(0), descending=True)
@@ -111,13 +124,14 @@ def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
 
 
 class PreconditionedOptimizer(HomeOptimizer):
-    """The base class of Shampoo and SOAP. A side of a matrix has two square states: statistics, and a root or basis.
+    """The base class of Shampoo and SOAP, which keep two square matrices per side (dim) of a matrix.
 
-    A side that is longer than the option ``longest`` has no such states.
+    These are the statistics of gradients along the side, and their inverse root (Shampoo) or eigenbasis (SOAP). A side
+    that is longer than a limit has neither.
 
     Attributes:
-        square_names: Names of the two states of a side: the statistics, and the root or basis computed from them.
-        longest: Name of the option that limits the length of a side with these states.
+        square_names: Names of the two states of a side: the statistics, and the root or basis.
+        longest: Name of the option that has this limit, such as "max_precond_dim".
         product_cost: Floating-point operations per step in the products of one side, divided by (number of elements x
             length of the side).
     """
@@ -138,7 +152,10 @@ class PreconditionedOptimizer(HomeOptimizer):
         super().__init__(params, defaults)
 
     def cost(self, shape: Shape) -> float:
-        """Return the approximate number of operations of a step: its products, and its share of the factorisations."""
+        """Return the approximate number of floating-point operations of one step of a matrix of ``shape``.
+
+        The cost of the factorisations is divided by the number of steps between two of them.
+        """
         often: int = self.defaults["precondition_frequency"]
         numel, sides = torch.Size(shape).numel(), [n for n in sides_of(shape) if n <= self.defaults[self.longest]]
         return sum(self.product_cost * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
@@ -157,7 +174,10 @@ class PreconditionedOptimizer(HomeOptimizer):
         return state
 
     def squares(self, slot: Slot, matrix: Matrix) -> list[tuple[Tensor, Tensor] | None]:
-        """Return (statistics, root or basis) of each side of a matrix; None for a side without a preconditioner."""
+        """Return (statistics, root or basis) for each side of a matrix; None for a side without preconditioner.
+
+        ``slot`` is the stepped tensor whose state dict has the states of the matrix.
+        """
         found: list[tuple[Tensor, Tensor] | None] = []
         for dim in range(len(sides_of(matrix.shape))):
             statistics, made = (slot.state.get(named(name, matrix, dim)) for name in self.square_names)
@@ -165,12 +185,15 @@ class PreconditionedOptimizer(HomeOptimizer):
         return found
 
     def directions(self, slots: Sequence[Slot], taken: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return the update directions of all tensors that consist of matrices, by position.
+        """Return this rank's shards of the update directions of all tensors with two or more dims.
+
+        The keys are positions: indices of the stepped tensors over all param groups.
 
         Args:
-            slots: The slots of this step.
-            taken: The number of earlier steps by position.
-        Collectives: the exchanges with the owner ranks.
+            slots: The stepped tensors.
+            taken: {position: number of earlier steps}.
+
+        Collectives: at most two all-to-alls per round of matrices, as in `Homes.map`.
         """
         slot_of = self.at_home(slots)
 
@@ -187,10 +210,10 @@ class PreconditionedOptimizer(HomeOptimizer):
         """Return the update direction of one matrix, and update its states.
 
         Args:
-            matrix: The matrix, of which this rank is the owner.
-            g: The gradient in ``factor_dtype``.
-            slot: The slot that stores the matrix's states.
-            taken: The number of earlier steps.
+            matrix: A matrix that this rank owns.
+            g: The full gradient of the matrix, in ``factor_dtype``.
+            slot: The stepped tensor whose state dict has the matrix's states.
+            taken: Number of steps before this one.
         """
 
 
@@ -204,30 +227,40 @@ class Shampoo(PreconditionedOptimizer):
 
         optimizer = ParallelOptimizer(Shampoo(model.named_parameters()), registry, max_norm=1.0)
 
-    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix
-    (preconditioners, their roots and the moments) are on its owner rank only.
+    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). A parameter with four or more
+    dims has a preconditioner per dim. One rank, the owner rank, computes the update of a matrix, and only it keeps the
+    matrix's
+    states: preconditioners, their roots and the moments.
 
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
         lr: A number or a 0-dim tensor.
-        betas: (b1, b2), the decay of the momentum and of the preconditioners. b2 = 1: a preconditioner is the sum of the
-            products of gradients, as in the paper.
+        betas: (b1, b2), the decay of the momentum and of the preconditioners. b2 = 1: a preconditioner is the sum of
+            the products of gradients, as in the paper.
         epsilon: Added to the eigenvalues of the preconditioners.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
         max_preconditioner_dim: Dims of a larger size have no preconditioner.
         precondition_frequency: Number of steps between new roots. The first step always computes roots.
-        grafting: The method whose step gives the norm of a matrix's update, and the step of vectors: "adam" or "sgd".
-        grafting_beta2, grafting_epsilon: b2 and eps of the grafted Adam step.
-        blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
+        grafting: "adam" or "sgd" (SGD with momentum). The update of a matrix is scaled to the norm of this method's step.
+            The update of a vector is this method's step.
+        grafting_beta2, grafting_epsilon: b2 and eps of the Adam step for ``grafting="adam"``.
+        blocks: {glob over names: blocks of a fused weight along its rows}, each a separate matrix. The value is the
+            number of equal blocks, or the list of their numbers of rows. None: the blocks that layouts declare only.
         factor_dtype: Dtype of preconditioners and roots: float32 or float64.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option is out of range. In the constructor of `ParallelOptimizer`, or without it in the first
+            step: ``blocks`` does not fit a weight.
 
-    Collectives: as in `SOAP`.
-    Host synchronization: as in `SOAP`; on CUDA also one per new root, to check that the eigenvalue solver converged.
+    Collectives: per step, gradients are exchanged in rounds. In a round, each owner rank receives full matrices of up
+        to 64 MiB, or one larger matrix. Each round has at most two all-to-alls among the ranks that step shards of its
+        matrices.
+    Host synchronization: on CUDA, one per new root, to check that the eigenvalue solver converged. In the first step,
+        and in the first step after a load, also to read step counts. In other steps, the host waits for the end of the
+        previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
-        on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2.
+        on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
+        matrices and buffers of the exchange, as in `Muon`.
     """
 
     square_names, longest, product_cost = ("factor", "root"), "max_preconditioner_dim", 4.0
@@ -283,7 +316,7 @@ class Shampoo(PreconditionedOptimizer):
         self.taken.note(slots)
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
-        """Return P |A| / |P| of the formulas in the module docstring, and update the matrix's states."""
+        """Return the preconditioned momentum, scaled to the norm of the grafted step, and update the states."""
         group, t = slot.group, taken + 1
         beta1, beta2 = group["betas"]
         squares = self.squares(slot, matrix)
@@ -309,7 +342,16 @@ class Shampoo(PreconditionedOptimizer):
 
 
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (m, v, A) of the formulas in the module docstring: the new moments and the grafted step."""
+    """Return (new first moment, new second moment, grafted step).
+
+    Args:
+        m: The old first moment.
+        v: The old second moment.
+        g: The gradient.
+        group: The param group. The grafted step is Adam's, or the bias-corrected first moment if ``group["grafting"]``
+            is "sgd".
+        t: Number of steps, including the present one.
+    """
     beta1, beta2 = group["betas"][0], group["grafting_beta2"]
     m, v = m.lerp(g, 1 - beta1), v.lerp(g.square(), 1 - beta2)
     m_hat = m / (1 - beta1**t)
@@ -326,33 +368,40 @@ class SOAP(PreconditionedOptimizer):
 
         optimizer = ParallelOptimizer(SOAP(model.named_parameters()), registry, max_norm=1.0)
 
-    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix (L, R,
-    both bases and two moments) are on its owner rank only.
+    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). A parameter with four or more
+    dims has a preconditioner per dim. One rank, the owner rank, computes the update of a matrix, and only it keeps the
+    matrix's
+    states: the preconditioners L and R, their eigenbases and two moments.
 
-    The first bases come from a single gradient. If the rank of this gradient matrix is less than its number of rows or
-    columns, the remaining vectors of a basis are arbitrary, as in the authors' code. They depend on the last bits of the
-    gradient, so a sum of gradients in another order gives other bases.
+    The first bases come from a single gradient. If this gradient matrix does not have full rank, some vectors of a
+    basis are arbitrary, as in the authors' code. They depend on the last bits of the gradient, so a sum of gradients in
+    another order gives other bases.
 
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
         lr: A number or a 0-dim tensor.
-        betas: (b1, b2), the decay of the moments.
-        shampoo_beta: b3, the decay of the preconditioners L and R. Default -1: any negative value means b2.
-        eps: Added to the denominator.
+        betas: (b1, b2), the decay of the first and the second moment.
+        shampoo_beta: Decay of the preconditioners L and R. A negative value, such as the default -1, means b2.
+        eps: Added to the square root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
         precondition_frequency: Number of steps between new bases.
         max_precond_dim: Dims of a larger size have no preconditioner.
-        blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
+        blocks: {glob over names: blocks of a fused weight along its rows}, each a separate matrix. The value is the
+            number of equal blocks, or the list of their numbers of rows. None: the blocks that layouts declare only.
         factor_dtype: Dtype of L, R and the bases, and of their products and factorisations: float32 or float64.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option is out of range. In the constructor of `ParallelOptimizer`, or without it in the first
+            step: ``blocks`` does not fit a weight.
 
-    Collectives: as in `Muon`.
-    Host synchronization: in the first step and in the first step after loading. In other steps the host waits only for
+    Collectives: per step, gradients are exchanged in rounds. In a round, each owner rank receives full matrices of up
+        to 64 MiB, or one larger matrix. Each round has at most two all-to-alls among the ranks that step shards of its
+        matrices.
+    Host synchronization: in the first step, and in the first step after a load. In other steps, the host waits only for
         the end of the previous step.
     Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements of the parameter's dtype
-        on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2.
+        on the owner rank, none on other ranks. A dim of size n without preconditioner saves 2 n^2. In a step, also the
+        matrices and buffers of the exchange, as in `Muon`.
     """
 
     square_names, longest, product_cost = ("GG", "Q"), "max_precond_dim", 8.0
@@ -407,7 +456,7 @@ class SOAP(PreconditionedOptimizer):
         self.taken.note(slots)
 
     def direction(self, matrix: Matrix, g: Tensor, slot: Slot, taken: int) -> Tensor:
-        """Return U of the formulas in the module docstring, and update the matrix's states."""
+        """Return Adam's direction in the eigenbases, rotated back; zeros in the first step. Update the states."""
         group, squares = slot.group, self.squares(slot, matrix)
         (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]
         q = [None if pair is None else pair[1] for pair in squares]

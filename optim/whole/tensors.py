@@ -1,7 +1,7 @@
 """Operations on full tensors of which each rank holds shards: norms, sums over dims, and the regions that ranks hold.
 
-If several ranks hold an element, only one of them contributes it to a sum. The result is bitwise identical on every
-rank. A tensor that no rank holds only in part needs no collective.
+If several ranks hold an element, only one of them contributes it to a sum. If replicas are bitwise identical, so are
+the results on all ranks. A tensor needs no collective if every rank that steps it holds all of its elements.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class LogicalTensor:
     """A full tensor, and the boxes (rectangular regions) of it that each rank holds.
 
     Args:
-        name: Unique in the model.
+        name: Name of the tensor, unique in the model.
         shape: Shape of the full tensor.
-        dtype: Dtype of the stepped shards.
-        metadata: The result of `WholeOptimizer.metadata_for`, equal on all ranks that hold shards of the tensor. None: no
-            metadata, or a frozen parameter.
-        held: {global rank: boxes of the tensor that this rank holds}.
+        dtype: Dtype of the shards that the optimizer steps.
+        metadata: Data that the optimizer needs about the tensor, such as the boxes of its matrices, from
+            `WholeOptimizer.metadata_for`. Equal on all ranks that step the tensor. None: no metadata, or a frozen
+            parameter.
+        held: {global rank: boxes of the tensor that this rank holds}, for each rank that steps a shard.
     """
 
     name: str
@@ -47,27 +48,28 @@ class LogicalTensor:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that step a shard of the tensor, even an empty shard, in ascending order."""
+        """Return the global ranks that step a shard of the tensor, in ascending order. The shard may be empty."""
         return tuple(sorted(self.held))
 
     def is_whole_on(self, rank: int) -> bool:
-        """Return True if ``rank`` holds all elements."""
+        """Return True if ``rank`` holds all elements of the tensor."""
         return sum(prod(box.sizes) for box in self.held.get(rank, ())) == prod(self.shape)
 
     @cached_property
     def is_split(self) -> bool:
-        """Return True if one of `ranks` does not hold all elements."""
+        """Return True unless every rank that steps the tensor holds all of its elements."""
         return not all(map(self.is_whole_on, self.ranks))
 
     def sources(self, first: int | None = None) -> dict[int, list[Box]]:
-        """Return the boxes that each rank contributes to a sum or an exchange: each element comes from exactly one rank.
+        """Return the boxes that each rank contributes to a sum or an exchange.
+
+        Each element comes from exactly one rank.
 
         Args:
-            first: The rank that contributes all elements that it holds. The other ranks follow in cyclic order, and
-                each contributes the elements that no earlier rank holds. Different first ranks spread the work among
-                replicas. None: the lowest rank.
+            first: The rank that contributes all elements that it holds. The other ranks follow in cyclic order. Each
+                contributes the elements that no earlier rank holds. None: the lowest rank.
         Returns:
-            {rank: boxes}; the list of a rank that contributes nothing is empty.
+            {rank: boxes of the full tensor}. The list of a rank that contributes nothing is empty.
         """
         at = 0 if first is None else self.ranks.index(first)
         order = self.ranks[at:] + self.ranks[:at]
@@ -83,7 +85,7 @@ def _without_copies(held: Iterator[tuple[int, Sequence[Box]]] | Any) -> Iterator
 
 
 def without(box: Box, others: Sequence[Box]) -> list[Box]:
-    """Return the region of ``box`` outside of ``others``, as boxes that don't overlap."""
+    """Return the part of ``box`` that is in none of ``others``, as a list of boxes that don't overlap."""
     rest = [box]
     for other in others:
         rest = [part for one in rest for part in _minus(one, other)]
@@ -110,11 +112,12 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
     """Return the full tensors by name, from the records of all ranks.
 
     Args:
-        ranks: Per rank, the name, dtype, metadata and region of each stepped tensor.
+        ranks: Per rank, one record (name of the full tensor, dtype, metadata, region that the rank holds) per tensor
+            that the rank's optimizer steps.
 
     Raises:
-        ValueError: Ranks have different shapes, dtypes or metadata for a tensor, no rank holds some of its elements, or
-            one rank holds an element twice.
+        ValueError: Records of one name have different full shapes, dtypes or metadata; no rank holds some elements of a
+            tensor; or two records of one rank and one name have a common element.
     """
     found: dict[str, LogicalTensor] = {}
     for rank, own in enumerate(ranks):
@@ -149,20 +152,29 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
 # Parts of a parameter that are separate matrices: experts of a stack, blocks of a fused weight, heads -----------------
 
 Blocks = Mapping[str, int | Sequence[int]]
-"""For each glob over parameter names: the number of equal blocks along the rows (dim -2) of a fused weight, or the list of
-block sizes."""
+"""The blocks of fused weights. A key is a glob over parameter names.
+
+The value is the number of equal blocks along the rows (dim -2), or the list of the blocks' numbers of rows.
+"""
 
 
 def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> list[Box]:
     """Return one box (rectangular region) per matrix of a tensor with at least two dims, in order.
 
     A tensor with 2 dims is a matrix, a tensor with 3 dims a stack of matrices. A fused weight has several blocks, each
-    of which is a matrix. The block sizes come from ``blocks`` if the name matches one of its globs, else from the
-    layout ``spec``. A tensor with 4 or more dims is a single matrix without blocks: the first dim is the rows, and all
-    other dims together are the columns.
+    of which is a matrix. A tensor with 4 or more dims is a single matrix without blocks: the first dim is the rows, and
+    all other dims together are the columns.
+
+    Args:
+        name: Name of the parameter. None: no glob matches it.
+        shape: Shape of the full tensor.
+        blocks: {glob over names: number of equal blocks along the rows, or the list of their numbers of rows}. The
+            first glob that matches the name is used.
+        spec: Layout of the parameter, whose blocks are used if no glob matches. None: no blocks.
 
     Raises:
-        ValueError: The block sizes in ``blocks`` don't add up to the number of rows, or a size is less than 1.
+        ValueError: The blocks for the name do not fit its rows: their number does not divide the rows or is below 1, or
+            the listed sizes do not add up to the rows, or one of them is below 1.
     """
     if len(shape) > 3:
         return [Box((0,) * len(shape), shape)]
@@ -178,7 +190,7 @@ def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) 
 
 
 def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> tuple[int, tuple[int, ...]]:
-    """Return the dim along which a tensor is divided into blocks, -2 or -1, and the block sizes."""
+    """Return (dim along which a tensor is divided into blocks, block sizes). The dim is -2 (rows) or -1 (columns)."""
     rows = shape[-2]
     matching = (given for pattern, given in blocks.items() if name is not None and fnmatchcase(name, pattern))
     given_blocks = next(matching, None)
@@ -202,18 +214,23 @@ def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> t
 
 
 Request = tuple[int, Tensor, tuple[int, ...]]
-"""(position, tensor, dims): a tensor of the shape stepped at ``position``, and the dims of the full tensor to sum over."""
+"""A request for the sum of a full tensor over some dims: (position, tensor, dims).
+
+``position`` is the index of a stepped tensor over all param groups. ``tensor`` has the shape of this stepped tensor.
+``dims`` are the dims of the full tensor to sum over.
+"""
 
 
 class WholeTensors:
-    """The full tensors whose shards an optimizer steps, with norms of them and sums over their dims.
+    """The full tensors whose shards an optimizer steps. Computes norms of full tensors, and sums over their dims.
 
-    A position is the index of a stepped tensor over all param groups.
+    A stepped tensor is a tensor in the optimizer's param groups. A position is the index of a stepped tensor over all
+    param groups.
 
     Args:
-        positions: For each position, the name of the full tensor and the region of it that this rank steps.
+        positions: For each position, the name of the full tensor, and the region of it that this rank steps.
         everything: The full tensors of all ranks by name, in the same order on all ranks.
-        registry: The process groups; None: a single process.
+        registry: The process groups. None: a single process.
         shapes: Shapes of the stepped tensors. None: the shape of the shard, or ``(numel,)`` if this rank steps only a
             part of the shard.
 
@@ -234,22 +251,22 @@ class WholeTensors:
         self.rank = 0 if registry is None else registry.global_rank
         self.tensors = [everything[name] for name, _ in positions]
         self._regions = [region for _, region in positions]
-        # The shapes are stored, because a stepped tensor may have one dim although it contains the entire shard.
+        # The shapes are stored, because a stepped tensor may be flat although it contains the entire shard.
         self._shapes = [tuple(shape) for shape in shapes or map(_shape_of, self._regions)]
         self._positions: dict[str, list[int]] = {}
         for position, tensor in enumerate(self.tensors):
             self._positions.setdefault(tensor.name, []).append(position)
         split = [name for name, tensor in everything.items() if tensor.is_split]
-        self._slots = {name: index for index, name in enumerate(split)}  # index in the all-reduced sums of squares
+        self._slots = {name: index for index, name in enumerate(split)}  # index among the sums of squares in `norms_of`
         self._canonical_boxes = [self._boxes(tensor) for tensor in self.tensors]
         self._cuts: dict[tuple[int, Shape, tuple[Box, ...]], list[tuple[Box, torch.Size, tuple[int, ...], int]]] = {}
 
     @classmethod
     def alone(cls, params: Sequence[Tensor], metadata: Sequence[Any] | None = None) -> WholeTensors:
-        """Return the full tensors of a single process, which holds every parameter completely.
+        """Return the full tensors of a single process, in which every parameter is a full tensor.
 
         Args:
-            params: The parameters.
+            params: The parameters of all param groups, in order.
             metadata: Per parameter, the result of `WholeOptimizer.metadata_for`. None: no metadata.
 
         Collectives: none.
@@ -269,20 +286,24 @@ class WholeTensors:
         registry: ProcessGroupRegistry,
         metadata: Callable[[int], Any] | None = None,
     ) -> WholeTensors:
-        """Gather the regions that all ranks step, and return the full tensors.
+        """Gather the regions of the full tensors that all ranks step, and return the full tensors.
 
         Args:
-            named: Per position, the full tensor's name (unique in the model), the stepped tensor, and its region of the
-                full tensor (None: unknown).
+            named: Per stepped tensor, in the order of the param groups: the name of its full tensor (unique in the
+                model), the tensor, and the region of the full tensor that it holds (None: unknown).
             registry: The process groups.
-            metadata: Returns the metadata of a position, which must be equal on all ranks that hold the tensor; may
-                raise. None: no metadata.
+            metadata: Called with the index of a tensor in ``named``. Returns the optimizer's metadata of its full
+                tensor, which must be equal on all ranks that step it. None: no metadata.
 
         Raises:
-            ValueError: On every rank: a region is unknown because the shards have unequal sizes, ``metadata`` raised
-                it on a rank, or a reason in `logical_tensors`.
+            ValueError: On every rank: a region is unknown because the shards have unequal sizes; or the ranks' records
+                of a full tensor contradict each other, miss elements, or overlap on a rank (see `logical_tensors`).
+            Exception: On every rank: ``metadata`` raised on a rank. Other ranks raise the same type if it is
+                ValueError, TypeError or RuntimeError, else RuntimeError.
+            RuntimeError: On every rank: ranks came here from different public calls of this library.
 
-        Collectives: an object all-gather.
+        Collectives: an object all-gather; none with one rank.
+        Host synchronization: yes, except with one rank.
         """
 
         def own() -> tuple[None, list[tuple[str, Any, Any, Region]]]:
@@ -302,17 +323,18 @@ class WholeTensors:
         return cls(positions, everything, registry, [tuple(piece.shape) for _, piece, _ in named])
 
     def _boxes(self, tensor: LogicalTensor) -> list[Box] | None:
-        """Return the boxes that this rank contributes to sums; None if the tensor needs no collective."""
+        """Return the boxes that this rank contributes to sums; None if a sum over the tensor needs no collective."""
         return tensor.sources().get(self.rank, []) if tensor.is_split else None
 
     def positions(self, tensor: LogicalTensor) -> list[int]:
-        """Return the positions at which this rank holds a shard of ``tensor``."""
+        """Return the positions (indices over all param groups) at which this rank steps a shard of ``tensor``."""
         return self._positions.get(tensor.name, [])
 
     def positions_of(self, tensor: LogicalTensor, box: Box) -> list[int]:
-        """Return the positions of ``tensor`` whose shard contains ``box``.
+        """Return the positions at which this rank's shard of ``tensor`` contains ``box``.
 
-        ``box`` must lie in a single rectangle of one shard.
+        ``box`` is in indices of the full tensor. It must lie in a single rectangle of one shard, or outside of all of
+        this rank's shards.
         """
         return [
             position
@@ -327,18 +349,21 @@ class WholeTensors:
     # Parts ----------------------------------------------------------------------------------------------------------
 
     def rectangles(self, position: int, piece: Tensor) -> dict[Shape, Tensor]:
-        """Return ``piece`` as rectangles of the full tensor: {offsets in the full tensor: view of ``piece``}.
+        """Divide ``piece`` into rectangles of the full tensor: {offsets in the full tensor: view of ``piece``}.
 
-        ``piece`` must have the stepped tensor's shape. If it is not contiguous, some tensors may be copies.
+        ``piece`` must have the shape of the tensor that is stepped at ``position``. If it is not contiguous, the values
+        may be copies.
         """
         return self._regions[position].parts(piece)
 
     def of_whole(self, position: int, whole: Tensor) -> Tensor:
         """Return the part of ``whole`` that this rank steps at a position, in the stepped tensor's shape.
 
+        The result may share memory with ``whole``.
+
         Args:
-            position: The position.
-            whole: The full tensor, or a tensor that broadcasts to its shape.
+            position: Index of the stepped tensor over all param groups.
+            whole: A tensor of the full tensor's shape, or one that broadcasts to it.
 
         Collectives: none.
         Host synchronization: none.
@@ -355,9 +380,11 @@ class WholeTensors:
     def views(self, position: int, piece: Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
         """Yield (box, view of ``piece``) for each intersection of ``boxes`` with the rectangles of ``piece``.
 
+        The yielded box is the intersection, in indices of the full tensor.
+
         Args:
-            position: The position of ``piece``.
-            piece: A tensor of the stepped tensor's shape.
+            position: Index of a stepped tensor over all param groups.
+            piece: A tensor of the shape of this stepped tensor. If it is not contiguous, copies may be yielded.
             boxes: Boxes of the full tensor.
         """
         boxes = tuple(boxes)
@@ -387,16 +414,18 @@ class WholeTensors:
     # Sums -----------------------------------------------------------------------------------------------------------
 
     def norms_of(self, *values: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-        """Return the L2 norms of full tensors, for several mappings at once.
+        """Return the L2 norms of full tensors, for several mappings at once. Every rank must call it.
 
         Args:
-            values: Mappings from positions to tensors of the stepped tensors' shapes. Positions of the same full tensor
-                must be in the mappings of all ranks that hold shards of it.
+            values: Mappings from positions (indices of stepped tensors over all param groups) to tensors of the stepped
+                tensors' shapes. If a mapping has a shard of a full tensor on one rank, it must have the shards of this
+                tensor on all ranks.
         Returns:
             For each mapping, the norm of each full tensor by position, 0-dim float64.
 
-        Collectives: one all-reduce over the world if any tensor of the model is sharded.
-        Host synchronization: none, except to copy a sum from a GPU to parameters on the CPU.
+        Collectives: one all-reduce over the world, unless every rank holds all elements of the tensors that it steps.
+        Host synchronization: none if the tensors and the process groups are on one device; otherwise to copy sums
+            between the CPU and the GPU.
         """
         slots = self._slots
         packed = self._zeros(len(values) * len(slots), values)
@@ -427,15 +456,17 @@ class WholeTensors:
         """Return sums of full tensors over some of their dims, for all requests at once.
 
         Args:
-            requests: (position, tensor of the stepped tensor's shape, dims to sum) each. Requests of a full tensor must
-                be in the same order on all ranks that hold shards of it. They are consumed one by one, so a generator's
-                tensors are not in memory together.
+            requests: (position, tensor, dims) per sum. The position is the index of a stepped tensor over all param
+                groups, the tensor has the shape of this stepped tensor, and the dims are those of the full tensor. All
+                ranks that step shards of a full tensor must request the same sums of it in the same order. Requests are
+                consumed one by one, so a generator's tensors are not in memory together.
         Returns:
             For each request the sum, float64, with the full tensor's number of dims and size 1 in the summed dims.
 
-        Collectives: one all-reduce per set of ranks that hold shards of the same tensors; none for tensors
-            that no rank holds only in part.
-        Host synchronization: as in `norms_of`.
+        Collectives: one all-reduce per distinct set of ranks that step shards of a requested tensor. None for tensors
+            of which all these ranks hold all elements.
+        Host synchronization: none if the tensors and the process groups are on one device; otherwise to copy sums
+            between the CPU and the GPU.
         """
         results, positions = list[Tensor](), list[int]()
         for position, value, dims in requests:
@@ -487,7 +518,7 @@ class WholeTensors:
             packed.copy_(transferred)
 
     def group(self, ranks: tuple[int, ...]) -> Any:
-        """Return the process group of ``ranks``."""
+        """Return the process group whose members are the global ranks ``ranks``. Not available in a single process."""
         assert self.registry is not None
         return self.registry.group_of(ranks)
 
@@ -502,9 +533,12 @@ def _power(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
-    """Return a view of the elements of ``box``, a box of the full tensor.
+    """Return a view of the elements of ``tensor`` that are in ``box``.
 
-    ``tensor`` begins at ``offsets`` of the full tensor (None: at the first element).
+    Args:
+        tensor: A rectangle of a full tensor.
+        box: A box within this rectangle, in indices of the full tensor.
+        offsets: Index in the full tensor of the first element of ``tensor``, per dim. None: 0.
     """
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset - (offsets[dim] if offsets else 0), size)

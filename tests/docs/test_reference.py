@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
 from pathlib import Path
 
+import meshstep.optim
+import pytest
 import torch
 from meshstep.optim import GradStats, ParallelOptimizer
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "PARALLEL_OPTIMIZER.md").read_text()
+PATH = Path(__file__).parent.parent.parent / "docs"
+PAGE = (PATH / "reference" / "PARALLEL_OPTIMIZER.md").read_text()
 NONE = "\N{EN DASH}"
 FORMER = {"pieces", "vetoed_steps", "window_ends"}
 INTERNAL = {
@@ -59,3 +63,18 @@ def test_every_public_name_is_on_the_page() -> None:
 def test_every_field_of_stats_is_on_the_page() -> None:
     shown = {name for first, *_ in rows("Fields of `stats`") for name in re.findall(r"`(\w+)", first)}
     assert shown == {field.name for field in dataclasses.fields(GradStats)} | {"skipped", "clip_coef_for"}
+
+
+# Defaults on other pages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["CLIP_RULES.md", "FULL_TENSOR_OPTIMIZERS.md"])
+def test_defaults_in_tables_of_howto_pages_are_right(page: str) -> None:
+    """Rows such as "`ZClip` | `z=2.5`, ..." show defaults of the named class."""
+    text = (PATH / "howto" / page).read_text()
+    found = re.findall(r"^\| `(\w+)` \| (.*`\w+=[^`]+`.*) \|$", text, re.MULTILINE)
+    assert len(found) >= 4
+    for name, cells in found:
+        parameters = inspect.signature(getattr(meshstep.optim, name)).parameters
+        for argument, default in re.findall(r"`(\w+)=([^`]+)`", cells):
+            assert parameters[argument].default == ast.literal_eval(default), (name, argument)

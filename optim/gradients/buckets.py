@@ -1,11 +1,12 @@
-"""Flat gradient buckets at run time: they concatenate the gradients of several parameters for one collective.
+"""Flat gradient buckets. A bucket concatenates the gradients of several parameters for one collective.
 
-    replicated states   every rank needs the sum of the full bucket         --all-reduce-->       the parameters' gradients
-    sharded states      every rank needs its slice of the sum               --reduce-scatter-->   a slice
+    replicated optimizer states   every rank needs the full sum           --all-reduce-->
+    sharded optimizer states      every rank needs its slice of the sum   --reduce-scatter-->
 
-Only parameters with equal layout (distinct axes, owners, ties), dtype and device share a bucket. So a rank that holds a
-replica of one parameter in a bucket holds replicas of all of them, and the flat buffers of these ranks have equal length
-and order. Replicas therefore get bitwise identical sums, in whatever order a backend adds.
+The parameters of a bucket have equal layout over the mesh, dtype and device. So a rank that holds a replica of one
+parameter of the bucket holds replicas of all its parameters. The flat buffers of these ranks have equal length and
+order. The sums of replicas are therefore computed in the same order, and are bitwise identical, even if different
+process groups compute them.
 """
 
 from __future__ import annotations
@@ -33,27 +34,28 @@ from ..kernels.memory import is_lazy
 from ..norm.plan import NormBucket, ParameterEntry, ReductionPlan, check_unused, entries_of
 from .in_place import change_each, gradient_dtype, is_complete, mark_complete, widen_gradients
 
-# Parameters concatenated in flat buckets that are cut into equal slices, one per rank. Pure arithmetic ----------------
+# Layout of a flat bucket, which is divided into equal slices, one per rank --------------------------------------------
 
 #     bucket   | parameter 7 |   parameter 8   | 9 |     parameter 10      | padding |
 #     slices   |        rank 0        |        rank 1        |        rank 2         |
 #
-# Rank 1 then holds the *segments* 8[8:], 9 and 10[:8]. A slice holds at most one contiguous segment of any parameter. All
-# slices have one length. Parameters, slices and segments begin at multiples of ``ALIGNMENT`` elements; padding fills gaps.
+# In this picture rank 1 holds three segments: the end of parameter 8, all of parameter 9, and the start of parameter
+# 10. A slice holds at most one contiguous segment of any parameter. All slices have the same length. Parameters, slices
+# and segments begin at multiples of ``ALIGNMENT`` elements; padding fills the gaps.
 
 ALIGNMENT = 8
-"""Alignment of parameters, slices and segments in a buffer, in elements.
+"""Alignment of parameters, slices and segments in a flat buffer, in elements.
 
-It is 16 bytes in half precision, because GPU kernels and collectives load 16 bytes at a time from aligned addresses.
+Eight half-precision elements are 16 bytes, which GPU kernels and collectives load at once from aligned addresses.
 """
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of one parameter that a slice holds.
+    """The contiguous elements of one parameter that lie in one rank's slice of a flat bucket.
 
     Args:
-        position: Position of the parameter in the bucket.
+        position: Index of the parameter among the bucket's parameters.
         start: Index of the segment's first element in the flattened parameter.
         numel: Number of elements.
         offset: Index of the segment's first element in the slice.
@@ -67,12 +69,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """The layout of a bucket: the place of each parameter in one flat buffer, which is divided into equal slices.
+    """The position of each parameter in one flat buffer. The buffer is divided into slices of equal length.
 
     Args:
         indices: Index of each parameter of the bucket in the caller's list of parameters, ascending.
         numels: Number of elements of each parameter.
-        slices: Number of slices, one per rank in a reduce-scatter.
+        slices: Number of slices: one per rank for a reduce-scatter, 1 for an all-reduce.
     """
 
     indices: tuple[int, ...]
@@ -81,12 +83,12 @@ class FlatBucket:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return the index in the buffer of each parameter's first element."""
+        """Return for each parameter the index of its first element in the buffer."""
         return tuple(accumulate((_aligned(numel) for numel in self.numels[:-1]), initial=0))
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Return (index of its first element, index after its last element) in the buffer for each parameter."""
+        """Return for each parameter (index of its first element, index after its last element) in the buffer."""
         return tuple((start, start + numel) for start, numel in zip(self.offsets, self.numels, strict=True))
 
     @property
@@ -96,7 +98,7 @@ class FlatBucket:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements without padding."""
+        """Return the number of elements of all parameters, without padding."""
         return sum(self.numels)
 
     @property
@@ -110,7 +112,10 @@ class FlatBucket:
         return self.slice_numel * self.slices
 
     def segments(self, index: int) -> list[Segment]:
-        """Return the segments of slice ``index``, in the order of the parameters. Empty parameters have no segment."""
+        """Return the segments in slice number ``index``, in the order of the parameters.
+
+        A parameter without elements in the slice has no segment.
+        """
         low, high = index * self.slice_numel, (index + 1) * self.slice_numel
         found = []
         for position, (start, stop) in enumerate(self.spans):
@@ -125,12 +130,12 @@ def _aligned(numel: int) -> int:
 
 
 def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, bucket_numel: int) -> list[FlatBucket]:
-    """Return buckets of at most ``bucket_numel`` elements each. The bucket of the last parameters comes first.
+    """Divide parameters into flat buckets, and return the buckets. The bucket of the last parameters comes first.
 
-    Backward computes the gradients of the last parameters first, so it fills the buckets in the order of the list.
+    Backward usually computes the gradients of the last parameters first, so it fills the buckets in this order.
 
     Args:
-        indices: Indices of the parameters, ascending.
+        indices: Index of each parameter in the caller's list of parameters, ascending.
         numels: Number of elements of each parameter.
         slices: Number of slices per bucket.
         bucket_numel: Maximum number of elements per bucket, without padding. A larger parameter gets a separate bucket.
@@ -158,15 +163,15 @@ Memory = dict[str, Tensor]
 
 
 class CommHook(ABC):
-    """A communication hook: how a flat gradient buffer is summed over a process group. See `Bf16Compression` for an
-    example.
+    """A communication hook: it sums a flat gradient buffer over a process group. `Bf16Compression` is an example.
 
-    Each method starts a sum and returns a function that finishes it, so that buckets overlap with each other and with
-    backward. The caller keeps the tensors alive until this function has returned. The hook stores its state in
-    ``memory``, a dict per bucket. All ranks of the group must use the same hook.
+    Each method starts a sum and returns a function that finishes it, so that sums of several buckets overlap with each
+    other and with backward. The caller keeps ``flat`` and ``own`` alive until the returned function has run. ``memory``
+    is a dict per bucket, initially empty, in which the hook can keep tensors between steps. All ranks of the group must
+    use the same hook.
 
-    Collectives: one per call.
-    Host synchronization: none.
+    Collectives: the hooks of this library issue one per call.
+    Host synchronization: none by the hooks of this library.
     """
 
     @abstractmethod
@@ -177,7 +182,7 @@ class CommHook(ABC):
     def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
         """Start to write this rank's slice of the sum of ``flat`` over the group into ``own``.
 
-        Return a function that finishes it.
+        ``flat`` may share memory with a gradient, so do not write to it. Return a function that finishes the sum.
         """
 
 
@@ -199,12 +204,12 @@ class NoCompression(CommHook):
 
 
 class Reducible(Protocol):
-    """A set of gradients that are reduced together, once all of them are computed.
+    """The gradients of several parameters, which are reduced together.
 
     Attributes:
         params: The tensors whose ``.grad`` is reduced.
-        adopt: True: gradients may become views of a buffer. It becomes False when a CUDA graph is captured: from then on
-            gradients keep their addresses, because graphs of other micro-batches accumulate into them.
+        adopt: True: gradients may become views of a flat buffer. `keep_in_place` sets it to False when a CUDA graph is
+            captured: graphs of other micro-batches accumulate into the gradients at their present addresses.
     """
 
     adopt: bool
@@ -217,15 +222,14 @@ class Reducible(Protocol):
         """Return the process group of the reduction. None: gradients are not summed over ranks."""
 
     def start(self) -> Finish:
-        """Start to reduce the gradients, and return a function that finishes it.
+        """Start to reduce the gradients, and return a function that finishes the reduction.
 
-        In a sum over ranks, a gradient that is None counts as zeros, and is set to the sum unless the parameter was frozen
-        meanwhile.
+        In a sum over ranks, a gradient that is None counts as zeros.
         """
 
 
 class UnreducedGradients:
-    """Gradients that are only scaled, not summed over ranks.
+    """The gradients of several parameters, which are multiplied by a factor and not summed over ranks.
 
     Args:
         params: The tensors whose ``.grad`` is scaled.
@@ -259,21 +263,22 @@ def _nothing() -> None:
 
 
 class GradientBucket:
-    """The gradients of the parameters of one bucket, on one rank.
+    """The gradients of the parameters of one flat bucket, on this rank. A collective sums them over a process group.
 
     Args:
-        params: The tensors whose ``.grad`` is summed; all have one gradient dtype and device.
-        layout: The layout of the buffer. Its slices are those that `reduce_scatter` distributes.
+        params: The tensors whose ``.grad`` is summed, all on one device.
+        layout: The layout of the flat buffer. For `reduce_scatter` it has one slice per rank of the group.
         group: The process group of the sum.
         hook: The communication hook.
         dtype: Dtype of the buffer.
-        scale: Factor on gradients before the sum, so that a half-precision sum does not overflow before one rank's gradient
-            would. Default: 1.
-        adopt: True: gradients of contiguous parameters become views of the flat buffer after an all-reduce, which saves a
-            copy (see also `Reducible`). Do not use it if other code holds a reference to a gradient tensor. False
-            (default): only gradients whose dtype is not the buffer's become views.
-        pending: Parameters with partial or tied gradients, which must be summed only once. Their gradients are marked as
-            reduced after the sum. A bucket that has such parameters ignores ``adopt``. Default: none.
+        scale: Factor on each rank's gradients before the sum. Averages are divided here and not after the sum, so that
+            the sum overflows less easily in half precision. Default: 1.
+        adopt: True: after an all-reduce, the gradients of contiguous parameters become views of the flat buffer, which
+            saves a copy. Do not use it if other code holds a reference to a gradient tensor. False (default): a
+            gradient becomes a view only if its dtype differs from the buffer's and its parameter is contiguous.
+        pending: Parameters with partial or tied gradients, which must not be summed a second time. After an all-reduce
+            their gradients are marked as reduced (`mark_complete`). A bucket with such parameters ignores ``adopt``.
+            Default: none.
     """
 
     def __init__(
@@ -289,7 +294,7 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._hook, self._pending = group, hook, list(pending)
-        # Views of one buffer share a version counter. A write to one view would invalidate the marks of all the others.
+        # Views of one buffer share a version counter: a write to one view would invalidate the marks of all views.
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
@@ -303,12 +308,12 @@ class GradientBucket:
 
     @torch.no_grad()
     def all_reduce(self) -> Finish:
-        """Start to sum the gradients over the group, and return a function that finishes it.
+        """Start to sum the gradients over the group, and return a function that finishes the sum.
 
-        A missing gradient counts as zeros, and is set to the sum unless the parameter was frozen meanwhile.
+        A gradient that is None counts as zeros, and is set to the sum if the parameter requires a gradient at that
+        time.
 
-        Collectives: one.
-        Host synchronization: none.
+        Collectives: those of the communication hook; one with the hooks of this library.
         """
         flat = self._pack()
         wait = self._hook.all_reduce(flat, self.group, self._memory)
@@ -327,10 +332,10 @@ class GradientBucket:
         """Start to write this rank's slice of the sum into ``own``, [slice_numel] of the bucket's dtype.
 
         Returns:
-            The function that finishes the sum, and the buffer, which you must keep alive until then. The gradients may be
-            set to None before. Do not write to them: a single large gradient can itself be the buffer.
-        Collectives: one.
-        Host synchronization: none.
+            A function that finishes the sum, and the flat buffer. Keep the buffer alive until the function has run.
+            Until then do not write to the gradients, because the buffer can be the memory of a gradient. You may set
+            them to None.
+        Collectives: those of the communication hook; one with the hooks of this library.
         """
         first = dense(self.params[0].grad)
         if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
@@ -340,7 +345,7 @@ class GradientBucket:
         return self._hook.reduce_scatter(own, flat, self.group, self._memory), flat
 
     def _pack(self) -> Tensor:
-        """Return the gradients times the scale, [padded_numel], with zeros for missing gradients."""
+        """Return a new flat buffer, [padded_numel]: gradients times the scale; zeros for None gradients and padding."""
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
         flat[self._first_gap :].zero_()
         views, gradients = [], []
@@ -367,8 +372,8 @@ class GradientBucket:
         targets, sources = [], []
         for param, view in self._views(flat):
             if param.grad is None and not param.requires_grad:
-                continue  # frozen after the bucket was made: with a gradient it would be stepped
-            narrow = param.grad is not None and param.grad.dtype != self.dtype  # copying the sum into it would round
+                continue  # frozen after the bucket was made; if it had a gradient, the optimizer would step it
+            narrow = param.grad is not None and param.grad.dtype != self.dtype  # a copy of the sum into it would round
             if (self.adopt or narrow) and param.is_contiguous():
                 param.grad = view
                 continue
@@ -380,24 +385,25 @@ class GradientBucket:
             copy_each_(targets, sources)
 
     def fits_exactly(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor``, flattened, can be the buffer without a copy.
+        """Return True if ``tensor``, flattened, can be the flat buffer without a copy.
 
-        The bucket must have a single parameter whose size equals the buffer's, and ``tensor`` must be contiguous and not
-        lazy (`is_lazy`).
+        The bucket must have a single parameter, and ``tensor`` as many elements as the buffer. ``tensor`` must be
+        contiguous, and its memory must contain its values (not so for a lazily negated tensor; see `is_lazy`).
         """
         whole = len(self.params) == 1 and tensor.numel() == self._padded
         return whole and tensor.is_contiguous() and not is_lazy(tensor)
 
     def _views(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return (parameter, view of ``flat`` that holds its elements, in its shape) for each parameter."""
+        """Return for each parameter (parameter, view of its elements in ``flat``, in the parameter's shape)."""
         return [(param, flat[start:stop].view(param.shape)) for param, (start, stop) in self._spans]
 
 
 def reduce_all(buckets: Iterable[Reducible]) -> None:
-    """Reduce all buckets. Consecutive buckets of one process group run together; they finish before the next group starts.
+    """Reduce all buckets. Reductions of consecutive buckets overlap if the buckets have the same process group.
 
-    Over NCCL, the kernels of two groups may together need more resources than a GPU has. If two ranks then started the
-    groups in different orders, the ranks would deadlock.
+    The reductions over one group finish before those over the next group start. Otherwise NCCL could deadlock: the
+    kernels of two groups may together need more resources than a GPU has, and ranks may start the groups in different
+    orders.
 
     Collectives: those of the buckets.
     """
@@ -407,35 +413,39 @@ def reduce_all(buckets: Iterable[Reducible]) -> None:
 
 
 def keep_in_place(buckets: Iterable[Reducible]) -> None:
-    """Make the buckets' gradients keep their addresses, for a CUDA graph; see `Reducible`."""
+    """Set ``adopt`` of all buckets to False: gradients used by CUDA graphs must keep their addresses."""
     for bucket in buckets:
         bucket.adopt = False
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:
-    """Return a sparse gradient (of an embedding) as a dense tensor, and any other gradient, or None, unchanged."""
+    """Return a sparse gradient as a dense tensor. Return a dense gradient, and None, unchanged."""
     return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
 
 
 # The ranks over which a gradient is summed, and its divisor -----------------------------------------------------------
 
-# The loss is defined as the mean, over the data-parallel axes, of the losses of all ranks. So every gradient is divided by
-# the size of all data-parallel axes. It is summed over those data-parallel axes that do not shard the parameter, over its
-# partial axes and over its tied replicas:
+# The loss is defined as the mean of all ranks' losses over the data-parallel axes. So every gradient is divided by the
+# number of data-parallel ranks. It is summed over the data-parallel axes that the parameter's spec does not name, over
+# the partial axes of the spec, and over the stages that hold the tied parameter:
 #
-#     grad = 1/|data| * sum over (data axes not sharding it) x (partial axes) x (tied replicas) of the local gradient
+#     grad = 1/|data| * sum over (data axes not in the spec) x (partial axes) x (tied stages) of the local gradient
 #
 # If a DTensor's gradient is already averaged over some axes (by `fully_shard`), the divisor and the sum omit these axes.
 
 
 def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the axes over which a local gradient must be summed. Along a tied axis only the tied coordinates are summed.
+    """Return the axes over which a local gradient must be summed, in the topology's order.
+
+    A tied axis is returned although the sum has only the ranks at its tied coordinates; `sync_ranks` returns these
+    ranks.
 
     Args:
         spec: Layout of the parameter.
         topology: The mesh.
-        average_data: False: other code averages over data-parallel axes, so only partial and tied axes are returned.
-        averaged: Axes over which the gradient is already averaged. Default: none.
+        average_data: True: include the data-parallel axes that ``spec`` does not name. False: return only partial and
+            tied axes, because other code averages over the data-parallel axes.
+        averaged: Data-parallel axes over which the gradient is already averaged. Default: none.
     """
     spec = spec.resolve(topology)
     done = {*spec.named_axes, *averaged}
@@ -447,7 +457,10 @@ def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[s
 def sync_ranks(
     spec: P, topology: Topology, rank: int, average_data: bool, averaged: tuple[str, ...] = ()
 ) -> tuple[int, ...]:
-    """Return the ranks, ascending, whose gradients of a parameter with ``spec`` are summed with ``rank``'s gradient."""
+    """Return the ranks over which the gradient on ``rank`` is summed, ascending, including ``rank``.
+
+    ``spec``, ``average_data`` and ``averaged`` are as in `sync_axes`.
+    """
     spec = spec.resolve(topology)
     peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
     if not spec.tied:
@@ -457,7 +470,7 @@ def sync_ranks(
 
 
 def layout_kind(spec: P, topology: Topology) -> NormBucket:
-    """Return the layout of ``spec`` without axes of size 1. All parameters of a flat bucket have the same one."""
+    """Return the `NormBucket` of ``spec`` without axes of size 1. All parameters of a flat bucket have an equal one."""
     kind, large = NormBucket.of(spec, topology), {axis for axis in topology.axes if topology.size(axis) > 1}
     return NormBucket(
         tuple(axis for axis in kind.distinct if axis in large),
@@ -467,9 +480,10 @@ def layout_kind(spec: P, topology: Topology) -> NormBucket:
 
 
 def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> float:
-    """Return the factor on the local gradient before the sum.
+    """Return the factor by which the local gradient is multiplied before it is summed over ranks.
 
-    It is 1 / (size of the data axes that are not in ``averaged``), or 1 if ``average_data`` is False.
+    It is 1 / (number of ranks along the data-parallel axes that are not in ``averaged``), or 1 if ``average_data`` is
+    False.
     """
     data = [axis for axis in topology.data_axes if axis not in averaged] if average_data else []
     return 1 / prod(topology.size(axis) for axis in data)
@@ -479,12 +493,12 @@ def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...]
 
 # Before gradients are measured, they are averaged over data-parallel replicas, and partial and tied gradients are summed.
 #
-# Gradients with equal layout and the same peers share flat buckets, so that a full model needs few collectives. Buckets
-# depend only on the parameters. A rank without a gradient of some parameter sends zeros, and receives the sum.
+# Gradients that are equal in all fields of `_BucketKey` share flat buckets, so that a full model needs few collectives.
+# Buckets do not depend on which gradients exist: a rank that has no gradient of a parameter sends zeros.
 
 
 class _BucketKey(NamedTuple):
-    """The properties that the parameters of a bucket share."""
+    """The properties that all parameters of a bucket share. ``ranks`` are the ranks of the sum."""
 
     ranks: tuple[int, ...]
     layout: NormBucket
@@ -506,10 +520,9 @@ def gradient_buckets(
 ) -> list[Reducible]:
     """Return the buckets that reduce the gradients of one plan's parameters.
 
-    After the reduction, a parameter whose gradient is summed has a gradient on every rank of the sum, unless it was frozen
-    after the plan was made. Buckets that are
-    summed over the same ranks have the same order on all of these ranks: roughly the order in which backward fills them.
-    Gradients that are only scaled come last.
+    After the reduction, a parameter whose gradient is summed over ranks has a gradient on each of these ranks.
+    Exception: parameters that were frozen after the plan was made. Buckets that are summed over the same ranks have the
+    same order on these ranks. Buckets of gradients that are only scaled come last.
 
     Args:
         params: The parameters, in the order of the plan's entries.
@@ -519,14 +532,15 @@ def gradient_buckets(
             tied gradients are still summed. Default: True.
         hook: The communication hook of flat buckets. None (default): `NoCompression`.
         adopt: True: gradients of contiguous parameters may become views of the flat buffer. Default: False.
-        only: Predicate of the entries whose gradients are reduced. None (default): all entries.
-        bucket_bytes: Maximum size of a bucket; a larger parameter gets a separate bucket. None (default): 32 MiB.
-    Collectives: none. `Reducible.start` of a returned bucket runs one all-reduce, or none if gradients are only scaled.
-    Host synchronization: none.
+        only: Returns True for the entries of the plan whose gradients are reduced. None (default): all entries.
+        bucket_bytes: Maximum size of a bucket in bytes; a larger parameter gets a separate bucket. None (default): 32
+            MiB.
+    Collectives: none. `Reducible.start` of a returned bucket calls the hook's ``all_reduce``, unless gradients are only
+        scaled.
     """
     topology = plan.topology
     by_key, by_scale = _group_params(params, plan, average_data, only)
-    # Partial and tied gradients must be summed only once per backward.
+    # Partial and tied gradients must be summed only once: a second sum would multiply them.
     is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
     keyed_buckets: list[tuple[tuple[int, ...], NormBucket, int, GradientBucket]] = []
     for kind, found in sorted(by_key.items()):
@@ -539,7 +553,8 @@ def gradient_buckets(
             bucket = GradientBucket(
                 bucket_params, layout, group, hook or NoCompression(), dtype, kind.scale, adopt, pending
             )
-            # Tied parameters have other indices on other stages, so only the layout gives all ranks the same order.
+            # A tied parameter's index differs between stages, so buckets of tied parameters are ordered by layout
+            # first.
             keyed_buckets.append(
                 (kind.ranks, kind.layout if kind.layout.tied else NormBucket(), -layout.indices[-1], bucket)
             )
@@ -588,15 +603,18 @@ def sync_gradients(
     Args:
         params: Declared parameters, or (name, parameter) pairs.
         registry: The process groups.
-        average_data: As for `gradient_buckets`. Default: True.
+        average_data: True (default): average over the data-parallel axes. False: other code averages over them
+            (`DistributedDataParallel`, FSDP), so only partial and tied gradients are summed.
     Raises:
-        ValueError: A parameter has no spec or does not fit it, its partial or tied gradient was already summed, the layout
-            of a DTensor or of its gradient is not supported, or ``params`` is an exhausted generator.
-        TypeError: A parameter is complex or sparse, or ``registry`` is no registry.
-    Collectives: one all-reduce per bucket; a bucket has at most 32 MiB, or a single larger parameter. The gradients in a
-        bucket have equal layout and dtype, and are summed over the same ranks. Partial gradients of sharded DTensors are
-        all-reduced separately.
-    Host synchronization: none.
+        ValueError: A parameter has no spec; its spec does not fit its shape, the topology or this rank; its partial or
+            tied gradient was already summed; the layout of a DTensor or of its gradient is not supported; or ``params``
+            is an exhausted generator.
+        TypeError: A parameter is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
+        RuntimeError: ``registry`` is closed and has no process group for a sum.
+    Collectives: one all-reduce per bucket; a bucket has at most 32 MiB, or a single larger parameter. The gradients in
+        a bucket have equal layout, dtype and device, and are summed over the same ranks. Partial gradients of sharded
+        DTensors may need separate all-reduces.
+    Host synchronization: none if all gradients are dense.
     """
     check_registry(registry)
     check_unused(params)
@@ -616,7 +634,7 @@ def sync_gradients(
             reduce_all(gradient_buckets(local, plan, registry, average_data))
 
 
-# Compression: reduce float32 gradients in bfloat16 --------------------------------------------------------------------
+# Compression of float32 gradients to bfloat16 -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -626,15 +644,18 @@ class Bf16Compression(CommHook):
         ParallelOptimizer(adamw, registry, overlap=True, compression=Bf16Compression())
         ParallelOptimizer(adamw, registry, states=Sharded("data", compression=Bf16Compression()))
 
-    Error feedback keeps the rounding error of a rank's gradients, and adds it to its next gradients. So small gradients are
-    delayed instead of lost. Rounding errors of the sum itself are lost. Gradients of other dtypes are reduced in their own
-    dtype: half-precision gradients are already as small, and float64 gradients need their full precision.
+    Error feedback stores the rounding error of a rank's gradients, and adds it to the rank's next gradients. So small
+    gradients are delayed instead of lost. Rounding errors of the sum itself are lost. Gradients of other dtypes are
+    reduced in their own dtype: half-precision gradients are already as small, and float64 gradients need their full
+    precision.
 
-    The rounding errors are stored per bucket and rank, multiplied by the loss scale of their step. They are not part of a
-    state dict, and are dropped when param groups are added. The error of a non-finite gradient element is set to 0.
+    Each rank stores its rounding errors per bucket. They are not part of a state dict, and adding a param group may
+    reset them to 0. With a loss scale they are errors of scaled gradients. The error of a non-finite gradient element
+    is set to 0.
 
     Args:
-        error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank.
+        error_feedback: True (default): keep rounding errors. This takes 4 bytes per element on every rank. False:
+            rounding errors are lost.
     Collectives: one per call, as in `NoCompression`.
     Host synchronization: none.
 
@@ -671,9 +692,10 @@ class Bf16Compression(CommHook):
 
     @torch.no_grad()
     def _rounded(self, flat: Tensor, memory: Memory) -> Tensor:
-        """Return ``flat`` plus the last rounding error (if ``error_feedback``), in bfloat16, and store the new error.
+        """Return ``flat`` in bfloat16. With ``error_feedback``, add the stored rounding error before the cast.
 
-        ``flat`` stays unchanged, because it may be the memory of a gradient.
+        The rounding error of the cast is stored for the next call. ``flat`` stays unchanged, because it may be the
+        memory of a gradient.
         """
         if not self.error_feedback:
             return flat.bfloat16()
@@ -681,17 +703,19 @@ class Bf16Compression(CommHook):
         if lost is None:
             lost = memory["lost"] = torch.zeros_like(flat)
         wire = lost.add_(flat).bfloat16()
-        # inf - inf = NaN, from a skipped step, must not enter the next gradients.
+        # A non-finite gradient skips the step. Its error (inf - inf = NaN) must not be added to the next gradients.
         lost.sub_(wire).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return wire
 
 
 def reference_bf16_wire(rounds: list[list[Tensor]], error_feedback: bool) -> list[Tensor]:
-    """Return the sum over ranks per round, in float64: a plain reference for `Bf16Compression`.
+    """Return for each round the sum over ranks of the inputs rounded to bfloat16: a reference for tests.
+
+    The sums are computed in float64, without the rounding of `Bf16Compression`'s own sum.
 
     Args:
         rounds: ``rounds[t][r]`` is the float32 input of rank r in round t.
-        error_feedback: As for `Bf16Compression`.
+        error_feedback: True: before rounding, add the rounding error of the rank's previous round to its input.
     """
     lost = [torch.zeros_like(flat) for flat in rounds[0]]
     sums = []

@@ -1,8 +1,8 @@
-"""Change gradients in place, and mark gradients that are already reduced.
+"""Change gradients in place, and mark gradients that are already reduced over ranks.
 
-A mark on a parameter stores the address and the version counter of its gradient. torch's in-place operations increment
-the counter, except through ``.data``, so a later backward makes the mark invalid. Code that changes a reduced gradient,
-such as clipping, must renew the mark; see `keep_complete_marks`.
+A mark is an attribute of the parameter: the address and the version counter of its reduced gradient. torch's in-place
+operations increment the counter, except through ``.data``. So a later backward makes the mark invalid. Code that
+changes a reduced gradient, such as clipping, must renew the mark; `keep_complete_marks` does that.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _COMPLETE = "_meshstep_complete"
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype in which backward accumulates ``param.grad``: ``param.grad_dtype`` if set, else its own dtype."""
+    """Return the dtype in which backward accumulates the gradient: ``param.grad_dtype``, or ``param.dtype`` if None."""
     return param.grad_dtype or param.dtype
 
 
 def widen_gradients(params: Sequence[Tensor]) -> None:
     """Replace half-precision gradients of float32 parameters by float32 copies.
 
-    Call it before changing gradients in place, because the result would be rounded to half precision otherwise.
+    Call it before changing gradients in place; otherwise the changed values are rounded to half precision.
     """
     for param in params:
         if param.grad is not None and param.grad.dtype != param.dtype == torch.float32 and is_half(param.grad):
@@ -43,7 +43,7 @@ def widen_gradients(params: Sequence[Tensor]) -> None:
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the parameters' gradients by ``factor``, a 0-dim tensor, in place. Marks of reduced gradients stay valid.
 
-    Half-precision gradients of float32 parameters become float32 first.
+    Half-precision gradients of float32 parameters become float32 before that.
     """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
@@ -51,9 +51,10 @@ def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Multiply gradients by ``factor``, a 0-dim tensor, in place, with one multi-tensor kernel per device and dtype.
+    """Multiply gradients by ``factor``, a 0-dim tensor, in place, in one multi-tensor call per device and dtype.
 
-    A gradient that is None is left out. ``factor`` is copied to each device.
+    A gradient that is None is left out. ``factor`` is copied to the device of each gradient, in float32 unless the
+    gradient is float64.
     """
     here = [grad for grad in gradients if grad is not None]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -76,14 +77,14 @@ def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
 def change_each(
     change: Callable[[list[Tensor], Any], object], gradients: list[Tensor], argument: Tensor | float
 ) -> None:
-    """Call ``change(gradients, argument)``, a multi-tensor kernel of torch that writes to ``gradients``.
+    """Call ``change(gradients, argument)``, a multi-tensor function of torch that writes to ``gradients``.
 
-    The kernel raises RuntimeError for lazily conjugated or negated tensors. In this case their values are written to new
-    memory, and the kernel is called again.
+    torch raises RuntimeError for lazy gradients, whose memory does not contain their values (`is_lazy`). In this case
+    their values are written to new memory, and ``change`` is called again.
     """
     try:
         change(gradients, argument)
-    except RuntimeError:  # raised before anything is changed; the search for lazy tensors is left to this rare case
+    except RuntimeError:  # torch raises it before it changes a gradient
         if not any(map(is_lazy, gradients)):
             raise
         for gradient in gradients:
@@ -94,7 +95,7 @@ def change_each(
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
     """Clamp the parameters' gradients to [-clip_value, clip_value] in place. Marks of reduced gradients stay valid.
 
-    Half-precision gradients of float32 parameters become float32 first.
+    Half-precision gradients of float32 parameters become float32 before that.
     """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
@@ -111,7 +112,9 @@ def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
 
 
 def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
-    """Mark the gradient of ``param`` as reduced, until it is written to. Do nothing if there is no gradient.
+    """Mark the gradient of ``param`` as reduced. A later write to the gradient makes the mark invalid.
+
+    Without a gradient nothing is marked.
 
     Args:
         param: The parameter that stores the mark.
@@ -123,16 +126,21 @@ def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
 
 
 def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
-    """Return True if there is no gradient, or if it is unchanged since `mark_complete`, where ``grad`` is described."""
+    """Return True if there is no gradient, or if it is marked as reduced and was not written to since `mark_complete`.
+
+    Args:
+        param: The parameter that stores the mark.
+        grad: The gradient. None (default): ``param.grad``.
+    """
     grad = param.grad if grad is None else grad
     return grad is None or getattr(param, _COMPLETE, None) == (grad.data_ptr(), grad._version)
 
 
 @contextmanager
 def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Keep the marks of `mark_complete` valid while the body of the ``with`` statement changes gradients in place.
+    """Return a context manager whose body may change reduced gradients in place without losing their marks.
 
-    After the body, gradients that were marked before it are marked again.
+    Gradients that are marked as reduced (`mark_complete`) before the body are marked again after it.
 
     Args:
         pairs: Pairs of a parameter and its gradient. The gradient None means ``param.grad``.
@@ -154,10 +162,13 @@ def check_kinds(table: ParamTable) -> None:
 
 
 def poison_bad_kinds(table: ParamTable) -> TypeError | None:
-    """Replace complex and sparse gradients, which have no norm, by tensors of NaN. Return a TypeError for them, or None.
+    """Replace complex and sparse gradients, which are not supported, by tensors of NaN.
 
-    The caller raises the error after the collectives of the step. In these collectives, the NaN makes all ranks skip the
-    step.
+    The NaN makes the gradient norm NaN on all ranks, so that no rank applies the step. The caller raises the returned
+    error after the collectives of the step; if it raised earlier, other ranks would wait in these collectives.
+
+    Returns:
+        A TypeError that names the first such gradient; None if there is none.
     """
     try:
         check_kinds(table)
@@ -170,10 +181,10 @@ def poison_bad_kinds(table: ParamTable) -> TypeError | None:
 
 
 def nonfinite_names(table: ParamTable, registry: ProcessGroupRegistry) -> list[str]:
-    """Return the names of parameters whose gradients have a NaN or inf on any rank, for an error message.
+    """Return the names of the parameters whose gradient has a NaN or inf on any rank.
 
     Collectives: an object all-gather.
-    Host synchronization: one per gradient.
+    Host synchronization: one per gradient, and those of the all-gather.
     """
     mine = [
         row.entry.name

@@ -1,4 +1,4 @@
-"""Reduce gradient buckets while backward computes further gradients."""
+"""Reduction of gradient buckets over ranks while backward still computes other gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .buckets import Finish, Reducible, keep_in_place, layout_kind, sync_axes
 
 
 class InFlight:
-    """Starts reductions in a given order, finishes them in the same order, and limits the number of running ones.
+    """Starts reductions, finishes them in the order in which they started, and limits how many run at the same time.
 
     Args:
-        most: Maximum number of running reductions; each holds a flat copy of its bucket. None: no limit. Default: 2.
+        most: Maximum number of running reductions; each may hold a flat copy of its bucket. None: no limit. Default: 2.
     """
 
     def __init__(self, most: int | None = 2) -> None:
@@ -29,11 +29,11 @@ class InFlight:
         self._started: deque[Finish] = deque()
 
     def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
-        """Start reductions. Whenever `most` of them run, finish the oldest one.
+        """Start reductions. Whenever ``most`` reductions run, finish the oldest one.
 
         Args:
-            starts: Each starts a reduction, and returns the function that finishes it.
-            to_the_end: True: finish all reductions before returning. Default: False.
+            starts: Functions; each starts a reduction and returns the function that finishes it.
+            to_the_end: True: finish all reductions before returning, also those of earlier calls. Default: False.
         """
         for start in starts:
             self._started.append(start())
@@ -44,27 +44,27 @@ class InFlight:
 
 
 def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
-    """Start and finish all reductions, at most ``most`` at a time (None: no limit)."""
+    """Start and finish all reductions. At most ``most`` reductions (default 2; None: no limit) run at the same time."""
     InFlight(most).run(starts, to_the_end=True)
 
 
 class BackwardReducer:
-    """Reduces each gradient bucket once per micro-batch, as soon as backward has computed all of its gradients.
+    """Reduces each gradient bucket once per micro-batch, if possible while backward still computes other gradients.
 
-    Ranks may compute different gradients, in different orders, but must issue collectives in the same order. So buckets are
-    reduced in the given order: a bucket whose gradients are complete waits for earlier buckets. At the end of backward, the
-    remaining buckets are reduced, with zeros for missing gradients.
+    Ranks may compute different gradients, in different orders, but must issue collectives in the same order. So buckets
+    are reduced in the given order: a bucket whose gradients are computed waits until all earlier buckets have started.
+    The buckets that remain at the end of backward are reduced then, with zeros for gradients that are None.
 
     Args:
         name_of: Returns the name of a parameter, for errors.
         eager: Buckets that are reduced during backward, in the order in which backward fills them.
         late: Buckets that are reduced after backward, in this order.
-        in_flight: Maximum number of running reductions, as for `InFlight`. Default: 2.
+        in_flight: Maximum number of reductions that run at the same time. None: no limit. Default: 2.
 
     Attributes:
-        late_grad: The last parameter that got a gradient outside of `micro_batch` since `micro_batch` last ended without an
-            error. None: there is none.
-        came: True once a parameter of an eager bucket has got a gradient inside of `micro_batch`.
+        late_grad: The parameter of an eager bucket that last got a gradient outside of `micro_batch`. None if there is
+            no such parameter. `micro_batch` sets it to None when it ends without an error.
+        came: True once any parameter of an eager bucket has got a gradient inside of `micro_batch`. It is never reset.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BackwardReducer:
         self._bucket_of = {param: index for index, bucket in enumerate(self._eager) for param in bucket.params}
         self._is_open = self.came = False
         self.late_grad: Tensor | None = None
-        # A weak reference, because the model's hooks must not keep a replaced optimizer alive.
+        # The hooks have a weak reference to this object, because the model must not keep a replaced optimizer alive.
         trained = [
             param for param in self._bucket_of if param.requires_grad
         ]  # torch rejects hooks on frozen parameters
@@ -86,14 +86,14 @@ class BackwardReducer:
 
     @contextmanager
     def micro_batch(self, several: bool = False) -> Iterator[None]:
-        """Reduce each bucket once, while the body of the ``with`` statement runs backward, or after the body.
+        """Return a context manager that reduces each bucket once, while its body runs backward or after the body.
 
-        If the body raises, the remaining reductions are started but not finished. So this rank has issued all collectives
-        of the micro-batch, and the next micro-batch begins with the first bucket on every rank.
+        If the body raises an Exception, the remaining reductions are started but not finished. So this rank has issued
+        all collectives of the micro-batch, and the next micro-batch begins with the first bucket on every rank.
 
         Args:
-            several: False (default): the body calls backward once. True: the body calls backward several times. Which
-                gradient of a parameter is its last one is then not known, so all buckets are reduced after the body.
+            several: False (default): the body calls backward once. True: the body calls backward several times. A
+                parameter may then get several gradients, so all buckets are reduced after the body.
         """
         self._waiting: list[set[Tensor | None]] = [
             {None} if several else {param for param in bucket.params if param.requires_grad} for bucket in self._eager
@@ -103,7 +103,7 @@ class BackwardReducer:
             yield
         except Exception:
             self._is_open, self._exchanges = False, InFlight(None)
-            with suppress(Exception):  # the exception of the body is more useful
+            with suppress(Exception):  # the exception of the body must reach the caller
                 self._exchanges.run(self._remaining())
             raise
         finally:
@@ -118,7 +118,7 @@ class BackwardReducer:
 
     def _arrived(self, param: Tensor) -> None:
         if not self._is_open:
-            self.late_grad = param  # from a backward outside of `micro_batch`; the next reduction must include it
+            self.late_grad = param
             return
         self.came = True
         index = self._bucket_of[param]
@@ -134,13 +134,13 @@ class BackwardReducer:
             self._next += 1
 
     def reduce_now(self) -> None:
-        """Reduce all buckets now, for a backward that ran outside of `micro_batch`. Collectives: those of the buckets."""
+        """Reduce all buckets now, on a rank that ran no `micro_batch` in this step. Collectives: those of the buckets."""
         run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
     def check_no_stray(self) -> None:
-        """Raise RuntimeError if a parameter got a gradient outside of `micro_batch`; see ``late_grad``.
+        """Raise RuntimeError if an eager bucket's parameter got a gradient outside of `micro_batch` since the last one.
 
-        Without the error, only this rank would apply that gradient, and replicas would diverge.
+        That gradient was not reduced over ranks; if it were applied, replicas would diverge.
         """
         if self.late_grad is not None:
             raise RuntimeError(
@@ -149,11 +149,11 @@ class BackwardReducer:
             )
 
     def keep_in_place(self) -> None:
-        """Make the gradients of all buckets keep their addresses; see `Reducible`."""
+        """Set ``adopt`` of all buckets to False: gradients used by CUDA graphs must keep their addresses."""
         keep_in_place((*self._eager, *self._late))
 
     def remove_hooks(self) -> None:
-        """Remove the hooks, so that backward reduces nothing any more."""
+        """Remove the hooks from the parameters, so that backward no longer starts reductions."""
         for hook in self._hooks:
             hook.remove()
 
@@ -171,19 +171,25 @@ def _weak_hook(reducer: BackwardReducer) -> Callable[[Tensor], None]:
 
 # Deadlocks between reductions during backward and the model's collectives ---------------------------------------------
 
-# Ranks may lack different gradients. A rank that lacks a gradient starts the reduction of its bucket at the end of backward
-# only. Suppose that this rank waits during backward for a second rank, in a collective of the model, while the second rank
-# waits for the first one in the reduction. That is a deadlock. So if ranks that take part in the same collectives of the
-# model may lack different gradients, all reductions start at the end of backward. If the ranks only have shards of unequal
-# sizes, only the buckets with the layouts of these shards are reduced at the end of backward.
+# Backward may compute no gradient of a parameter on some ranks. Such a rank starts the reduction of the parameter's
+# bucket only at the end of backward. Suppose that this rank, during backward, waits for a second rank in a collective
+# of the model, while the second rank waits for the first rank in the reduction. That is a deadlock. So if ranks that
+# take part in the same collectives of the model may lack different gradients, all reductions start at the end of
+# backward. If ranks only have shards of unequal sizes, only the buckets with the layouts of these shards are reduced at
+# the end of backward.
 
 
 def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology, *axes: str) -> bool:
-    """Return True if the model may issue collectives over axes where ranks may lack different gradients.
+    """Return True if the model may issue collectives over axes along which ranks may lack different gradients.
 
-    Ranks may lack different gradients along the data-parallel axes larger than 1, because they see different samples, and
-    along ``axes``, over which gradients are reduced. The model may issue collectives over any such axis, except a
-    batch-only axis (`Topology.is_batch_only_axis`) that no spec names.
+    Ranks may lack different gradients along ``axes``, and along data-parallel axes larger than 1, because their ranks
+    see different samples. The model is assumed to issue collectives over each of these axes. Exception: an axis whose
+    name says that it only divides the batch, such as ``data`` (`Topology.is_batch_only_axis`), unless a spec names it.
+
+    Args:
+        entries: The parameters of the model on this rank.
+        topology: The mesh.
+        axes: Further axes over which gradients are reduced.
     """
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))
@@ -191,24 +197,25 @@ def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology,
 
 
 Sizes = tuple[tuple[str, int], ...]
-"""(layout as text, number of elements) for each parameter of one rank, in order."""
+"""(layout as `kind_of` returns it, number of elements) for each parameter of one rank, in order."""
 
 
 def kind_of(entry: ParameterEntry, topology: Topology) -> str:
-    """Return `layout_kind` of the entry as text."""
+    """Return the entry's layout over the mesh as text; equal for parameters that may share a bucket."""
     return str(layout_kind(entry.spec, topology))
 
 
 def sizes_of(entries: Iterable[ParameterEntry], topology: Topology) -> Sizes:
-    """Return the layout and the number of elements of each entry."""
+    """Return (layout as text, number of elements) for each entry, to be compared by `uneven_kinds`."""
     return tuple((kind_of(entry, topology), entry.numel) for entry in entries)
 
 
 def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
-    """Return the layouts, as `kind_of` writes them, whose parameters differ in size between ranks of a pipeline stage.
+    """Return the layouts whose parameters differ in number, size or order between ranks of a pipeline stage.
 
-    These ranks fill different buckets with the parameters. If the parameters of the other layouts do not have the same
-    order on all ranks of a stage, return all layouts of the ranks that differ.
+    These ranks divide the parameters into different buckets. If ranks of a stage still differ when these layouts are
+    left out, for example in the order of parameters with different layouts, return all layouts of the ranks that
+    differ.
 
     Args:
         sizes: The result of `sizes_of` for each rank, by global rank.
@@ -231,16 +238,16 @@ def uneven_kinds(sizes: Sequence[Sizes], topology: Topology) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Early:
-    """A predicate of plan entries: True for parameters whose gradients are reduced during backward.
+    """A predicate of plan entries: True for a parameter whose gradient is reduced during backward.
 
-    These are the trained parameters whose gradients are averaged over data-parallel axes and over no other axes. DTensors
-    are excluded, because their gradients are reduced in the step. Parameters with owner ranks are excluded, because they do
-    not exist on all ranks.
+    Such a parameter is trained, and its gradient is averaged over data-parallel axes and summed over no other axes. It
+    is not a DTensor, because gradients of DTensors are reduced in the step. It has no owner ranks, because a parameter
+    with owner ranks does not exist on all ranks.
 
     Args:
         plan: The plan of the parameters.
         none: True: no gradient is reduced during backward. Default: False.
-        uneven: Layouts, as `kind_of` writes them, whose gradients are not reduced during backward. Default: none.
+        uneven: Layouts, as `kind_of` returns them, whose gradients are not reduced during backward. Default: none.
     """
 
     plan: ReductionPlan
@@ -249,7 +256,10 @@ class Early:
 
     @classmethod
     def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Early:
-        """Return the predicate that all ranks agree on. Collectives: an object all-gather."""
+        """Return the predicate for ``plan``, with ``none`` and ``uneven`` computed from all ranks' parameters.
+
+        Collectives: an object all-gather.
+        """
         early, topology = cls(plan), plan.topology
         sizes = sizes_of((entry for entry in plan.entries if early(entry)), topology)
         reports = gather_objects((sizes, model_meets_over_data(plan.entries, topology)), registry)

@@ -1,12 +1,13 @@
-"""The opt levels O0 to O3 of NVIDIA's apex, implemented without apex. NVIDIA removed `apex.amp` in May 2025.
+"""The opt levels O0 to O3 of NVIDIA's apex, implemented without apex.
 
-    level  params                     forward                      masters  loss scale  keep_batchnorm_fp32
-    O0     float32                    float32 in, float32 out      none     1.0         -
-    O1     float32                    autocast, criterion too      none     "dynamic"   -
-    O2     float16 (batch norm: f32)  float16 in, float32 out      float32  "dynamic"   True
-    O3     float16                    float16 in, float32 out      none     1.0         False
+    level  params                     forward                      master weights  loss scale  keep_batchnorm_fp32
+    O0     float32                    float32 in, float32 out      none            1.0         not accepted
+    O1     float32                    autocast, criterion too      none            "dynamic"   not accepted
+    O2     float16 (batch norm: f32)  float16 in, float32 out      float32         "dynamic"   True
+    O3     float16                    float16 in, float32 out      none            1.0         False
 
-The scale "dynamic" starts at 2^16, doubles after 2000 good steps up to 2^24, and halves at every overflow.
+The loss scale "dynamic" starts at 2^16. It halves at every overflow, and doubles after 2000 steps in a row without
+overflow. Its maximum is 2^24.
 """
 
 from __future__ import annotations
@@ -41,21 +42,25 @@ _LEVELS = {
 @register_mode
 @dataclass(frozen=True)
 class ApexFp16(Precision):
-    """Precision mode of apex's opt levels; the table in `meshstep.amp.apex` lists the levels.
+    """Precision mode of apex's opt levels.
 
-    O3 steps the float16 parameters directly, with float16 optimizer states. Adam's default ``eps=1e-8`` rounds to 0 in
-    float16, as do most squared gradients, so the update would be 0 / 0. Use an ``eps`` of at least 1e-4 with O3.
+    O0 runs in float32, and O1 under autocast to float16. O2 casts the model to float16, and the optimizer updates float32
+    master weights. O3 casts the model to float16, without master weights. The table in `meshstep.amp.apex` has details.
+
+    With O3 the optimizer steps float16 parameters, with float16 states. Adam's default ``eps=1e-8`` rounds to 0 in
+    float16, as do most squared gradients, so Adam may divide by 0. Use an ``eps`` of at least 1e-4 with O3.
 
         model = ApexFp16("O2").prepare(model)
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``. Default: ``"O2"``.
-        keep_batchnorm_fp32: bool; if True, the parameters and running statistics of batch norm stay in float32. Only O2
-            and O3 accept the option. Default None: the level's value in the table.
-        loss_scale: ``"dynamic"``, or a constant scale as a number > 0. Default None: the level's value in the table.
+        keep_batchnorm_fp32: If True, the parameters and running statistics of batch norm are float32. If False, they are
+            cast to float16. Only O2 and O3 accept the option. Default None: True for O2, False for O3.
+        loss_scale: ``"dynamic"``, or a constant scale as a number > 0. Default None: 1.0 for O0 and O3, ``"dynamic"`` for
+            O1 and O2.
     Raises:
-        ValueError: The level does not exist, the level does not use ``keep_batchnorm_fp32``, or the scale is out of
-            range.
+        ValueError: ``opt_level`` is unknown; O0 or O1 got a ``keep_batchnorm_fp32``; or ``loss_scale`` is a string other
+            than ``"dynamic"``, or a number outside float32's positive normal range.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O2"
@@ -105,10 +110,10 @@ class ApexFp16(Precision):
         return autocast_criterion(criterion) if self._level.dtype is None else criterion
 
     def export_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's state dict with half-precision tensors cast to float32; tied entries stay tied.
+        """Return the model's state dict with float16 and bfloat16 tensors cast to float32.
 
-        The values are the weights of the forward pass. The more precise float32 masters of O2 are in the optimizer's
-        state dict.
+        Keys of one shared parameter get one shared tensor. The values are the weights of the forward pass. The more
+        precise float32 master weights of O2 are in the optimizer's state dict.
 
         Args:
             model: The prepared module.

@@ -1,4 +1,4 @@
-"""Make an optimizer step in several calls. Each call updates one bucket, a subset of the parameters."""
+"""Split an optimizer's step into several calls. Each call updates one bucket, which is a subset of the parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 Bucket = Sequence[list[Tensor]]
-"""One list of parameters per param group."""
+"""The parameters of one bucket: one list per param group of the optimizer."""
 
 holders: list[torch.optim.Optimizer] = []
-"""Optimizers whose param groups are currently restricted to a bucket. Caches must not keep these param groups."""
+"""Optimizers whose param groups currently contain only one bucket's parameters, within `holding`.
+
+Code that caches parameters by param group must not cache these param groups, because they are temporary.
+"""
 
 
 def step_by_bucket(
@@ -21,12 +24,12 @@ def step_by_bucket(
 ) -> None:
     """Call ``step`` once per bucket, with param groups that contain only the bucket's parameters.
 
-    Before every call, the entries of the param groups are reset to their objects from before the first call. Step
-    counters in param groups, such as those in schedule-free optimizers, therefore advance once and not once per bucket,
-    if they are Python numbers. A tensor in a param group that the optimizer changes in place advances with every call.
+    A param group of some optimizers (schedule-free ones) has a step counter, which must advance once and not once per
+    bucket. Before every call, each entry of the param groups is therefore set to the object from before the first call.
+    This resets Python numbers. It does not reset a tensor that the optimizer changes in place.
 
     Args:
-        optimizer: The optimizer whose param groups are replaced during the calls.
+        optimizer: The optimizer. The list ``"params"`` of its param groups is replaced during each call, and restored.
         buckets: For each bucket, one list of parameters per param group.
         step: Called with the bucket; updates the parameters in the optimizer's param groups.
     """
@@ -41,7 +44,7 @@ def step_by_bucket(
 
 @contextmanager
 def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
-    """Restrict the optimizer's param groups to the parameters of ``bucket`` within the context."""
+    """Context manager in which the optimizer's param groups contain only the parameters of ``bucket``."""
     before = [(group, group["params"]) for group in optimizer.param_groups]
     holders.append(optimizer)
     try:

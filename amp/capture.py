@@ -16,15 +16,15 @@ def is_captured() -> bool:
 
 @contextmanager
 def keeps_state_in_place(owner: object) -> Iterator[None]:
-    """Check that the body of the ``with`` statement assigns no new object to an attribute of ``owner`` during a capture.
+    """Context manager that raises if its body assigns a new object to an attribute of ``owner`` in a CUDA graph capture.
 
-    Use it around calls of user-defined code. Without a capture nothing is checked.
+    Use it around calls of user-defined code: a replay of the graph would not repeat the assignment. Outside a capture
+    nothing is checked.
 
     Args:
-        owner: The object whose attributes are compared by identity before and after.
+        owner: The object whose attributes are compared by identity before and after the body.
     Raises:
-        RuntimeError: The current stream is being captured and an attribute has a new object. A replay of the graph would
-            not repeat the assignment.
+        RuntimeError: The current stream is being captured, and an attribute has a new object.
     """
     before = dict(vars(owner)) if is_captured() else None
     yield

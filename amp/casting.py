@@ -48,7 +48,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dtype]) -> bool:
     """Cast the floating-point parameters and buffers of ``model`` in place.
 
-    The tensor objects stay the same; their data changes.
+    The tensor objects stay the same; their data changes. Gradients of cast parameters are cast too.
 
     Args:
         model: Any module; tied parameters stay tied.
@@ -56,7 +56,7 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
     Returns:
         True if any tensor was cast.
     Raises:
-        ValueError: A tensor would have to be cast but is a DTensor, or the model is wrapped in
+        ValueError: A tensor that must be cast is a DTensor. Or a tensor must be cast, and ``model`` is or contains
             `DistributedDataParallel`. Nothing is changed.
     """
     changes = [
@@ -83,7 +83,7 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
             tensor.grad = grad.to(dtype)
     for module in model.modules():
         if changes and isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # else cuDNN warns in every forward that weights are not contiguous in memory
+            module.flatten_parameters()  # otherwise cuDNN warns that the weights are not contiguous in memory
     return bool(changes)
 
 
@@ -113,14 +113,15 @@ class Autocast:
     """Callable that runs a function, or a module's ``forward``, under `torch.autocast`.
 
     A pair of forward hooks is not used instead, because an exception in forward would leave autocast enabled. A closure
-    is not used, because a deep copy or an unpickled copy of the module would call the original module's ``forward``.
+    is not used instead, because a deep copy of the module would call the original module's ``forward``, and a closure
+    cannot be pickled.
 
     Args:
         function: The callable to run.
         dtype: The dtype of autocast.
-        module: The module whose first parameter determines the device type. Default None: no module. Without a module or
-            a parameter, the first tensor among the arguments determines the device type. Without such a tensor, it is
-            the type of torch's default device.
+        module: The module whose first parameter determines autocast's device type. Default None, and a module without
+            parameters: the first tensor among the arguments determines the device type. If there is no such tensor, it
+            is the type of torch's default device.
     """
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, module: nn.Module | None = None) -> None:
@@ -151,13 +152,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = False) -> None:
-    """Cast the model and its inputs to ``dtype`` and its outputs to float32, in place.
+    """Cast the tensors of ``model`` in place, and register hooks that cast its inputs to ``dtype``, its outputs to float32.
 
     Args:
         model: Any module.
-        dtype: The dtype of parameters, buffers and inputs.
-        keep_batchnorm_fp32: If True, parameters and buffers of batch norm become float32. Batch norm still takes and
-            returns ``dtype``; torch computes it in float32 internally. Default: False.
+        dtype: The dtype of floating-point parameters, buffers and inputs.
+        keep_batchnorm_fp32: If True, parameters and buffers of batch norm become float32. Batch norm layers still get
+            inputs of ``dtype`` and return ``dtype``. Default: False.
+    Raises:
+        ValueError: A tensor must be cast, and is a DTensor, or ``model`` is or contains `DistributedDataParallel`.
     """
 
     def wanted(module: nn.Module, tensor: Tensor) -> torch.dtype:
@@ -170,13 +173,13 @@ def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = Fa
 
 
 def autocast_model_(model: nn.Module) -> None:
-    """Run the model under autocast to float16, in place. Half-precision parameters and buffers become float32."""
+    """Make ``model.forward`` run under autocast to float16. Half-precision parameters and buffers become float32."""
     lift_half_(model)
     model.forward = Autocast(model.forward, torch.float16, model)
 
 
 def autocast_criterion(criterion: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the criterion under autocast to float16: a module is changed in place, a function is wrapped."""
+    """Return a criterion that runs under autocast to float16. A module is changed in place; a function is wrapped."""
     if not isinstance(criterion, nn.Module):
         return Autocast(criterion, torch.float16)
     criterion.forward = Autocast(criterion.forward, torch.float16, criterion)
@@ -184,7 +187,7 @@ def autocast_criterion(criterion: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lift_half_(model: nn.Module) -> bool:
-    """Cast half-precision parameters and buffers to float32, in place. Return True if there were any."""
+    """Cast float16 and bfloat16 parameters and buffers to float32, in place. Return True if any tensor was cast."""
     return cast_model_(model, lambda module, tensor: torch.float32 if is_half(tensor) else tensor.dtype)
 
 
@@ -192,16 +195,15 @@ def lift_half_(model: nn.Module) -> bool:
 
 
 def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into the target of the same shape and device, cast to the target's dtype.
+    """Copy ``sources[i]`` into ``targets[i]`` for every i, cast to the target's dtype.
 
-    torch's multi-tensor copy falls back to one kernel per tensor if a single pair differs from the rest. A pair differs
-    if its strides are unequal, or if its dtypes are not the dtypes of the other pairs. This function therefore copies
-    pairs with unequal strides one by one, unless both are contiguous, and makes one multi-tensor copy per device and
-    dtypes.
+    torch's multi-tensor copy launches one kernel per tensor if the (target, source) pairs of the list have different
+    dtypes, or if a target and its source have different strides. This function therefore makes one multi-tensor copy per
+    device and pair of dtypes. A pair with different strides is copied by itself, unless both tensors are contiguous.
 
     Args:
         targets: Tensors that are written in place.
-        sources: One tensor per target.
+        sources: One tensor per target, of the target's shape and device.
     """
     groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -220,10 +222,9 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
     """Return True if ``copy``, cast to the dtype and device of ``tensor``, has the same shape and equal elements.
 
-    Two NaNs count as equal, and so do 0 and -0.
+    Two NaNs at the same position count as equal, and so do 0 and -0.
 
-    Temporary memory: one cast copy; three masks if the tensors differ.
-    Host synchronization: at most two.
+    Host synchronization: at most two, and the copy if the tensors are on different devices.
     """
     if tensor.shape != copy.shape:
         return False
@@ -234,7 +235,7 @@ def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def float32_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return float32 copies of the tensors. Copies of dense tensors have the same strides."""
+    """Return float32 copies of the tensors. The copy of a dense tensor has the strides of that tensor."""
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
     copy_each_(copies, tensors)
     return copies

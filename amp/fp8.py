@@ -48,19 +48,21 @@ from .modes import Bf16, Criterion, Fp32, Precision, register_mode
 def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, data_axes: tuple[str, ...] = ()) -> Tensor:
     """Return this rank's block [m, n] of ``A @ B``, with A, B and the gradient of the product rounded to 8 bits.
 
-    The values are rounded as by `Fp8Matmul`, and stored in the operands' dtype, which represents every 8-bit value
-    exactly. Then `summa` broadcasts and multiplies them in the operands' dtype. The result equals the result of an 8-bit
-    product, except that sums are computed in the operands' dtype. Time and traffic are the same as without rounding.
-    Nothing is rounded if a dim of ``b`` is not a multiple of 16.
+    A matrix is multiplied by one scale and rounded to 8 bits. The rounded values are stored in the operands' dtype, which
+    represents every 8-bit value exactly, and `summa` broadcasts and multiplies them in this dtype. The result therefore
+    has the precision of an 8-bit product, but 8 bits save neither time nor traffic.
+
+    If a dim of ``b`` is not a multiple of 16, nothing is rounded, and the result is that of `summa`.
 
     Args:
-        a, b: Blocks [m, k] and [k, n], both float32 or both bfloat16. In a model that `Fp8` has prepared, the weight
-            ``b`` is rounded once per step.
+        a, b: This rank's blocks [m, k/cols] of A and [k/rows, n] of B, both float32 or both bfloat16. If ``b`` is a
+            weight of a model that `Fp8` has prepared, the rounded ``b`` may be cached until the weight changes.
         grid: The grid of ranks. The largest absolute values of A, B and the gradient are all-reduced over it.
-        inner: As in `summa`.
-        data_axes: Additional axes of the all-reduce. Default: none.
+        inner: k, the length of the full summed dim. Default None: the length of ``a`` along it, times the number of
+            columns of the grid.
+        data_axes: Additional axes of the all-reduce of the largest absolute values. Default: none.
     Raises:
-        TypeError: a or b is float64 and would be rounded.
+        TypeError: ``a`` or ``b`` is float64, and all dims of ``b`` are multiples of 16.
     Collectives: the collectives of `summa`, and an all-reduce (MAX) of two numbers in forward and of one number in
     backward. Host synchronization: none. Differentiable once.
     """
@@ -76,7 +78,12 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
 
 
 class _Scales:
-    """The inverse scales of one product: of the two operands, and, set in backward, of the product's gradient."""
+    """The inverse scales of one product ``A @ B``, shared by its `_Round` and `_Descale` functions.
+
+    Attributes:
+        operands: The inverse scales of A and B, set in forward.
+        grad: The inverse scale of the gradient of the product, set in backward.
+    """
 
     def __init__(self, registry: ProcessGroupRegistry, axes: tuple[str, ...]) -> None:
         self.registry, self.axes = registry, axes
@@ -85,9 +92,10 @@ class _Scales:
 
 
 class _Round(torch.autograd.Function):
-    """Returns the scaled 8-bit values of an operand, in the operand's dtype.
+    """Autograd function that returns the scaled 8-bit values of an operand A or B, in the operand's dtype.
 
-    Backward multiplies the gradient by the inverse scales of the other operand and of the product's gradient.
+    Backward multiplies the operand's gradient by the inverse scale of the other operand, and by the inverse scale of the
+    product's gradient.
     """
 
     @staticmethod
@@ -104,7 +112,10 @@ class _Round(torch.autograd.Function):
 
 
 class _Descale(torch.autograd.Function):
-    """Multiplies the product by the operands' inverse scales. Backward rounds its gradient to 8 bits, for `summa`."""
+    """Autograd function that multiplies the product of rounded operands by the operands' inverse scales.
+
+    Backward scales the gradient of the product and rounds it to 8 bits.
+    """
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, scales: _Scales) -> Tensor:
@@ -136,46 +147,49 @@ UNEVEN = "not in 8 bits: the ranks have weight shards of unequal sizes"
 @register_mode
 @dataclass(frozen=True)
 class Fp8(Precision):
-    """Linear layers multiply in 8 bits. Parameters, master weights and all other layers are as in the base mode.
+    """Precision mode in which linear layers multiply in 8 bits. All other computations are as in a base mode.
 
         model = Fp8(exclude=("head",)).prepare(model, registry)
         print(fp8_layers(model))
 
     `nn.Linear` becomes `Fp8Linear`: the same object with another class. `ColumnParallelLinear`, `RowParallelLinear` and
-    `Linear2D` get another ``matmul``. Subclasses of `nn.Linear`, and layers that store their weights differently
-    (`nn.MultiheadAttention`), are unchanged.
+    `Linear2D` get another function in their attribute ``matmul``. Subclasses of `nn.Linear`, and layers that multiply
+    without it (`nn.MultiheadAttention`), are unchanged.
 
     Some layers multiply in the dtype of the base mode instead: layers in which a dim of this rank's weight shard is not a
-    multiple of 16, every `Linear2D` with shards of unequal sizes, and every `Linear3D`, `Classifier2D` and
-    `Classifier3D`. On the first rank `prepare` logs warnings that name up to ten of these layers, and `fp8_layers`
-    lists the result for every layer.
+    multiple of 16, every `Linear2D` whose features do not divide evenly over the grid, and every `Linear3D`,
+    `Classifier2D` and `Classifier3D`. On rank 0 `prepare` logs warnings with the names of such layers, at most ten per
+    warning. `fp8_layers` returns the result for every layer.
 
-    The 8-bit weight is cached until the next step of a torch optimizer or the next change of the weight (a write through
-    ``.data`` is not noticed before the next step), so it is rounded once per accumulation window. The cache takes 1
-    byte per element, or 2 with scales per row. Under `fully_shard`, in a CUDA graph, in a compiled model, and without
-    gradients, the weight is rounded in every forward pass.
+    The 8-bit weight is cached until the weight changes or an optimizer steps, so it is rounded once for all micro-batches
+    between two steps. An in-place write through ``.data`` is not noticed before the next step of a torch optimizer. The
+    cache takes 1 byte per element, or 2 with ``scales="row"``. The weight is not cached, and rounded at every use, under
+    `fully_shard`, in a CUDA graph, in a compiled model, and while gradients are disabled.
 
     With ``scales="tensor"`` every tensor has one scale, computed from the largest absolute value of the full tensor. This
-    value is all-reduced over the axes in the spec of the layer's weight, sharded or partial, because these axes shard
-    the activations. A model that is sharded over tensor axes therefore rounds like the dense model.
+    value is all-reduced over the mesh axes that the spec of the layer's weight names as sharded or partial. A model that
+    is sharded over these axes therefore rounds like the dense model.
 
     Args:
-        base: "bf16" or "fp32". Default: "bf16".
-        sync_over_data: If True, the largest absolute values of activations and gradients are also all-reduced over the
-            data-parallel axes. Replicas then round like a single process that sees the full batch. This adds collectives
-            to every linear layer, and all replicas must run the same number of micro-batches. Default False: each replica
-            computes the scales from its own samples.
-        scales: "tensor": one scale per tensor. "row": one scale per row, see `Fp8RowMatmul`; more exact for outliers,
-            but backward keeps the operands in the base's dtype. `Linear2D` supports only "tensor". Default: "tensor".
-        exclude: Names or patterns of layers that stay in the base's dtype (``"head"``, ``"blocks.*.out"``; ``*`` also
+        base: The base mode, "bf16" or "fp32". It determines the dtype of parameters and of all other layers, and whether
+            there are master weights. Default: "bf16".
+        sync_over_data: If True, the largest absolute values are also all-reduced over the data-parallel axes. Replicas
+            then round like a single process that sees the full batch. This adds collectives to every linear layer, and
+            all replicas must run the same number of micro-batches. Default False: each replica computes the scales from
+            its own samples.
+        scales: "tensor": one scale per tensor. "row": one scale per row of each matrix, so that an outlier affects only
+            its row; the operands are then saved for backward in the base's dtype. `Linear2D` supports only "tensor".
+            Default: "tensor".
+        exclude: Names or patterns of layers that multiply in the base's dtype (``"head"``, ``"blocks.*.out"``; ``*`` also
             matches dots). Default: none.
 
     Raises:
-        ValueError: An argument has an unknown value. In `prepare`, before the model is changed: an `nn.Linear` has no
-            spec but the registry has model axes; a pattern of ``exclude`` matches no linear layer (checked only without
-            pipeline stages); or a `Linear2D` would get scales per row.
-    Collectives: per layer up to two small all-reduces, or three with ``scales="row"``; see `Fp8Matmul`.
-    Host synchronization: none.
+        ValueError: An argument has an unknown value. In `prepare`, before the model is changed: an `nn.Linear` that is
+            not excluded has no spec, but the registry has model axes larger than 1; a pattern of ``exclude`` matches no
+            linear layer (not checked with pipeline stages); ``scales="row"``, and a `Linear2D` is not excluded; or as in
+            `Precision.prepare`.
+    Collectives: per layer and micro-batch one small all-reduce in forward and one in backward, or two in backward with
+    ``scales="row"``; none over a single rank. Host synchronization: none.
     """
 
     base: Literal["bf16", "fp32"] = "bf16"
@@ -292,7 +306,7 @@ class Fp8(Precision):
             by_row = [_trim_axes(axes, registry) for axes in (in_axes, out_axes, batch_axes)]
             return Fp8RowMatmul(registry, *by_row) if any(by_row) else Fp8RowMatmul()
         forward = _trim_axes((*out_axes, *in_axes, *batch_axes), registry)
-        # No registry if no axis needs it, because a layer without process groups can be copied and pickled.
+        # No registry if no axis needs it: a pickled layer can then be loaded in a process without process groups.
         return Fp8Matmul(registry, forward, _trim_axes((*out_axes, *batch_axes), registry)) if forward else Fp8Matmul()
 
     def _data_axes(self, registry: ProcessGroupRegistry) -> tuple[str, ...]:
@@ -319,14 +333,14 @@ def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry
 
 
 def fp8_layers(model: nn.Module) -> dict[str, str]:
-    """Return whether each linear layer of this rank's part of the model multiplies in 8 bits, and if not, why.
+    """Return for each linear layer on this rank whether it multiplies in 8 bits, and if not, the reason.
 
         print(fp8_layers(model))      # {'0': '8 bits', 'head': 'not in 8 bits: left out'}
 
     Args:
         model: A model that `Fp8` has prepared.
     Returns:
-        A dict from the name of each layer to ``"8 bits"``, or to ``"not in 8 bits: "`` and the reason.
+        A dict. The key is the name of a layer. The value is ``"8 bits"``, or ``"not in 8 bits: "`` followed by the reason.
     Collectives: none. Host synchronization: none.
     """
     return {
@@ -352,7 +366,10 @@ def _describe_layer(module: nn.Module) -> str:
 
 
 def _is_even(layer: Linear2D) -> bool:
-    """Return True if all ranks have weight shards of equal shape, so that `fits` gives the same result on every rank."""
+    """Return True if the layer's features divide evenly over the grid.
+
+    All ranks then have weight shards of equal shape, and `fits` gives the same result on every rank.
+    """
     rows, cols = layer.registry.size(layer.row), layer.registry.size(layer.col)
     return layer.in_features % rows == layer.in_features % cols == layer.out_features % cols == 0
 

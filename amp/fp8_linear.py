@@ -1,12 +1,14 @@
 """Linear layer in 8 bits: e4m3 operands in forward, e5m2 output gradients in backward.
 
-    y  = Q4(x) Q4(w)^T           Q4: to float8_e4m3fn, Q5: to float8_e5m2, each with one scale per tensor
-    dx = Q5(dy) Q4(w)            (straight-through: the derivative of the rounding is taken as 1)
+    y  = Q4(x) Q4(w)^T
+    dx = Q5(dy) Q4(w)            the derivative of the rounding is taken as 1 (straight-through)
     dw = Q5(dy)^T Q4(x)
 
-Products are exact and summed in float32. CUDA devices of capability 8.9 and up use tensor cores (`torch._scaled_mm`);
-other devices use a float32 matrix product of the same 8-bit operands. The results differ in rounding, because sums have
-another order and a GPU keeps fewer bits of a running sum.
+Q4 rounds a tensor to float8_e4m3fn, and Q5 rounds it to float8_e5m2, with one scale per tensor.
+
+The products of two elements are exact, and they are summed in float32. NVIDIA GPUs of capability 8.9 and up use tensor
+cores (`torch._scaled_mm`). Other devices use a float32 matrix product of the same 8-bit operands. The results may differ
+by rounding errors of the sums.
 
 Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 """
@@ -40,12 +42,11 @@ class Fp8Matmul:
 
         output = Fp8Matmul()(input, weight, bias)
 
-    Scales are computed from the full tensors: the largest absolute value is all-reduced over the axes that shard a tensor,
-    so a sharded layer rounds to the same values as the dense layer. `Fp8` derives the axes from the spec of the layer's
-    weight: the axes of the output features also shard the output gradient, and the axes of the input features the input.
+    The scale of a tensor is computed from the largest absolute value of the full tensor. This value is all-reduced over
+    the axes that shard the tensor, so a sharded layer rounds to the same values as the dense layer.
 
-    If a dim of this rank's weight shard is not a multiple of 16, the call returns `torch.nn.functional.linear` of its
-    arguments. Dtypes, errors and collectives below do not apply then.
+    If a dim of this rank's weight shard is not a multiple of 16, nothing is rounded: the call returns
+    `torch.nn.functional.linear` of its arguments. Dtypes, errors and collectives below do not apply then.
 
     Args:
         registry: The process groups. Default None: the tensors are not sharded.
@@ -56,8 +57,8 @@ class Fp8Matmul:
         input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, also under autocast.
 
     The weight gradient is computed in float32, and autograd casts it to the weight's `Tensor.grad_dtype`. The 8-bit
-    operands are saved for backward. In a model that `Fp8` has prepared, the 8-bit weight is cached until the next step, so
-    it is rounded once per accumulation window.
+    operands are saved for backward. In a model that `Fp8` has prepared, the 8-bit weight is cached until the weight
+    changes or an optimizer steps.
 
     Raises:
         TypeError: The input or the weight is float64.
@@ -80,7 +81,7 @@ class Fp8Matmul:
 
 
 class Fp8Linear(nn.Linear):
-    """`nn.Linear` with an 8-bit product. The mode `Fp8` turns an `nn.Linear` into this class.
+    """`nn.Linear` with an 8-bit product. The mode `Fp8` sets this class as the class of an `nn.Linear` object.
 
         layer = Fp8Linear(64, 128, dtype=torch.bfloat16, device="cuda")
 
@@ -123,10 +124,10 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n] in ``dtype``, summed in float32.
+    """Return the product ``a @ b.T`` of two scaled 8-bit matrices, summed in float32: [m, k] x [n, k] -> [m, n].
 
     Args:
-        a, b: 8-bit matrices. Both have a single scale, or both have one scale per row.
+        a, b: 8-bit matrices with their inverse scales. Both have a single scale, or both have one scale per row.
         dtype: The dtype of the result.
     """
     by_row, device = a.inverse_scale.dim() > 0, a.values.device
@@ -136,7 +137,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         one = torch.ones((), device=device)
         total = scaled_mm(Quantized(a.values, one), Quantized(b.values, one), torch.float32)
     else:
-        # Autocast would round the sums to half precision. TF32 is exact: 8-bit operands have at most 4 significant bits.
+        # Autocast would round the sums to half precision. TF32 may be on: it represents all 8-bit operands exactly.
         with torch.autocast(device.type, enabled=False):
             total = a.values.float() @ b.values.float().t()
     if by_row:
@@ -145,20 +146,23 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return True for NVIDIA GPUs that multiply e4m3 and e5m2 matrices in hardware: capability 8.9 and up."""
+    """Return True if the device is an NVIDIA GPU of capability 8.9 or more, which multiplies 8-bit floats in hardware."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Return True if `torch._scaled_mm` supports one scale per row for every output dtype: CUDA 12.9 and up on Hopper."""
+    """Return True if `torch._scaled_mm` supports one scale per row for every output dtype on this NVIDIA GPU.
+
+    This is the case for capability 9.0 (Hopper) with CUDA 12.9 or newer.
+    """
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return ``a @ b.T`` as `product` does, but compute it by `torch._scaled_mm`: [m, k] x [n, k] -> [m, n].
+    """Return the product ``a @ b.T`` of two scaled 8-bit matrices by `torch._scaled_mm`: [m, k] x [n, k] -> [m, n].
 
-    n must be a multiple of 16. If k is not a multiple of 16, copies of the operands are padded with zeros along k.
+    n must be a multiple of 16. If k is not a multiple of 16, the operands are copied and padded with zeros along k.
     """
     # torch._scaled_mm requires a row-major first and a column-major second operand.
     result: Tensor = torch._scaled_mm(
@@ -173,9 +177,9 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def row_major(values: Tensor) -> Tensor:
-    """Return the matrix with contiguous rows, each padded with zeros to a multiple of 16 bytes.
+    """Return an 8-bit matrix as a contiguous matrix, with each row padded with zeros to a multiple of 16 bytes.
 
-    If ``values`` already has this form, it is returned, else a copy.
+    If ``values`` is already such a matrix, it is returned itself.
     """
     rows, length = values.shape
     padding = -length % MULTIPLE
@@ -189,36 +193,42 @@ def row_major(values: Tensor) -> Tensor:
 
 # Linear layer in 8 bits with one scale per row ------------------------------------------------------------------------
 
-# An outlier reduces the precision of its own row only.
+# With one scale per row, an outlier reduces the precision of its own row only.
 #
 #     y  = Q4(x) Q4(w)^T             one scale per token of x, and per output feature of w
 #     dx = Q5(dy) Q4(w^T)^T          one scale per token of dy, and per input feature of w
 #     dw = Q5(dy^T) Q4(x^T)^T        one scale per output feature of dy, and per input feature of x
 #
-# A scale must be constant along the dim that a product sums over, so the three products need different scales. The
-# operands are therefore saved for backward in their own dtype, and backward rounds them again.
+# A scale must be constant along the dim that a product sums over, so each product needs other scales. The operands are
+# therefore saved for backward in their own dtype, and backward rounds them with its own scales.
 
 
 @dataclass(frozen=True)
 class Fp8RowMatmul:
-    """`Fp8Matmul` with one scale per row. The mode ``Fp8(scales="row")`` sets it as a layer's ``matmul``.
+    """`torch.nn.functional.linear` in 8 bits with one scale per row. ``Fp8(scales="row")`` sets it as a layer's ``matmul``.
 
         output = Fp8RowMatmul()(input, weight, bias)
 
-    Scales are computed from the rows of the full tensors. If the dim that a product sums over is sharded, several ranks
-    hold parts of a row, and the largest absolute value of each row is all-reduced. This dim is the input features in
-    forward, the output features for the input gradient, and the samples for the weight gradient.
+    The scale of a row is computed from the largest absolute value of the full row. A product sums over the dim that the
+    rows of its operands have in common: the input features in forward, the output features for the input gradient, the
+    samples for the weight gradient. If this dim is sharded, the largest absolute values of the rows are all-reduced.
+
+    If a dim of this rank's weight shard is not a multiple of 16, nothing is rounded: the call returns
+    `torch.nn.functional.linear` of its arguments. Errors and collectives below do not apply then.
 
     Args:
         registry: The process groups. Default None: the tensors are not sharded.
         in_axes, out_axes: Axes that shard the weight's input and output features. Default: none.
-        batch_axes: Axes that shard the samples and over which the largest absolute values are all-reduced. Default: none.
+        batch_axes: Axes that shard the samples, over which the maxima for the weight gradient are all-reduced. Default:
+            none.
 
-    Shapes, and weights that are not rounded: as in `Fp8Matmul`.
+    Shapes:
+        input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, also under autocast.
     Raises:
         TypeError: The input or the weight is float64.
-    Collectives: one all-reduce (MAX) of one number per row of both operands over in_axes in forward, and one each over
-    out_axes and batch_axes in backward; none over a single rank. Host synchronization: none. Differentiable once.
+    Collectives: all-reduces (MAX) of one number per row of both operands: one over in_axes in forward, one over out_axes
+    for the input gradient, one over batch_axes for the weight gradient. None over a single rank. Host synchronization:
+    none. Differentiable once.
     """
 
     registry: ProcessGroupRegistry | None = None
@@ -271,15 +281,17 @@ def _product(
     b_cache: WeightCache | None = None,
     orientation: str = "",
 ) -> Tensor:
-    """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with both operands rounded to 8 bits.
+    """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with both operands rounded to 8 bits with one scale per row.
 
     Args:
         a: Matrix [m, k]. It is rounded to ``format``.
         b: Matrix [n, k]. It is rounded to e4m3.
+        format: The 8-bit dtype of the rounded ``a``.
         dtype: The dtype of the result.
-        registry, axes: The process groups, and the axes that shard k.
-        b_cache: The cache of the rounded ``b``. None (default): ``b`` is not cached.
-        orientation: Key in the cache: ``"rows"`` if ``b`` is the weight, ``"columns"`` if it is the weight's transpose.
+        registry, axes: The process groups, and the axes that shard the dim k.
+        b_cache: The cache of the rounded ``b``. Default None: ``b`` is not cached.
+        orientation: Part of the key in the cache: ``"rows"`` if ``b`` is the weight, ``"columns"`` if ``b`` is the weight's
+            transpose. Default: no text, for a ``b`` without a cache.
     """
     how = orientation, registry, axes
     return product(*round_both(a, format, b, b_cache, how, registry, axes, by_row=True), dtype)
@@ -295,8 +307,8 @@ def _product(
 # except by a rounding error of far less than half a unit of the format, so no clamp is needed. A tensor is read twice:
 # one kernel computes the maximum, another one scales, rounds and writes.
 #
-# A tensor with a non-finite element stays non-finite. An inf makes the scale 0 and its inverse inf, so every value with
-# this scale (of the tensor, or of the row) is NaN. A NaN makes the scale NaN.
+# A tensor with a non-finite element stays non-finite. An inf makes the scale 0 and the inverse scale inf, so every value
+# with this scale is NaN. A NaN makes the scale NaN.
 #
 # Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 
@@ -308,11 +320,11 @@ MIN_AMAX = 2.0**-100
 
 
 class Quantized(NamedTuple):
-    """8-bit tensor that represents ``values * inverse_scale``.
+    """8-bit tensor with its inverse scale. It represents the float32 tensor ``values * inverse_scale``.
 
     Attributes:
-        values: float8_e4m3fn or float8_e5m2.
-        inverse_scale: float32, 0-dim or [rows, 1].
+        values: float8_e4m3fn or float8_e5m2 tensor.
+        inverse_scale: float32 tensor; 0-dim for one scale, [rows, 1] for one scale per row.
     """
 
     values: Tensor
@@ -324,9 +336,9 @@ class Quantized(NamedTuple):
 
 @torch.no_grad()
 def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
-    """Return ``x`` multiplied by a scale and rounded to an 8-bit format. ``amax`` becomes the format's largest value.
+    """Return ``x`` multiplied by a scale and rounded to an 8-bit format.
 
-    The function makes one pass over memory.
+    The scale maps ``amax`` to the largest value of the format.
 
     Args:
         x: Floating-point tensor of any shape and memory layout.
@@ -334,7 +346,7 @@ def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
         amax: float32, at least the largest absolute value in ``x``. 0-dim: the maximum of the full tensor. [rows, 1]:
             the maximum of each row.
     Returns:
-        Contiguous (row-major) values for any memory layout of ``x``, and the inverse scale.
+        The 8-bit values, contiguous (row-major) for any memory layout of ``x``, and the inverse scale.
     Collectives: none. Host synchronization: none.
     """
     scale = torch.finfo(format).max / amax.clamp(min=MIN_AMAX)
@@ -346,7 +358,7 @@ def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
 
 
 def check_dtypes(*tensors: Tensor) -> None:
-    """Raise TypeError if a tensor is float64, because scales and sums of 8-bit products are float32."""
+    """Raise TypeError if a tensor is float64. Scales and sums of 8-bit products are float32, so precision would be lost."""
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         raise TypeError(
             "a linear layer in 8 bits got a float64 tensor, but scales and sums of 8-bit products are float32; give "
@@ -357,16 +369,14 @@ def check_dtypes(*tensors: Tensor) -> None:
 def global_amax(
     tensors: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
-    """Return the largest absolute value of each tensor over its shards along ``axes``; 0 for an empty tensor.
-
-    A tensor may also be replicated over some of the axes. This does not change the result.
+    """Return the largest absolute value of each full tensor, from this rank's shards of the tensors.
 
     Args:
-        tensors: Floating-point tensors.
+        tensors: This rank's shards; floating-point tensors. An empty shard counts as 0.
         registry: The process groups. Default None: the tensors are not sharded.
-        axes: Axes that shard the tensors. Default: none.
+        axes: Axes that shard the tensors. A tensor may be replicated over some of them. Default: none.
     Returns:
-        0-dim float32 tensors.
+        One 0-dim float32 tensor per tensor.
     Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank. Host synchronization: none.
     """
     return max_over_ranks([amax_of(tensor) for tensor in tensors], registry, axes)
@@ -375,13 +385,19 @@ def global_amax(
 def max_over_ranks(
     maxima: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
-    """Return the elementwise maxima over all ranks along ``axes``: float32 tensors, with the shapes of ``maxima``.
+    """Return the elementwise maximum of each tensor over all ranks along ``axes``.
 
+    Args:
+        maxima: float32 tensors on this rank, with the same shapes on all ranks.
+        registry: The process groups. Default None: return ``maxima`` as a tuple.
+        axes: The axes to reduce over. Default: none.
+    Returns:
+        float32 tensors, with the shapes of ``maxima``.
     Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank. Host synchronization: none.
     """
     if registry is None or not axes or registry.size(*axes) == 1:
         return tuple(maxima)
-    # gloo's MAX may lose a NaN of another rank. This is harmless: that rank's 8-bit values are NaN, so its results are.
+    # gloo's MAX may ignore a NaN. This is harmless: on the rank with the NaN, the element still rounds to an 8-bit NaN.
     packed = torch.cat([amax.reshape(-1) for amax in maxima])
     with track_call("fp8 scaling", registry):
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=registry.group(*axes))
@@ -390,9 +406,9 @@ def max_over_ranks(
 
 
 def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
-    """Return the largest absolute value of ``x`` as float32, 0-dim; 0 if ``x`` is empty. Host synchronization: none.
+    """Return the largest absolute value of ``x`` as a 0-dim float32 tensor; 0 if ``x`` is empty. No host synchronization.
 
-    If ``by_row`` is True, return the largest absolute value of each row of a matrix, [rows, 1].
+    If ``by_row`` is True, ``x`` is a matrix, and the result has the largest absolute value of each row: [rows, 1].
     """
     if not x.numel():
         return x.new_zeros((x.size(0), 1) if by_row else (), dtype=torch.float32)
@@ -407,18 +423,20 @@ def amax_of(x: Tensor, by_row: bool = False) -> Tensor:
 # address and its version counter. The version counter alone is not enough, because torch's fused optimizers and
 # third-party kernels write without incrementing it.
 #
-# Only the parameters that a model has while the mode `Fp8` prepares it are cached. Parameters that `fully_shard` creates
-# later are not cached, because no counter shows when they change. The cache is used only with gradients enabled: an
-# evaluation may write averaged weights through ``.data``, which does not increment the version counter, and must use
-# them. Such a write between two micro-batches of an accumulation window is not detected.
+# Only parameters that exist when the mode `Fp8` prepares a model are cached. Parameters that `fully_shard` creates later
+# are not cached, because no counter shows when they change.
+#
+# The cache is not used while gradients are disabled: before an evaluation, user code may write averaged weights in place
+# through ``.data``, which does not increment the version counter. Such a write between two micro-batches of training is
+# not detected before the next optimizer step.
 
 
 class RoundedWeight(NamedTuple):
-    """Cache entry: a weight or its transpose in 8 bits.
+    """Cache entry: a weight, or the transpose of a weight, in 8 bits.
 
     Attributes:
-        amax: Largest absolute value of the full weight, or of each of its rows.
-        quantized: The weight, rounded with the scale that follows from ``amax``.
+        amax: Largest absolute value of the full matrix (0-dim), or of each row ([rows, 1]).
+        quantized: The matrix, rounded with the scales that follow from ``amax``.
     """
 
     amax: Tensor
@@ -426,7 +444,10 @@ class RoundedWeight(NamedTuple):
 
 
 class WeightCache:
-    """Access to the cache entries of one weight. The key ``how`` identifies the kind of rounding."""
+    """Access to the cached 8-bit values of one weight, in its current version.
+
+    The key ``how`` of an entry identifies the kind of rounding, for example by orientation, registry and axes.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -438,19 +459,23 @@ class WeightCache:
         return rounded if identity == self._identity else None
 
     def put(self, how: Hashable, rounded: RoundedWeight) -> None:
-        """Store an entry under ``how``. The next step of an optimizer removes it."""
+        """Store an entry under ``how``. The next step of a torch optimizer removes the entry."""
         CACHE[self._weight][how] = self._identity, rounded
 
 
 CACHE: Any = WeakTensorKeyDictionary()
-"""The cache. For each registered weight: a dict from the kind of rounding to (`_identity`, `RoundedWeight`)."""
+"""The cache of 8-bit weights: ``CACHE[weight][how]`` is a pair of the weight's `_identity` and a `RoundedWeight`.
+
+A weight is a key if `cache_rounded` has registered it. ``how`` is the kind of rounding.
+"""
 _hook_registered = False
 
 
 def cache_rounded(weight: Tensor) -> None:
-    """Register ``weight``, so that its 8-bit values are cached from now on. DTensors are not registered.
+    """Register ``weight``, so that its 8-bit values are cached from now on.
 
-    The first call registers a global hook that clears the cache after every step of a torch optimizer.
+    A tensor that is no `nn.Parameter`, and a DTensor, are not registered. The first call registers a global hook that
+    clears the cache after the steps of torch optimizers.
     """
     global _hook_registered
     if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # FSDP may reuse a DTensor's memory
@@ -461,11 +486,11 @@ def cache_rounded(weight: Tensor) -> None:
 
 
 def cache_of(weight: Tensor) -> WeightCache | None:
-    """Return the cache for this weight; None if the weight must be rounded in every forward pass.
+    """Return the cache for this weight; None if the weight must be rounded at every use.
 
-    The result is None if the weight is not registered, or if gradients are disabled. It is also None if the code is being
-    compiled or captured in a CUDA graph, because the compiled code or the graph may run with other weights later. A
-    capture also removes the weight from the cache permanently.
+    The result is None if `cache_rounded` has not registered the weight, or if gradients are disabled. It is also None
+    while the code is compiled or captured in a CUDA graph, because the compiled code or the graph may run with other
+    weights later. In a capture, the call also removes the weight from the cache permanently.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in CACHE:
         return None
@@ -487,16 +512,18 @@ def round_both(
 ) -> tuple[Quantized, Quantized]:
     """Return ``x`` rounded to ``format``, and ``weight`` rounded to e4m3.
 
-    If the cache has a valid entry, the rounded weight is taken from it. Otherwise the rounded weight is stored there.
+    If the cache has a valid entry for ``how``, the rounded weight is taken from it. Otherwise the weight is rounded, and
+    stored in the cache.
 
     Args:
-        x: The operand.
-        format: `E4M3` or `E5M2`, the format of ``x``.
+        x: The other operand of the product: the input, or the gradient of the output.
+        format: `E4M3` or `E5M2`, the 8-bit dtype of the rounded ``x``.
         weight: The weight, or its transpose.
-        weight_cache: The cache of the weight; None: no cache.
+        weight_cache: The cache of the weight. None: the rounded weight is not cached.
         how: The kind of rounding, which is the key in the cache.
-        registry, axes: As in `max_over_ranks`.
-        by_row: If True, every row has its own scale. Default: False.
+        registry: The process groups. None: the tensors are not sharded.
+        axes: The axes over which the largest absolute values are all-reduced.
+        by_row: If True, every row has its own scale. If False, each tensor has one scale. Default: False.
     Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank. Host synchronization: none.
     """
     cached = None if weight_cache is None else weight_cache.get(how)
@@ -509,17 +536,17 @@ def round_both(
 
 
 def forget_rounded() -> None:
-    """Remove the 8-bit values of all weights from the cache. Call it before or after weights are stepped."""
+    """Remove the 8-bit values of all weights from the cache. Call it when weights have changed or are about to change."""
     if CACHE:
         for by_how in CACHE.values():
             by_how.clear()
 
 
 def _clear_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Clear the cache, unless ``optimizer.steps_windows`` is True.
+    """Clear the cache after the step of a torch optimizer, unless ``optimizer.steps_windows`` is True.
 
-    The `step` of such an optimizer may be called before an accumulation window ends, and changes no weights then. The
-    optimizer calls `forget_rounded` itself.
+    Such an optimizer (`ParallelOptimizer`) may return from `step` without changing weights, because more micro-batches
+    follow. It calls `forget_rounded` itself when weights change.
     """
     if not getattr(optimizer, "steps_windows", False):
         forget_rounded()

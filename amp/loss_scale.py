@@ -1,10 +1,10 @@
 """Loss scales, whose state stays on the device.
 
-float16 gradients below 2^-24 underflow. The loss is therefore multiplied by a scale before backward, and the gradients
-are divided by the scale before the step. `DynamicLossScale` searches for the largest scale without overflow;
-`ConstantLossScale` keeps the scale constant. `update` gets a tensor that says whether the step overflowed;
-`DynamicLossScale` then changes its state in place. The update does not synchronize the host, never replaces a tensor,
-and can be captured in a CUDA graph.
+float16 gradients below 2^-25 become 0. The loss is therefore multiplied by a scale before backward, and the gradients
+are divided by the scale before the step. `ConstantLossScale` keeps the scale constant. `DynamicLossScale` searches for
+the largest scale without overflow: after each step, `update` gets a tensor that is non-zero if the gradients overflowed.
+`update` changes the state in place. It does not synchronize the host, never replaces a tensor, and can be captured in a
+CUDA graph.
 
 Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.03740.
 """
@@ -27,7 +27,7 @@ from ..parallel.mesh.value_checks import anything, dict_of, is_number
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Smallest loss scale. A smaller one could become 0, or its inverse inf."""
+"""Lower bound of loss scales: float32's smallest normal number. A smaller scale could become 0, or its inverse inf."""
 
 _COUNTS = ("good_steps", "overflows_left", "growth_interval", "hysteresis")
 
@@ -40,8 +40,8 @@ class LossScale(ABC):
         loss_scale.update(found_inf)
 
     Attributes:
-        scale: 0-dim float32 tensor, changed in place and never replaced. Divide the gradients by it before you call
-            `update`.
+        scale: The current loss scale, a 0-dim float32 tensor. It is changed in place and never replaced. Divide the
+            gradients by it before you call `update`.
     """
 
     scale: Tensor
@@ -65,13 +65,13 @@ class LossScale(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the scale, the counters and the settings by a state that `state_dict` returned.
+        """Replace the scale, the counters and the settings by those in ``state``.
 
         Args:
-            state: The saved dict.
+            state: A dict that `state_dict` returned.
         Raises:
-            ValueError: Another class of loss scale saved the state, or a value is out of range. The loss scale is
-                unchanged.
+            ValueError: ``state`` is not a dict, another class of loss scale saved it, or a value has a wrong type or is
+                out of range. The loss scale is unchanged.
         """
 
 
@@ -81,7 +81,7 @@ class ConstantLossScale(LossScale):
         loss_scale = ConstantLossScale(1024.0, device="cuda")
 
     Args:
-        value: The scale; a number > 0 in the range of float32.
+        value: The scale; a number from 2^-126, float32's smallest normal number, to float32's maximum.
         device: The device of ``scale``. Default None: torch's default device.
     Raises:
         ValueError: The value is out of range.
@@ -125,17 +125,17 @@ class DynamicLossScale(LossScale):
     steps in a row.
 
     With its defaults the scale is equal to the scale of `torch.amp.GradScaler` after every step, except that it does not
-    fall below float32's normal numbers. With
-    ``max_scale=2.0**24`` it is equal to apex's dynamic scale.
+    fall below 2^-126, float32's smallest normal number. With ``max_scale=2.0**24`` it follows the rules of apex's dynamic
+    scale.
 
         loss_scale = DynamicLossScale(init_scale=2.0**12, device="cuda")
 
     Args:
-        init_scale: The first scale; a number > 0, within the bounds and the range of float32. Default: 2^16.
-        growth_factor: Factor of a growth, > 1. Default: 2.0.
-        backoff_factor: Factor of a back-off, between 0 and 1 exclusive. Default: 0.5.
-        growth_interval: Number of good steps in a row before a growth, >= 1. Default: 2000.
-        hysteresis: The number of the first overflow that reduces the scale, >= 1. Default 1: every overflow does.
+        init_scale: The first scale; a number > 0 from min_scale to max_scale, at most float32's maximum. Default: 2^16.
+        growth_factor: The scale is multiplied by it to grow; a finite number > 1. Default: 2.0.
+        backoff_factor: The scale is multiplied by it to back off; a number between 0 and 1 exclusive. Default: 0.5.
+        growth_interval: Number of good steps in a row after which the scale grows, >= 1. Default: 2000.
+        hysteresis: h, the number of overflows until the scale is reduced, >= 1. Default 1: every overflow reduces it.
         min_scale, max_scale: Bounds of the scale. Defaults 0.0 and inf: the range of float32's normal numbers.
         device: The device of the state. Default None: torch's default device.
     Raises:
@@ -176,9 +176,16 @@ class DynamicLossScale(LossScale):
         self.scale.clamp_(max(settings.min_scale, SMALLEST), settings.max_scale)
 
     def _tolerate(self, found_inf: Tensor, before: Tensor) -> None:
-        """Count an overflow, and undo its back-off until ``hysteresis`` overflows have been counted."""
+        """Count the overflow of this step, if any, and undo its back-off while fewer than ``hysteresis`` were counted.
+
+        After growth_interval good steps in a row, the count restarts.
+
+        Args:
+            found_inf: 0-dim; 0 if the step did not overflow.
+            before: The scale before this step's back-off or growth.
+        """
         overflow = found_inf != 0
-        self._overflows_left.add_(overflow, alpha=-1)  # may fall below 0, which also means that none is left
+        self._overflows_left.add_(overflow, alpha=-1)  # may fall below 0, which has the same meaning as 0
         torch.where(overflow & (self._overflows_left > 0), before, self.scale, out=self.scale)
         whole_run = (self._good_steps | overflow) == 0
         self._overflows_left.masked_fill_(whole_run, self._settings.hysteresis)
@@ -257,7 +264,7 @@ def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that all-reduces found_inf over all axes of a registry.
+    """`torch.amp.GradScaler` that skips a step on all ranks if the gradients of any rank overflowed.
 
     It replaces torch's class in a training loop:
 
@@ -267,26 +274,25 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     torch's scaler decides on each rank separately. After an overflow in one shard the other ranks step, and scales and
-    weights diverge. With this class all ranks of the world skip the step, and all scales back off once.
+    weights diverge. This class all-reduces found_inf, torch's flag for a non-finite gradient, over all ranks. All ranks
+    then skip the step, and their scales back off once.
 
     Every rank must call `unscale_`, `step` and `update` for the same optimizers in the same order. Only ranks that
     compute a loss need to call `scale`; pipeline stages before the last one may omit it. A rank whose parameters
     have no gradients contributes found_inf = 0 and skips or steps with the other ranks. Several optimizers may share
-    one scaler, as in torch. Each optimizer skips only for its own overflow, and the scale backs off once for all of
-    them.
-
-    A scaler cannot be pickled while the registry has process groups; save its `state_dict`.
+    one scaler, as in torch: an optimizer skips its step only if its own gradients overflowed, and the scale backs off
+    once if the gradients of any optimizer overflowed.
 
     Args:
-        registry: The process groups and this rank's coordinate.
+        registry: The process groups. The all-reduce runs over all axes of the topology.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: As in `torch.amp.GradScaler`. Defaults:
             2^16, 2.0, 0.5, 2000, True.
         device: Device type of the scale, "cuda" or "cpu". Default None: the device type of the registry's collectives.
     Collectives: one all-reduce (MAX, one number, over all ranks) per optimizer and step, in `unscale_`, or in `step` if
     `unscale_` was not called. No collective with one rank or with ``enabled=False``.
-    Host synchronization: none for optimizers that skip on the device (torch's ``fused=True``). For other optimizers
-    torch's `step` reads found_inf on the host once. `get_scale` and `state_dict` read the scale. The all-reduce
-    synchronizes if ``device`` is not the device of the collectives.
+    Host synchronization: none in `step` for optimizers that skip on the device (torch's ``fused=True``). For other
+    optimizers torch's `step` reads found_inf on the host once. `get_scale` and `state_dict` read values on the host. The
+    all-reduce synchronizes if ``device`` is not the device of the collectives.
     """
 
     def __init__(
@@ -310,19 +316,22 @@ class GradScaler(torch.amp.GradScaler):
         self._registry = registry
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer as torch's scaler does.
+        """Step the optimizer as torch's scaler does: unscale the gradients, and skip the step after an overflow.
 
-        A `meshstep.optim.ParallelOptimizer` unscales and skips on the device. During the call, ``optimizer`` has the
-        attribute ``overflow_is_agreed``, which shows that this scaler has all-reduced found_inf, unlike torch's.
+        A `meshstep.optim.ParallelOptimizer` unscales and skips by itself, on the device. During the call, ``optimizer``
+        has the attribute ``overflow_is_agreed``, which torch's scaler does not set. It shows `ParallelOptimizer` that
+        found_inf has been all-reduced.
 
         Args:
             optimizer: The optimizer, or a `meshstep.optim.ParallelOptimizer`.
             args, kwargs: Passed to ``optimizer.step``.
         Returns:
-            The return value of ``optimizer.step``; None if torch's scaler skipped it.
+            The return value of ``optimizer.step``; None if the scaler did not call it because of an overflow.
         Raises:
-            RuntimeError: The `meshstep.optim.ParallelOptimizer` steps tensors that are not the model's parameters, or
-                has its own loss scale.
+            RuntimeError: As in `torch.amp.GradScaler.step`: `step` was already called for this optimizer since the last
+                `update`, or a closure was passed. Or a `meshstep.optim.ParallelOptimizer` has its own loss scale, or
+                steps other tensors than the model's parameters, such as master weights.
+            ValueError: A gradient is float16, and the optimizer does not unscale gradients by itself.
         """
         stepped: Any = optimizer
         stepped.overflow_is_agreed = True  # in addition to torch's attributes `found_inf` and `grad_scale`
@@ -332,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
             del stepped.overflow_is_agreed
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        # torch creates the scale in the first call of `scale`, which ranks without a loss don't make.
+        # torch creates the scale in the first call of `scale`, but a rank without a loss never calls `scale`.
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
@@ -340,15 +349,18 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Both computations of found_inf call this method: `unscale_`, and the check in `step` for a fused optimizer,
-        # which skips `unscale_`. torch's ShardedGradScaler synchronizes only in `unscale_`.
+        # torch computes found_inf only by calls of this method: in `unscale_`, and, for a fused optimizer whose gradients
+        # `unscale_` has not unscaled, in `step`.
         per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for local in per_device.values():
             found_inf = torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True))
         return {found_inf.device: self._agreed(found_inf)}
 
     def _agreed(self, found_inf: Tensor) -> Tensor:
-        """Return the maximum of ``found_inf``, 0-dim and never NaN, over all ranks. Collectives: one all-reduce (MAX)."""
+        """Return the maximum of ``found_inf`` (0-dim, 0 or 1) over all ranks.
+
+        Collectives: one all-reduce (MAX); none with one rank.
+        """
         if self._registry.topology.world_size == 1:
             return found_inf
         agreed = found_inf.to(self._registry.device)

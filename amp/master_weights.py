@@ -26,7 +26,7 @@ _COLLECTED = "_meshstep_collected"
 
 @renamed_members(publish="write_back")
 class MasterWeights:
-    """Float32 masters that replace half-precision parameters in an optimizer's param groups.
+    """Float32 copies of half-precision parameters, the *masters*, which replace them in an optimizer's param groups.
 
         masters = MasterWeights(optimizer)      # the optimizer's param groups now hold the masters
         loss.backward()                         # gradients accumulate in float32
@@ -34,28 +34,32 @@ class MasterWeights:
         masters.step(optimizer.step)            # steps the masters, rounds them into the model
         masters.zero_grad()
 
-    A master takes its parameter's position in the param groups, so ``param_names`` stay correct. It gets the
-    parameter's annotation and optimizer state, in float32. Parameters of other dtypes are unchanged, so mixed models
-    work, for example with batch norm in float32. A parameter that the model uses twice has one master. Frozen
-    half-precision parameters get no master and no memory; call `refresh` after you unfreeze some.
+    The optimizer updates a master, and the result is rounded into the model's parameter. A master takes its parameter's
+    position in the param groups, so ``param_names`` stay correct. It gets the parameter's declared layout, and the
+    parameter's optimizer state with half-precision tensors cast to float32.
+
+    Parameters of other dtypes, such as batch norm in float32, are unchanged. A parameter that the model uses twice has one
+    master. A frozen half-precision parameter (``requires_grad=False``) has no master; call `refresh` after you unfreeze
+    it.
 
     Memory per element of a half-precision parameter: 4 bytes for the master, and 4 bytes instead of 2 for the gradient.
 
     Args:
         optimizer: Any torch optimizer; it may already have stepped. Its param groups and state are changed in place.
             Add param groups with `MasterWeights.add_param_group`.
-        main_grads: If True, backward accumulates in float32 (`Tensor.grad_dtype`). Pass False if other code reduces the
-            gradients in the parameters' dtype, as `DistributedDataParallel` does ("Expected BFloat16, got Float").
-            `collect` then casts the gradients, and accumulation over micro-batches rounds to half precision. Default:
-            True.
-        cast: If False, and ``main_grads`` is False, masters get the half-precision gradients without a cast, for an
-            update that reads half precision. Code that writes to these gradients must cast them first. Default: True.
+        main_grads: If True, backward accumulates the gradients of these parameters in float32 (`Tensor.grad_dtype`). Pass
+            False if other code reduces the gradients in the parameters' dtype, as `DistributedDataParallel` does
+            ("Expected BFloat16, got Float"). Gradients then accumulate in half precision, and `collect` casts them.
+            Default: True.
+        cast: If False, and ``main_grads`` is False, `collect` gives masters the half-precision gradients without a cast,
+            for an update that reads half precision. Default: True.
 
     Attributes:
         pairs: List of (model parameter, master), in the order in which the masters were created.
         param_of: Dict from each master to its model parameter.
-    Collectives: none, in any method.
-    Host synchronization: none, except in `find_overwritten`, and in `collect` if a weight was written since the last step.
+    Collectives: none, except those of the ``update`` that `step` calls.
+    Host synchronization: in `find_overwritten`; in `collect` if a weight was written since the last step; and if
+    `load_state_dict` copies from another device. Otherwise none, except in ``update``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True, cast: bool = True) -> None:
@@ -69,7 +73,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> int:
-        """Create masters for half-precision parameters in the param groups that require gradients and have no master.
+        """Create a master for each half-precision parameter in the param groups, unless the parameter is frozen.
+
+        The parameters that already have a master are no longer in the param groups, and keep it.
 
         Returns:
             The number of new masters. If it is not 0, lists of the optimizer's parameters that your code stores are
@@ -111,7 +117,8 @@ class MasterWeights:
         Args:
             param_group: As in ``torch.optim.Optimizer.add_param_group``.
         Raises:
-            ValueError: A parameter is already in the optimizer; nothing is changed.
+            ValueError: A parameter is already in the optimizer, or has a master in the optimizer. Nothing is changed.
+            ValueError, TypeError: As in ``torch.optim.Optimizer.add_param_group``.
         """
         self.optimizer.add_param_group(param_group)
         ids = {id(param) for param, _ in self.pairs}
@@ -129,14 +136,15 @@ class MasterWeights:
     def collect(self) -> None:
         """Set ``master.grad`` of each master from the gradient of its parameter.
 
-        With ``main_grads`` it is the parameter's main gradient itself. Otherwise it is a float32 copy of the parameter's
-        gradient, or, with ``cast=False``, the parameter's half-precision gradient itself. If the parameter has no
-        gradient, the master loses the gradient of an earlier `collect`, and keeps a gradient that other code has set.
+        With ``main_grads=True`` both are the same float32 tensor. With ``main_grads=False``, ``master.grad`` is a float32
+        copy of the parameter's gradient, or with ``cast=False`` the half-precision gradient itself. If the parameter has
+        no gradient, a ``master.grad`` from an earlier `collect` is removed, and one that other code has set is kept.
 
         Raises:
-            RuntimeError: The model's weights changed since the last step, and the next step would undo the change. Or
-                only the optimizer's ``zero_grad`` was called, so the parameters' gradients still contain the gradients of
-                an earlier step. Or a frozen parameter without master has a gradient. No gradient is changed.
+            RuntimeError: Other code changed the model's weights since the last step, and the next step would undo the
+                change. Or only the optimizer's ``zero_grad`` was called after the last step, so the parameters still have
+                the gradients of that step. Or a parameter without a master, which was frozen, has a gradient. In these
+                cases no gradient is changed.
         """
         self._check_weights()
         for param in self._frozen:
@@ -178,19 +186,21 @@ class MasterWeights:
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """Return (model parameter, master) for each master that is in the param groups now.
 
-        During a step that updates one bucket at a time, the param groups contain only the masters of one bucket.
+        These are all masters, except during a step that updates the parameters bucket by bucket. The param groups then
+        contain only the masters of one bucket.
         """
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return [(self.param_of[param], param) for param in params if param in self.param_of]
 
     @torch.no_grad()
     def write_back(self, written: Sequence[Tensor] = ()) -> None:
-        """Round the masters in the param groups into the model's parameters, with multi-tensor copies.
+        """Round the masters in the param groups into the model's parameters.
 
-        Call it after skipped steps too: an unchanged master leaves its parameter unchanged, unless other code wrote it.
+        After a skipped step the call writes the same values again. It would overwrite values that other code has written
+        to the parameters.
 
         Args:
-            written: Model parameters that already contain their rounded masters. Default: none.
+            written: Model parameters that already contain their rounded masters, and are not written. Default: none.
         """
         held, done = self.held(), {id(param) for param in written}
         late = [pair for pair in held if id(pair[0]) not in done] if done else held
@@ -209,7 +219,7 @@ class MasterWeights:
         self._addresses = [param.data_ptr() for param, _ in self.pairs]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the optimizer's parameters, the masters and their model parameters.
+        """Clear the gradients of all parameters in the optimizer, including masters, and of the masters' model parameters.
 
         Args:
             set_to_none: If True, set the gradients to None; if False, fill them with zeros. Default: True.
@@ -226,12 +236,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter that differs from its rounded master, or None.
+        """Return the first model parameter in the param groups that differs from its rounded master; None if none does.
 
-        A write to the parameter causes such a difference, for example through ``.data``. The method ignores masters
-        that other code has written after the last step, because the next step copies them into the model.
+        A write to the parameter after the last step causes such a difference, for example a write through ``.data``. A
+        master that other code has written after the last step is not compared, because the next step copies it into the
+        model.
 
-        Host synchronization: one per master.
+        Host synchronization: one or two per compared master.
         """
         for param, master in self.held():
             if master._version == self._versions[master] and not has_equal_values(param, master):
@@ -239,9 +250,9 @@ class MasterWeights:
         return None
 
     def _check_weights(self) -> None:
-        """Raise RuntimeError if a parameter differs from its rounded master because the model's weights were written.
+        """Raise RuntimeError if other code has written a model parameter, and it now differs from its rounded master.
 
-        A write through ``.data`` is detected only if it changes the parameter's memory address; see `find_overwritten`.
+        A write through ``.data`` is detected only if it changes the parameter's memory address.
         """
         addresses = [param.data_ptr() for param, _ in self.pairs]
         moved = addresses != self._addresses
@@ -258,24 +269,25 @@ class MasterWeights:
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"masters": {position: float32 tensor}}``. The tensors are the masters themselves, not copies.
+        """Return ``{"masters": {position: float32 tensor}}``. The tensors share memory with the masters.
 
-        A position is the index of the master in the optimizer's state dict.
+        A position is the index of the master among all parameters of the optimizer, as in the optimizer's state dict.
         """
         return {"masters": {position: master.detach() for position, master in self._masters_by_position().items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy saved masters into the masters, and round them into the model's parameters.
+        """Copy the masters in ``state`` into the masters of this object, and round them into the model's parameters.
 
-        To continue from a state that a mode without masters saved, load the model's weights and call `reload_from_model`
-        instead. The masters are then the float32 values of the weights.
+        To continue from a state without masters, load the model's weights and call `reload_from_model` instead. The
+        masters then have the values of the half-precision weights.
 
         Args:
-            state: A dict with the entry that `state_dict` returns; other entries are ignored.
+            state: A dict with the entry ``"masters"`` that `state_dict` returns; other entries are ignored.
         Raises:
-            ValueError: The state has no masters, their positions or shapes differ, or one is not a floating-point tensor.
-                The masters are unchanged.
+            ValueError: ``state`` has no entry ``"masters"``, or the entry is not a dict; its positions, or the shapes of
+                its tensors, differ from those of the masters; or a value is not a floating-point tensor. The masters are
+                unchanged.
         """
         masters = self._masters_by_position()
         saved = check_saved(state, masters)
@@ -294,14 +306,14 @@ class MasterWeights:
 
 
 def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Return the saved masters in ``state`` by position, after checking them.
+    """Return ``state["masters"]``, the saved masters by position, after checking that they fit ``masters``.
 
     Args:
-        state: The saved dict.
+        state: A dict that `MasterWeights.state_dict` returned, perhaps with other entries.
         masters: The masters of this optimizer by position, into which the state will be loaded.
     Raises:
-        ValueError: The state has no masters, or their positions or shapes differ from ``masters``, or a value is not a
-            floating-point tensor.
+        ValueError: ``state`` has no entry ``"masters"``, or the entry is not a dict; its positions or shapes differ from
+            ``masters``; or a value is not a floating-point tensor.
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
     if saved is not None and not isinstance(saved, Mapping):
@@ -339,20 +351,21 @@ def _shorten(positions: Mapping[int, object]) -> str:
     return shown + (", ..." if len(positions) > 5 else "") or "none"
 
 
-# Optimizer states: tensors with one value per element, and numbers that all elements share ----------------------------
+# Optimizer states: tensors with one value per parameter element, and numbers that all elements of a parameter share ---
 
 SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # states of torch's optimizers with one number per parameter
 
 
 def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
-    """Return True if an optimizer state may be stored in half precision: a float tensor that is not a shared number.
+    """Return True if an optimizer state may be stored in half precision.
 
-    A number that all elements of a parameter share, such as a step count, must not be rounded, because the rounding error
-    would affect all elements equally. Such a number has a key in `SCALAR_STATE`, or is 0-dim although its parameter is not.
+    This is a floating-point tensor with one value per element, such as a moment. A number that all elements of the
+    parameter share, such as a step count, must not be rounded, because the error would affect all elements equally. A
+    state counts as such a number if its key is in `SCALAR_STATE`, or if it is 0-dim although the parameter is not.
 
     Args:
-        key: The key of the state.
-        value: The value of the state.
+        key: The state's key in ``optimizer.state[param]``.
+        value: The state's value.
         param: The parameter to which the state belongs.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key in SCALAR_STATE:
@@ -361,24 +374,25 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 
 
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer.load_state_dict`` keep the dtype of `SCALAR_STATE` entries.
+    """Make ``optimizer.load_state_dict`` keep the dtype of numbers that all elements of a parameter share.
 
-    torch casts all these entries except ``"step"`` to the dtype of the parameter. This function undoes such casts: the
-    entry gets its saved dtype, or float32 if a half-precision value was cast.
+    These numbers are the states with the keys in `SCALAR_STATE`: step, mu, mu_product and eta. torch casts them, except
+    ``"step"``, to the dtype of the parameter. Hooks on the optimizer undo the cast: the number gets its saved dtype, or
+    float32 if a half-precision value was cast.
     """
     _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
 
 
 def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Make ``optimizer.load_state_dict`` keep the saved dtypes of states.
+    """Make ``optimizer.load_state_dict`` keep the saved dtypes of the states of ``params``.
 
-    torch casts all states except ``"step"`` to the dtype of the parameter. This function undoes such casts. A saved
-    half-precision state of another dtype than its parameter becomes float32.
+    torch casts all states except ``"step"`` to the dtype of the parameter. Hooks on the optimizer undo the cast: the state
+    gets its saved dtype, or float32 if a half-precision value was cast.
 
     Args:
         optimizer: The optimizer that gets the hooks.
-        params: Half-precision parameters that keep the dtypes of all their states. For other parameters, only
-            `SCALAR_STATE` entries keep their dtypes.
+        params: Parameters that keep the dtypes of all their states. It is read at each load. For other parameters, only
+            the numbers with keys in `SCALAR_STATE` keep their dtypes.
     """
     _load_uncast(optimizer, lambda key, _, param: key in SCALAR_STATE or param in params)
 
@@ -386,8 +400,8 @@ def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tens
 def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor, Tensor], bool]) -> None:
     """Register hooks on ``optimizer`` that undo the casts of its ``load_state_dict`` for some states.
 
-    If ``wanted(key, saved value, parameter)`` is True and the load changed the dtype, the loaded state is replaced by the
-    saved value, as float32 if that is in half precision.
+    If ``wanted(key, saved value, parameter)`` is True and the load changed the dtype, the loaded state is replaced by a
+    copy of the saved value. A saved value in half precision is cast to float32.
     """
     saved_states: dict[int, dict[str, Tensor]] = {}
 
@@ -418,34 +432,36 @@ def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor
 #
 #     master bits = weight bits x 2^16 + remainder,   remainder in [-2^15, 2^15)
 #
-# The interval contains only its lower end. If ties were rounded to even, both ties next to an even weight would round to
-# it. 2^16 + 1 masters would then have this weight, more than a 16-bit remainder distinguishes. Ties are therefore rounded
-# away from zero. All other values round as usual: values above the largest bfloat16 become infinity, and denormals are
-# ordinary numbers.
+# The interval of remainders contains its lower end but not its upper end. If ties were rounded to even, both ties next to
+# an even weight would round to this weight. 2^16 + 1 masters would then have this weight, more than a 16-bit remainder
+# distinguishes. Ties are therefore rounded away from zero. All other values round to nearest: values more than half a unit
+# above the largest bfloat16 become infinity, and denormals are ordinary numbers.
 #
-# NaN. Interpreted as integers, the bits of some NaNs would round to infinity or overflow into -0. `split_master` lowers
-# the bits of a NaN by half a unit (`_code`), so the weight of every NaN is a NaN. The 131,070 signalling NaNs whose
-# upper half is 0x7f80 or 0xff80 would leave the range of NaNs. `split_master` makes these quiet first, as any
-# arithmetic would. All other masters are restored bitwise.
+# NaN. The bits of a master are rounded as an integer. The bits of some NaNs would round to infinity or overflow into -0.
+# `split_master` therefore lowers the bits of a NaN by half a unit (`_code`), so the weight of every NaN is a NaN. For the
+# 131,070 signalling NaNs whose upper half is 0x7f80 or 0xff80, the lowered bits would be no NaN. `split_master` first
+# makes these NaNs quiet, as any arithmetic would. All other masters are restored bitwise.
 #
-# Written weights. The model's code may write a weight without its remainder, which then belongs to an older weight.
-# `join_master` accepts any pair: the master it returns always rounds to the weight. `split_master` never produces two
-# kinds of pairs: a zero with a negative remainder, and an infinity with a positive one. Their sums would be the bits of
-# NaNs, so `join_master` ignores the remainder of such pairs. An infinity with a negative remainder is a finite master
-# above the largest bfloat16.
+# Written weights. The model's code may write a weight but not its remainder. The remainder then belongs to an older
+# weight. `join_master` accepts any pair of weight and remainder: the master that it returns always rounds to the weight.
+# `split_master` never produces two kinds of pairs: a zero with a negative remainder, and an infinity with a positive
+# remainder. Their sums would be the bits of NaNs, so `join_master` ignores the remainder of such a pair. An infinity with
+# a negative remainder is a finite master above the largest bfloat16.
 
 _SIZE = 0x7FFFFFFF  # all bits except the sign
 _INFINITY = 0x7F800000
 _QUIET = 0x400000
-_HALF = 2**15  # half a unit of the weight
+_HALF = 2**15  # half a unit in the last place of the weight
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bfloat16 weight and the int16 remainder of a float32 master. Ties round away from zero.
+    """Return the bfloat16 weight and the int16 remainder that together store a float32 master weight.
+
+    The weight is the nearest bfloat16, and ties round away from zero. The remainder is the difference of the bits.
 
     Args:
-        master: float32 tensor of any shape, strides and bits. Weight and remainder have the same shape and strides.
-    Collectives: none. Host synchronization: none. Temporary memory: 12 bytes per element.
+        master: float32 tensor of any shape, strides and bits. Weight and remainder have its shape.
+    Collectives: none. Host synchronization: none. Peak memory: 16 bytes per element.
     """
     code = _code(master.view(torch.int32))
     remainder = code.to(torch.int16)  # the lower half
@@ -453,14 +469,15 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 master of a weight and its remainder, bitwise as given to `split_master`.
+    """Return the float32 master weight that `split_master` has split into ``weight`` and ``remainder``.
 
-    If ``weight`` was written after `split_master`, the result is some master that rounds to ``weight``.
+    The result is bitwise the argument of `split_master`, except that some signalling NaNs are quiet. If ``weight`` was
+    written after `split_master`, the result is a value that rounds to the written ``weight``.
 
     Args:
-        weight: bfloat16 tensor of any shape, strides and bits; it may have been written after `split_master`.
+        weight: bfloat16 tensor of any shape, strides and bits.
         remainder: int16 tensor of the same shape.
-    Collectives: none. Host synchronization: none. Temporary memory: 12 bytes per element.
+    Collectives: none. Host synchronization: none. Peak memory: 12 bytes per element, including the result.
     """
     bits = weight.view(torch.int16)
     size = bits & 0x7FFF
@@ -471,7 +488,10 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _code(bits: Tensor) -> Tensor:
-    """Return a copy of ``bits``, float32 values as int32, in which NaNs are changed such that each rounds to a NaN."""
+    """Return a copy of ``bits`` (float32 values viewed as int32) in which the bits of NaNs are changed.
+
+    If the bits of the copy are rounded to their upper 16 bits, every NaN becomes a bfloat16 NaN.
+    """
     size = bits & _SIZE
     nan = (size > _INFINITY).to(torch.int32)  # int32, because bool masks are slow on a CPU
     without_room = (size < _INFINITY + 2 * _HALF).to(torch.int32).mul_(nan)

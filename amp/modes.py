@@ -1,12 +1,12 @@
 """Precision modes: the base class `Precision`, and all modes except `ApexFp16` and `Fp8`.
 
-A mode determines which tensors are cast, which stay float32, and whether there is a loss scale.
+A mode determines which tensors of a model are cast, which stay float32, and whether there is a loss scale.
 
-A mode is a small frozen object without state. It prepares a model in place. Parameters stay the same objects and keep
-their annotations; the module keeps its class (except linear layers under `Fp8`), attributes and state-dict keys. A
-model that was built in half precision is cast like any other model, but digits lost by earlier rounding do not come
-back. Float32 master weights, or float32 parameters in modes without master weights, start with exactly the values of
-the half-precision weights.
+A mode is a small frozen object without state. It prepares a model in place: parameters stay the same objects and keep
+their declared layouts. Modules keep their classes (except linear layers under `Fp8`) and their state-dict keys.
+
+A model that was built in half precision is cast like any other model. Its float32 parameters or master weights then
+start with exactly the values of the half-precision weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _MARK = "_meshstep_precision"
 
 
 class Precision(ABC):
-    """Base class of precision modes. Subclasses implement `_prepare`, which is called once per model.
+    """Base class of precision modes. A mode casts a model, and may define a loss scale and float32 master weights.
+
+    Subclasses implement `_prepare`, which `prepare` calls once per model.
 
     ```python
     class Float64(Precision):
@@ -44,16 +46,16 @@ class Precision(ABC):
 
     name: ClassVar[str]
     main_grads: bool = True
-    """If True, gradients of half-precision parameters with masters accumulate in float32."""
+    """If True, gradients of half-precision parameters that have float32 master weights accumulate in float32."""
 
     @property
     def masters(self) -> bool:
-        """Return True if half-precision parameters get float32 master weights and main gradients; see `MasterWeights`."""
+        """Return True if the optimizer updates float32 master weights of half-precision parameters (`MasterWeights`)."""
         return False
 
     @property
     def split_masters(self) -> bool:
-        """Return True if masters are stored as a bfloat16 weight and a remainder; see `meshstep.amp.master_weights`."""
+        """Return True if each float32 master weight is stored as the bfloat16 parameter and a 16-bit remainder."""
         return False
 
     @property
@@ -70,20 +72,21 @@ class Precision(ABC):
         return None
 
     def prepare(self, model: nn.Module, registry: ProcessGroupRegistry | None = None) -> nn.Module:
-        """Cast ``model`` and register hooks on it, in place, so that it runs in this mode.
+        """Change ``model`` in place, so that it runs in this mode: cast its tensors, and cast inputs or use autocast.
 
         Prepare the model before you create `MasterWeights` and before you wrap the model (`DistributedDataParallel`,
-        FSDP). The optimizer may already exist. Existing gradients are cast too.
+        FSDP). The optimizer may already exist. The gradients of cast parameters are cast too.
 
         Args:
             model: The full model, or this rank's part of the model, on any device. You may move the model later.
-            registry: The process groups, for modes whose ranks communicate in the forward pass (`Fp8`). Default None:
-                one process.
+            registry: The process groups, for `Fp8`, whose layers issue collectives. Other modes ignore it. Default None:
+                the model is not sharded.
         Returns:
             ``model``.
         Raises:
             ValueError: The model or a submodule has already been prepared. Or the mode needs another dtype for a
-                parameter that is a DTensor or belongs to `DistributedDataParallel`. The model is unchanged.
+                parameter or buffer, and this tensor is a DTensor, or the model contains `DistributedDataParallel`. Or
+                as in the docstring of `Fp8`. The model is unchanged.
         Collectives: none.
         """
         for name, module in model.named_modules():
@@ -98,21 +101,23 @@ class Precision(ABC):
 
     @abstractmethod
     def _prepare(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        """Cast the tensors of ``model`` and register hooks on it, in place. `prepare` calls this method."""
+        """Change ``model`` in place, so that it runs in this mode. `prepare` calls this method once per model."""
 
     def prepare_criterion(self, criterion: Criterion) -> Criterion:
         """Return a criterion that computes the loss in the dtype that this mode requires.
 
+        The base class returns ``criterion`` unchanged. A mode that overrides the method changes a module in place and
+        returns it, and wraps a function.
+
         Args:
-            criterion: A module or function that returns the loss. A module is changed in place and returned; a function
-                is wrapped.
+            criterion: A module or function that returns the loss.
         """
         return criterion
 
     def export_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the model's state dict in the dtypes that this mode exports.
 
-        Default: the dtypes of the model's parameters and buffers.
+        The base class exports the dtypes of the model's parameters and buffers.
 
         Args:
             model: The prepared module.
@@ -121,15 +126,15 @@ class Precision(ABC):
 
 
 Mode = Literal["fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
-"""The name of a precision mode, for ``precision=``; `precision_of` returns its object."""
+"""Names of the built-in precision modes, for ``ParallelOptimizer(..., precision=)``."""
 MODES: dict[str, type[Precision]] = {}
-"""Registered modes by name, for `precision_of`; `register_mode` adds entries."""
+"""The class of each registered mode, by the mode's name. `register_mode` adds entries, `precision_of` reads them."""
 
 AnyMode = TypeVar("AnyMode", bound=Precision)
 
 
 def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
-    """Register a mode under its ``name`` for `precision_of`. Use it as a class decorator.
+    """Register a class of modes under its ``name``, so that `precision_of` finds it. Use it as a class decorator.
 
         @register_mode
         class Fp32Again(Fp32):
@@ -140,7 +145,7 @@ def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
     Returns:
         ``mode``.
     Raises:
-        ValueError: Another mode has this name.
+        ValueError: Another class is registered under this name.
     """
     if MODES.setdefault(mode.name, mode) is not mode:
         raise ValueError(
@@ -150,14 +155,14 @@ def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
 
 
 def precision_of(precision: str | Precision) -> Precision:
-    """Return the mode of this name with its default arguments, or the `Precision` object itself.
+    """Return the precision mode with a given name, constructed with default arguments.
 
         mode = precision_of("bf16")
 
     Args:
-        precision: The name of a registered mode, or a mode.
+        precision: The name of a registered mode; or a `Precision` object, which is returned unchanged.
     Raises:
-        ValueError: No mode has this name.
+        ValueError: No registered mode has this name.
     """
     if isinstance(precision, Precision):
         return precision
@@ -170,11 +175,13 @@ def precision_of(precision: str | Precision) -> Precision:
 
 # Modes ----------------------------------------------------------------------------------------------------------------
 
-# name          params    forward                          masters  loss scale                      batch norm
-# "fp32"        float32   float32                          none     none                            float32
-# "fp16"        float32   autocast float16, criterion too  none     2^16, x2, x0.5, every 2000      autocast's rules
-# "bf16"        bfloat16  bfloat16                         float32  none                            bfloat16
-# "fp16_naive"  float16   float16 in, float32 out          float32  2^16, every 1000, hysteresis 2  float16
+# The default values of each mode. "growth 2000": the loss scale doubles after 2000 steps in a row without overflow.
+#
+# name          params    forward                          masters  loss scale                       batch norm
+# "fp32"        float32   float32                          none     none                             float32
+# "fp16"        float32   autocast float16, criterion too  none     2^16, growth 2000                autocast's rules
+# "bf16"        bfloat16  bfloat16                         float32  none                             bfloat16
+# "fp16_naive"  float16   float16 in, float32 out          float32  2^16, growth 1000, hysteresis 2  float16
 # "fp16_apex"   opt levels O0 to O3: see `ApexFp16`
 # "fp8"         linear layers in 8 bits: see `Fp8`
 
@@ -182,9 +189,9 @@ def precision_of(precision: str | Precision) -> Precision:
 @register_mode
 @dataclass(frozen=True)
 class Fp32(Precision):
-    """Full precision: half-precision parameters and buffers become float32.
+    """Full precision: float16 and bfloat16 parameters and buffers become float32.
 
-    If the model had any, its floating-point inputs are cast to float32 too.
+    If the model had such parameters or buffers, its floating-point inputs are cast to float32 too.
 
     ```python
     model = Fp32().prepare(model)
@@ -201,17 +208,17 @@ class Fp32(Precision):
 @register_mode
 @dataclass(frozen=True)
 class TorchFp16(Precision):
-    """torch's automatic mixed precision: float32 parameters, autocast to float16, and the loss scale of `GradScaler`.
+    """torch's automatic mixed precision: float32 parameters, autocast to float16, and a dynamic loss scale.
 
-    The model and the criterion run under autocast. Half-precision parameters and buffers become float32. The first one
-    or two steps are usually skipped, because the initial loss scale is too high.
+    The model and the criterion run under autocast. Half-precision parameters and buffers become float32. If the initial
+    loss scale is too high, the first steps overflow and are skipped, until the scale is low enough.
 
         mode = TorchFp16(init_scale=2.0**12)
         model, criterion = mode.prepare(model), mode.prepare_criterion(criterion)
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval: Arguments of `DynamicLossScale`. Defaults: 2^16,
-            2.0, 0.5, 2000.
+        init_scale, growth_factor, backoff_factor, growth_interval: Arguments of `DynamicLossScale`, with the defaults of
+            `torch.amp.GradScaler`: 2^16, 2.0, 0.5, 2000.
     Raises:
         ValueError: An argument is out of range.
     """
@@ -241,28 +248,27 @@ class TorchFp16(Precision):
 @register_mode
 @dataclass(frozen=True)
 class Bf16(Precision):
-    """bfloat16 parameters, buffers, inputs and outputs, without a loss scale.
+    """bfloat16 parameters, buffers and inputs, with float32 master weights in the optimizer and without a loss scale.
 
-    bfloat16 needs no loss scale, because it has the exponent range of float32. The criterion gets its floating-point
-    arguments in float32, because 8 significant bits are too few for a loss.
+    bfloat16 needs no loss scale, because it has the exponent range of float32. `prepare_criterion` returns a criterion
+    that casts its floating-point arguments to float32, because 8 significant bits are too few for a loss.
 
         model = Bf16(split_masters=True).prepare(model)
 
     Args:
-        stochastic_rounding: If True, the optimizer uses `StochasticRounding` instead of float32 masters and main
-            gradients. Default: False.
+        stochastic_rounding: If True, there are no float32 master weights: the optimizer rounds bfloat16 parameters
+            stochastically (`StochasticRounding`). Default: False.
         main_grads: If True, gradients accumulate in float32. If False, gradients stay bfloat16 until the step reads
-            them. This saves 2 bytes per element and a pass over memory in backward, and suits accumulation windows of a
-            single micro-batch. The results are bitwise identical, unless the model uses a weight more than once. Gradient
-            sums of such weights are rounded to bfloat16, as in torch. Default: True.
-        split_masters: If True, each float32 master is stored as the weight and a 16-bit remainder, with 2 bytes per
-            element instead of 4. With AdamW, weight, remainder and states take 12 bytes per element instead of 14. The
-            masters are bitwise identical. The weights are still rounded to nearest, but ties round away from zero
-            instead of to even; this affects one master in 2^17. See `meshstep.amp.master_weights`. Not supported with
-            ``Replayable`` and `DistributedDataParallel`. Default: False.
+            them, which saves 2 bytes per element and a pass over memory in backward. Sums of gradients are then rounded
+            to bfloat16: over the micro-batches between two steps, and for a weight that the model uses twice. Default:
+            True.
+        split_masters: If True, each float32 master weight is stored as the bfloat16 weight and a 16-bit remainder. The
+            remainder takes 2 bytes per element, a float32 master takes 4. With AdamW, weight, remainder and states take
+            12 bytes per element instead of 14. The optimizer still updates float32 values. The bfloat16 weight is the
+            nearest one, but ties round away from zero instead of to even, which affects about one weight in 2^17. Not
+            supported with ``Replayable`` and `DistributedDataParallel`. Default: False.
     Raises:
-        ValueError: ``split_masters`` is combined with ``stochastic_rounding``, which has no masters, or with
-            ``main_grads=False``.
+        ValueError: ``split_masters=True`` is combined with ``stochastic_rounding=True`` or ``main_grads=False``.
     """
 
     stochastic_rounding: bool = False
@@ -305,18 +311,19 @@ class Bf16(Precision):
 @register_mode
 @dataclass(frozen=True)
 class NaiveFp16(Precision):
-    """float16 parameters and inputs, float32 outputs, float32 masters and a dynamic loss scale.
+    """float16 parameters and inputs, float32 outputs, float32 master weights and a dynamic loss scale.
 
         model = NaiveFp16(keep_batchnorm_fp32=True).prepare(model)
 
     Args:
-        keep_batchnorm_fp32: If True, the parameters and running statistics of batch norm become float32. Default:
-            False.
+        keep_batchnorm_fp32: If True, the parameters and running statistics of batch norm become float32. If False, they
+            become float16. Default: False.
         init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: Arguments of
             `DynamicLossScale`. Defaults: 2^16, 2.0, 0.5, 1000, 2, 0.0, inf.
-        main_grads: As in `Bf16`, with float16 in place of bfloat16. Default: True.
+        main_grads: If True, gradients accumulate in float32. If False, gradients stay float16 until the step reads them,
+            and sums over micro-batches are rounded to float16. Default: True.
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument of the loss scale is out of range.
     """
 
     keep_batchnorm_fp32: bool = False

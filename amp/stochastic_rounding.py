@@ -1,8 +1,9 @@
 """Optimizer steps for bfloat16 parameters without master weights: computed in float32, then rounded stochastically.
 
 Rounding to nearest loses every update below half a unit in the last place, and training stalls. Stochastic rounding
-rounds up with a probability equal to the distance from the lower neighbour, in units in the last place. The mean of the
-result is therefore the exact value, and a small update takes effect in some of the steps.
+rounds a value up or down to a neighbouring bfloat16. The probability of the upper neighbour is the distance from the
+lower neighbour, divided by the distance of both neighbours. The mean of the result is therefore the exact value, and a
+small update takes effect in some of the steps.
 
 Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", arXiv:1502.02551.
 """
@@ -28,29 +29,29 @@ from .master_weights import is_half_kept, load_shared_numbers_exactly
 
 # Stochastic rounding of tensors ---------------------------------------------------------------------------------------
 
-CACHED = 2**16  # number of elements that a CPU rounds at a time, such that the temporaries fit into its cache
+CACHED = 2**16  # maximum number of elements that a CPU rounds at a time, so that temporaries fit into its cache
 
 
 @torch.no_grad()
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Write ``source`` into ``target``, with each value rounded up or down at random such that its mean is the value.
+    """Write ``source`` into ``target``, each value rounded at random to the bfloat16 above or below it.
 
-    Values that bfloat16 represents exactly, and infinities, are copied unchanged. A NaN is cut to its upper 16 bits: a
-    quiet NaN, which arithmetic returns, stays NaN. A value above the largest finite bfloat16 may be rounded to
-    infinity.
+    The probabilities are such that the mean of the result is the value. Values that bfloat16 represents exactly, and
+    infinities, are copied unchanged. A NaN is cut to its upper 16 bits, so a quiet NaN, which arithmetic returns, stays
+    NaN. A value above the largest finite bfloat16 may be rounded to infinity.
 
         stochastic_round_(weight, weight_float32, torch.Generator("cuda").manual_seed(0))
 
     Args:
         target: bfloat16 tensor of any shape; written in place.
         source: float32 tensor of the same shape and device.
-        generator: Random generator of the same device, which draws 64 bits per four elements, rounded up. Default None:
+        generator: Random generator of the same device. The call draws 64 bits from it per four elements. Default None:
             torch's default generator.
     Returns:
         ``target``.
     Raises:
-        ValueError: A dtype is different, or the shapes differ.
-    Collectives: none. Host synchronization: none. Temporary memory: 10 bytes per element.
+        ValueError: ``target`` is not bfloat16, ``source`` is not float32, or the shapes differ.
+    Collectives: none. Host synchronization: none. Temporary memory: 10 bytes per element, if ``source`` is contiguous.
     """
     if (target.dtype, source.dtype) != (torch.bfloat16, torch.float32) or target.shape != source.shape:
         raise ValueError(
@@ -63,23 +64,23 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
 
 
 def seed_of(seed: int, steps: int, key: str) -> int:
-    """Return the seed of the noise of one parameter in one step. Equal arguments give equal seeds on every rank.
+    """Return the seed of the rounding noise of one parameter in one step. Equal arguments give equal seeds on every rank.
 
     Args:
         seed: The seed of the training run.
-        steps: The number of steps made before this one.
-        key: The string of the parameter, with its name and the coordinate of its shard; see `StochasticRounding`.
+        steps: The number of steps before this step.
+        key: A string that identifies the parameter and this rank's shard of it.
     """
     digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Drawn(NamedTuple):
-    """Tensors that are rounded with noise from one generator, in the order of the pairs.
+    """Tensors that are rounded stochastically, with noise from one random generator.
 
     Attributes:
-        generator: Returns the seeded generator; called right before the noise is drawn.
-        pairs: Pairs of a bfloat16 target and its source, all on the same device.
+        generator: Function that returns the seeded generator. It is called right before the noise is drawn.
+        pairs: (bfloat16 target, floating-point source) pairs, all on one device. The noise is drawn in this order.
     """
 
     generator: Callable[[], torch.Generator]
@@ -88,15 +89,16 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def round_all_(everything: Iterable[Drawn], numel_at_once: int) -> None:
-    """Round the source of each pair into its target. The results are bitwise those of `stochastic_round_` per pair.
+    """Round the source of each pair into its target, with few kernels for many tensors.
 
-    On a GPU this takes one kernel per generator for the noise, and a few kernels for all pairs. Pairs of a generator with
-    different shapes are rounded one by one.
+    The results are bitwise those of calling `stochastic_round_` for one pair after the other. `Drawn` objects on the same
+    device with equal numbers of pairs are rounded together. An object whose pairs have different shapes is rounded pair
+    by pair.
 
     Args:
         everything: The pairs, grouped by generator.
-        numel_at_once: Maximum number of elements that are rounded together; a larger tensor is rounded alone. Temporary
-            memory: 12 bytes per element that is rounded at a time, and 2 more for each pair of a generator.
+        numel_at_once: Maximum number of elements that are rounded together; at most `CACHED` on a CPU. A larger tensor is
+            rounded alone.
     """
     groups: dict[tuple[torch.device, int], list[Drawn]] = {}
     for drawn in everything:
@@ -129,18 +131,21 @@ def _split_runs(group: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Dra
 
 
 def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the offset of each tensor in a flat buffer of all tensors, followed by the length of the buffer.
+    """Return the offset of each tensor in a flat buffer of all tensors, followed by the length of the buffer, in elements.
 
-    All numbers are multiples of 64 elements, because kernels are faster with aligned tensors.
+    All numbers are multiples of 64, because kernels are faster with aligned tensors.
     """
     return list(accumulate((-(-tensor.numel() // 64) * 64 for tensor in tensors), initial=0))
 
 
 def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
-    """Return noise to round ``tensors`` ``rounds`` times, [rounds, elements of the flat buffer] int16.
+    """Return int16 noise [rounds, elements of the flat buffer], uniform in [-2^15, 2^15).
 
-    The noise is uniform in [-2^15, 2^15). The generator of a tensor yields the noise of all rounds, in order. The
-    iterator ``generators`` is advanced right before a generator is used.
+    Args:
+        tensors: The tensors to round; `_flat_offsets` defines where the noise of each tensor is in the flat buffer.
+        rounds: How often each tensor is rounded. A tensor's generator yields the noise of all its rounds, in order.
+        generators: One generator per tensor; None: torch's default. The iterator is advanced right before each generator
+            is used, so it may seed and yield the same generator again and again.
     """
     starts = _flat_offsets(tensors)
     noise = torch.empty(rounds, starts[-1] // 4, dtype=torch.int64, device=tensors[0].device)
@@ -157,7 +162,7 @@ def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Te
     Args:
         targets: bfloat16 tensors, written in place.
         sources: float32 tensors of the same shapes.
-        noise: [elements of the flat buffer] int16.
+        noise: One row of the noise that `_draw_noise` returns for ``sources``: [elements of the flat buffer] int16.
     """
     offsets = _flat_offsets(sources)
     spans = [(start, source.numel(), source.shape) for start, source in zip(offsets, sources, strict=False)]
@@ -166,9 +171,10 @@ def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Te
     else:
         flat = torch.empty(noise.numel(), dtype=torch.float32, device=noise.device)
         copy_each_([flat[start : start + numel].view(shape) for start, numel, shape in spans], sources)
-    # A bfloat16 is the upper half of a float32, and the lower half is the remainder in units of 2^-16. Adding a uniform
-    # number below 1 carries into the upper half with a probability equal to the remainder, for either sign.
-    # A carry would overflow the bits of a NaN, so NaNs get no noise. Bool masks are three times as slow on a CPU.
+    # A bfloat16 is the upper half of the bits of a float32. The lower half, divided by 2^16, is a fraction of a unit in
+    # the last place. Adding a uniform number below 2^16 to the bits carries into the upper half with a probability equal to
+    # this fraction, for either sign. A carry would overflow the bits of a NaN, so NaNs get no noise. The mask is int32,
+    # because bool masks are slow on a CPU.
     is_number = torch.eq(flat, flat, out=torch.empty(flat.shape, dtype=torch.int32, device=flat.device))
     bits = noise.to(torch.int32).add_(2**15).mul_(is_number).add_(flat.view(torch.int32)).bitwise_right_shift_(16)
     copy_each_(
@@ -199,39 +205,40 @@ class StochasticRounding:
     stochastic rounding    2        -        2      4             8
     ```
 
-    A step makes float32 copies of ``bucket_numel`` elements at a time, or of a single larger parameter. With AdamW the
-    copies of weight, gradient and moments take 16 bytes per element. Training is less accurate than with master weights:
-    gradients accumulate in bfloat16, so accumulation windows of many micro-batches lose small gradients, and every step
-    adds noise of up to a unit in the last place to the weights and moments that it changes. Prefer `MasterWeights` if
-    they fit into memory.
+    A step makes float32 copies of one bucket at a time: of ``bucket_numel`` elements, or of a single larger parameter.
+    With AdamW the copies of weight, gradient and moments take 16 bytes per element of the bucket.
 
-    Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. With a
-    registry, the shards of a parameter draw different noise; without a registry, identical noise. The noise of a shard
-    depends on the topology, so the same training rounds differently on another topology. GPUs of different models may
-    also draw different noise.
+    Training is less accurate than with master weights. Gradients accumulate in bfloat16, so sums over many micro-batches
+    lose small gradients. Every step adds noise of up to a unit in the last place to the weights and moments that it
+    changes. Prefer `MasterWeights` if they fit into memory.
+
+    Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. The shards of a
+    parameter draw different noise if a registry is given, else identical noise. The noise of a shard depends on the
+    topology, so the same training rounds differently on another topology. GPUs of different models may also draw
+    different noise.
 
     The optimizer steps once per bucket, on param groups that contain only the bucket. This is correct for optimizers
     whose states belong to single parameters or are counters in a param group: all of torch's optimizers except L-BFGS.
-    Parameters of other dtypes are stepped once, without rounding. CUDA graphs are not supported, because a replay would
-    repeat the captured noise.
+    Parameters of other dtypes than bfloat16 are stepped once, without rounding. CUDA graphs are not supported, because a
+    replay would repeat the captured noise.
 
     Args:
         optimizer: Any torch optimizer except L-BFGS. Its floating-point states of bfloat16 parameters are stored in
             bfloat16, as torch's ``load_state_dict`` stores them. Numbers that all elements share (NAdam's
             ``"mu_product"``) keep their dtype. Add param groups with `StochasticRounding.add_param_group`.
-        registry: The process groups of the mesh that the parameters' specs refer to. Default None: parameters are not
-            sharded.
+        registry: The process groups, on the mesh whose axes the parameters' specs name. Default None: parameters need no
+            spec.
         seed: Integer of at most 64 bits, equal on all ranks. Default: 0.
-        bucket_numel: Number of elements per bucket, >= 1. Default: 2^22.
+        bucket_numel: Maximum number of elements per bucket of several parameters, >= 1. Default: 2^22.
 
     Attributes:
-        steps: Number of calls of `step`, including skipped steps.
-        copies: While `step` calls ``update``, a dict from each bfloat16 parameter of the bucket to its float32 copy;
-            otherwise empty.
+        steps: Number of completed calls of `step`, including skipped steps.
+        copies: While `step` calls its argument ``update``, a dict from each bfloat16 parameter of the bucket to its
+            float32 copy; otherwise empty.
     Raises:
         ValueError: ``bucket_numel`` is smaller than 1. Or, with a registry of more than one rank, a bfloat16 parameter
             has no spec, or has no name and is not tied.
-    Collectives: none, in any method. Host synchronization: none, except in the optimizer's step.
+    Collectives: none, and no host synchronization, except in the ``update`` that `step` calls.
     """
 
     def __init__(
@@ -253,7 +260,7 @@ class StochasticRounding:
         load_shared_numbers_exactly(optimizer)
 
     def _make_keys(self) -> dict[Tensor, str]:
-        """Return one string per bfloat16 parameter. `seed_of` computes the seed of the parameter's noise from it."""
+        """Return one string per bfloat16 parameter, from which `seed_of` computes the seed of the parameter's noise."""
         keys: dict[Tensor, str] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -263,7 +270,12 @@ class StochasticRounding:
         return keys
 
     def refresh(self) -> None:
-        """Include parameters that were added to the optimizer without `add_param_group`. Raises: as the constructor."""
+        """Include bfloat16 parameters that were added to the optimizer without `StochasticRounding.add_param_group`.
+
+        Raises:
+            ValueError: With a registry of more than one rank, a bfloat16 parameter has no spec, or has no name and is not
+                tied.
+        """
         self._keys = self._make_keys()
 
     def _key(self, param: Tensor, given: str | None, place: str) -> str:
@@ -286,7 +298,9 @@ class StochasticRounding:
         Args:
             param_group: As in ``torch.optim.Optimizer.add_param_group``.
         Raises:
-            ValueError: As in the constructor; the optimizer is unchanged.
+            ValueError: With a registry of more than one rank, a new bfloat16 parameter has no spec, or has no name and is
+                not tied. The optimizer is unchanged.
+            ValueError, TypeError: As in ``torch.optim.Optimizer.add_param_group``.
         """
         self.optimizer.add_param_group(param_group)
         try:
@@ -299,22 +313,25 @@ class StochasticRounding:
 
     @torch.no_grad()
     def step(self, update: Callable[[], object]) -> None:
-        """Call ``update`` for each bucket, and round the bucket's stepped parameters and states to bfloat16 after it.
+        """Call ``update`` once per bucket. After each call, round the bucket's parameters and states to bfloat16.
 
         If ``update`` skips the step, parameters and states do not change, because float32 copies of bfloat16 values round
-        to the same values. `steps` counts the call in any case.
+        to the same values. The attribute ``steps`` counts skipped steps too.
 
         Args:
-            update: Steps the optimizer or skips the step. During a call the param groups contain the float32 copies of
-                the bucket's parameters, with float32 gradients and states. It is called at least once. The first call
-                also updates the parameters of other dtypes.
+            update: Steps the optimizer or skips the step; takes no arguments. During a call the param groups contain
+                float32 copies of the bucket's parameters, with float32 gradients and states. In the first call, they also
+                contain the parameters of other dtypes. ``update`` is called at least once.
         """
         buckets = self._buckets([group["params"] for group in self.optimizer.param_groups])
         step_by_bucket(self.optimizer, buckets, lambda bucket: self._step_bucket(bucket, update))
         self.steps += 1
 
     def _buckets(self, group_params: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """Return for each bucket its parameters per param group. bfloat16 parameters without gradient are left out."""
+        """Return for each bucket one list of parameters per param group.
+
+        The first bucket also has all parameters of other dtypes. bfloat16 parameters without a gradient are in no bucket.
+        """
         buckets = [[[param for param in params if param not in self._keys] for params in group_params]]
         numel = 0
         for index, params in enumerate(group_params):
@@ -344,11 +361,14 @@ class StochasticRounding:
                 self.optimizer.state.pop(copy, None)
 
     def _make_float32_copies(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Return a float32 copy of each parameter, with a float32 gradient, and add its float32 states to the optimizer."""
+        """Return a float32 copy of each parameter, with a float32 gradient, and add the copies' states to the optimizer.
+
+        The states of a copy are float32 copies of the parameter's states. Numbers that all elements share are not cast.
+        """
         copies: dict[Tensor, Tensor] = {
             param: nn.Parameter(copy) for param, copy in zip(params, float32_of(params), strict=True)
         }
-        gradients = float32_of([param.grad for param in params if param.grad is not None])  # `_buckets` omits None
+        gradients = float32_of([param.grad for param in params if param.grad is not None])  # no bucket has a None
         for (param, copy), gradient in zip(copies.items(), gradients, strict=True):
             copy_annotation(param, copy)
             copy.grad = gradient
@@ -368,12 +388,13 @@ class StochasticRounding:
         round_all_(drawn, self.bucket_numel // 4)
 
     def _move_states(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Assign the states of ``copy`` to ``param``, and return the pairs (bfloat16 target, float32 source) to round.
+        """Return the (bfloat16 target, float32 source) pairs to round after a step of ``copy``.
 
-        The first pair is (``param``, ``copy``). The others are states that are stored in bfloat16.
+        The first pair is (``param``, ``copy``). Each other pair is a state of ``param`` that is stored in bfloat16, and the
+        float32 state of ``copy``. States of ``copy`` that are not rounded are assigned to ``param``.
         """
         pairs, state = [(param, copy)], self.optimizer.state.get(copy, {})
-        for key in sorted(state):  # the order of the keys may differ between replicas
+        for key in sorted(state):  # replicas must draw noise in the same order, but their dicts may differ in order
             value = state[key]
             if is_half_kept(key, value, param):
                 kept = self.optimizer.state[param].get(key)
@@ -390,10 +411,7 @@ class StochasticRounding:
         return self._generators[param.device].manual_seed(seed_of(self.seed, self.steps, self._keys[param]))
 
     def collect(self) -> None:
-        """Do nothing, because the optimizer already holds the parameters that have the gradients.
-
-        The method exists so that this class can be used like `MasterWeights`.
-        """
+        """Do nothing. The method exists so that this class can be used like `MasterWeights`."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients.
@@ -408,7 +426,7 @@ class StochasticRounding:
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"stochastic_rounding": {"seed": ..., "steps": ...}}``.
 
-        After `load_state_dict`, the noise continues bitwise identically.
+        A run that loads this state on the same topology continues with bitwise identical noise.
         """
         return {"stochastic_rounding": {"seed": self.seed, "steps": self.steps}}
 
@@ -418,7 +436,8 @@ class StochasticRounding:
         Args:
             state: A dict with the entry that `state_dict` returns; other entries are ignored.
         Raises:
-            ValueError: Another precision mode saved the state, or a value has a wrong type; nothing is changed.
+            ValueError: The state has no entry ``"stochastic_rounding"``, because another precision mode saved it; or the
+                seed or the number of steps is not a valid integer. Nothing is changed.
         """
         saved = state.get("stochastic_rounding")
         if saved is None:
@@ -430,7 +449,7 @@ class StochasticRounding:
         self.seed, self.steps = saved["seed"], saved["steps"]
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if ``state`` has an entry for stochastic rounding whose values have wrong types."""
+        """Raise ValueError if ``state`` has an entry ``"stochastic_rounding"`` that `load_state_dict` would not accept."""
         if "stochastic_rounding" in state:
             fields({"seed": _check_seed, "steps": check_count})(state["stochastic_rounding"], "stochastic_rounding")
 

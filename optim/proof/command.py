@@ -39,9 +39,9 @@ _HEADER = ("parameter", "declared", "correct", "mistake", "axes", "factor")
 
 
 def report(proof: Proof) -> str:
-    """Return a table of the findings in forward order, followed by the text of the proof; without findings, only the text.
+    """Return a table of the findings in forward order, followed by the text of the proof.
 
-    The package rich draws the table if it is installed.
+    Without findings, return only the text of the proof. The table has borders if the package rich is installed.
     """
     if proof.is_correct:
         return str(proof)
@@ -78,17 +78,17 @@ def _with_rich(rows: list[tuple[str, ...]]) -> str:
 
 # Command --------------------------------------------------------------------------------------------------------------
 
-WRONG, UNTOLD = 1, 2  # exit codes: there are findings; there is no result, because of a wrong argument or script
+WRONG, UNTOLD = 1, 2  # exit codes: there are findings; there is no result
 
 
 class AuditRun(NamedTuple):
-    """The options of the audit that each rank needs.
+    """The options of the command that each rank needs.
 
     Args:
-        build: ``SCRIPT:BUILD``.
-        topology: The mesh, as on the command line.
+        build: ``SCRIPT:BUILD``, such as ``train.py:build``.
+        topology: The mesh, such as ``data=2,tensor=2``.
         rules: True: run `infer`. False: run `prove`.
-        most: ``max_parameters`` of `prove`. None: all.
+        most: Largest number of parameters that `prove` checks. None: all. Not used by `infer`.
         own_dtype: True: compute in the model's own dtype. False: in float64.
     """
 
@@ -100,11 +100,15 @@ class AuditRun(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the audit, print the result, and return the exit code: 0 without findings, 1 with findings, 2 without a result.
+    """Run the command, print the result, and return the exit code.
 
-    Under a launcher such as torchrun, the launched processes are the ranks; otherwise this function starts processes.
-    Only the first process may return another exit code than 0, and only it prints, except that every process prints the
-    help and errors of the argument parser.
+    It is 0 without findings, 1 with findings, 2 without a result. Under a launcher such as torchrun, the launched
+    processes are the ranks; otherwise this function starts processes. Only the process with rank 0 prints the result,
+    and only it may return an exit code other than 0. Every process prints the help and the errors of the argument
+    parser.
+
+    Args:
+        arguments: The command line arguments. None: ``sys.argv[1:]``.
     """
     parser = _parser()
     first = _launched()[0] == 0
@@ -159,11 +163,11 @@ def _launched() -> tuple[int, int]:
 
 
 def _audited(options: argparse.Namespace) -> list[Proof | InferredLayout]:
-    """Run the audit and return the results by rank.
+    """Run `prove` or `infer` on all ranks, and return their results in the order of ranks.
 
     Raises:
-        ValueError: An argument is wrong.
-        RanksError: The script's function, `prove` or `infer` raised an error on a rank.
+        ValueError: An argument is wrong, or the script can't be imported or has no such function.
+        RanksError: The script's function, `prove` or `infer` failed on a rank, or the time is over.
     """
     topology = Topology.parse(options.topology)
     processes = _launched()[1]
@@ -235,7 +239,8 @@ def on_rank(audit: AuditRun) -> Proof | InferredLayout:
     """Build the model on this rank, and return the result of `prove`, or of `infer` if ``audit.rules``.
 
     Raises:
-        TypeError: The script's function did not return a model and a loss function. Other errors as in `prove`.
+        TypeError: The script's function did not return a model and a loss function.
+        Exception: The errors of the script's function, and of `prove` or `infer`.
     """
     with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
         made = loaded(audit.build)(registry)
@@ -270,7 +275,7 @@ def _texts(rules: Mapping[str, P]) -> dict[str, str]:
 
 
 def _by_rules(found: Sequence[Proof | InferredLayout]) -> list[tuple[list[int], InferredLayout]]:
-    """Return groups of ranks with equal rules, and one result per group. Pipeline stages may have different rules."""
+    """Return (ranks with equal rules, one of their results) pairs. Ranks of several pipeline stages may differ."""
     groups: list[tuple[list[int], InferredLayout]] = []
     for rank, one in enumerate(found):
         assert isinstance(one, InferredLayout)

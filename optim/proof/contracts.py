@@ -1,7 +1,7 @@
 """Gradient contracts of parameters: how the derivative of the loss is computed from the ranks' gradients.
 
 A contract is made from a declared spec, or from the values of a parameter on all ranks after one backward. It can be
-converted to a spec. All objects in this module except tensors are the same on every rank.
+converted to a spec. Contracts and `KnownParameter` objects are the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,32 +27,38 @@ from ..norm.replicas import TensorHash
 
 # Gradient contracts, axis by axis -------------------------------------------------------------------------------------
 
-# The loss is differentiated along a direction v of a parameter: a tensor of the parameter's shape. Each rank computes the
-# product <g, v> of its gradient and its part of v. The layout along each mesh axis determines whether the ranks' parts of
-# v are equal or distinct, and how the derivative of the loss follows from the ranks' products:
+# The loss is differentiated along a direction v of a parameter: a tensor of the parameter's shape. Each rank computes
+# the product <g, v> of its gradient and its part of v. The layout along each mesh axis determines whether the ranks'
+# parts of v are equal or distinct, and how the derivative of the loss follows from the ranks' products:
 #
 #     layout along the axis         directions  products             declared as
 #     sharded                       distinct    are summed           P(axis)
 #     replicated, full gradient     equal       are equal            P()
-#     replicated, partial gradient  equal       are summed           P(partial=axis), or tied= for some ranks of the axis
+#     replicated, partial gradient  equal       are summed           P(partial=axis), or tied= for some ranks of the
+# axis
 #     on one rank only              -           only one exists      P(owned={axis: 0})
 #     replicated, data axis         equal       are averaged         P()
 #     sharded, data axis            distinct    are averaged         P(axis), as for experts
 #     DTensor, replicated           equal       are equal            its placements; torch has reduced the gradient
 #     DTensor, sharded              distinct    are summed           its placements; torch has reduced the gradient
+#     pipeline axis, not in the     distinct    are summed           nothing: each stage has different parameters
+#     spec
 
 Sum = Literal["sum", "same", "mean"]
 
 
 @dataclass(frozen=True)
 class AxisContract:
-    """Gradient contract of a parameter along one mesh axis.
+    """How the derivative of the loss follows from a parameter's gradients on the ranks of one mesh axis.
+
+    The derivative is taken along a random direction: a tensor of the parameter's shape. Each rank computes the product
+    <gradient, direction> of its gradient and its part of the direction.
 
     Args:
-        apart: True: the ranks hold shards, so their parts of a direction are distinct. False: the ranks hold replicas, so
-            their directions are equal.
-        products: How the derivative follows from the ranks' products <gradient, direction>: they are summed, equal, or
-            averaged.
+        apart: True: the ranks hold shards, so their parts of a direction are distinct. False: the ranks hold replicas,
+            so their directions are equal.
+        products: "sum": the derivative is the sum of the ranks' products. "same": it is the product, which must be
+            equal on all ranks. "mean": it is the mean of the products.
     """
 
     apart: bool
@@ -65,7 +71,11 @@ AVERAGED, AVERAGED_PIECE = AxisContract(False, "mean"), AxisContract(True, "mean
 
 @dataclass(frozen=True)
 class GradientContract:
-    """Gradient contract of a parameter: an `AxisContract` for each mesh axis larger than 1."""
+    """How the derivative of the loss follows from a parameter's gradients on all ranks.
+
+    Args:
+        by_axis: (mesh axis, its `AxisContract`) pairs, one per mesh axis larger than 1.
+    """
 
     by_axis: tuple[tuple[str, AxisContract], ...]
 
@@ -75,17 +85,19 @@ class GradientContract:
         return tuple(axis for axis, along in self.by_axis if along.apart)
 
     def along(self, axis: str) -> AxisContract:
-        """Return the contract along one axis."""
+        """Return the contract along ``axis``, which must be larger than 1."""
         return dict(self.by_axis)[axis]
 
     def derivative(self, products: Mapping[int, float], topology: Topology) -> tuple[float, float]:
-        """Compute the derivative of the loss along a direction from the products of all ranks.
+        """Compute the derivative of the loss along a direction from the products <gradient, direction> of all ranks.
 
         Args:
-            products: <gradient, direction> by rank, for each rank that holds the parameter.
+            products: {rank: product}, for each rank that holds the parameter.
             topology: The mesh.
         Returns:
-            The derivative, and the largest difference between the derivatives of ranks for which they must be equal.
+            (derivative, spread). If the contract requires equal results on some ranks, the derivative is their mean,
+            and the
+                spread is the largest difference between two of these results.
         """
         same = [axis for axis, along in self.by_axis if along.products == "same"]
         divisor = prod(topology.size(axis) for axis, along in self.by_axis if along.products == "mean")
@@ -98,16 +110,17 @@ class GradientContract:
 
 
 def larger_axes(topology: Topology) -> tuple[str, ...]:
-    """Return the axes that are larger than 1."""
+    """Return the mesh axes that are larger than 1."""
     return tuple(axis for axis in topology.axes if topology.size(axis) > 1)
 
 
 def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> GradientContract:
-    """Return the gradient contract of a spec.
+    """Return the gradient contract of a parameter that is laid out as ``spec``.
 
     Args:
-        spec: The spec, in the axes of ``topology``.
-        averaged: The axes over which torch reduces a DTensor's gradient in backward.
+        spec: The declared layout, in the axes of ``topology``.
+        averaged: The mesh axes of a DTensor, over which torch reduces its gradient in backward. Empty for other
+            parameters.
         topology: The mesh.
     """
     averaged = set(averaged)
@@ -138,7 +151,7 @@ def _bit_sums(device: torch.device) -> TensorHash:
 def bits_of(tensor: Tensor) -> int:
     """Return a hash of the elements of a tensor. All NaNs count as equal, and -0 equals 0.
 
-    Host synchronization: one.
+    Host synchronization: one if the tensor is on a GPU.
     """
     with torch._C.DisableTorchFunction():  # avoids the overhead of `in_float64` on many small operations
         return int(_bit_sums(tensor.device)([tensor]))
@@ -150,21 +163,27 @@ class ParameterView:
 
     shape: tuple[int, ...]
     spec: P | None  # declared spec, in the axes of the topology; None if not declared
-    silent: tuple[str, ...]  # axes about which the declaration says nothing
-    averaged: tuple[str, ...]  # axes over which torch reduces the gradient of a DTensor
+    silent: tuple[str, ...]  # model-parallel axes over which the layout is not known
+    averaged: tuple[str, ...]  # mesh axes of a DTensor, over which torch reduces its gradient; else empty
     value: int  # hash of the elements, from `bits_of`
     constant: bool  # True if all elements are equal
     size: float  # root mean square of the elements
     gradient: float | None  # L2 norm of the gradient; None without a gradient
-    full_shape: tuple[int, ...] | None
+    full_shape: tuple[int, ...] | None  # declared shape of the full tensor; None if not declared
 
     @classmethod
     def of(
         cls, value: Tensor, gradient: Tensor | None, annotation: Annotation | None, topology: Topology
     ) -> ParameterView:
-        """Return the description of a local tensor and its gradient.
+        """Return the description of a parameter and its gradient on this rank.
 
-        Host synchronization: up to four.
+        Args:
+            value: The local tensor.
+            gradient: The local gradient; None without one.
+            annotation: The declaration of the parameter; None if it is not declared.
+            topology: The mesh.
+
+        Host synchronization: up to four if the tensors are on a GPU.
         """
         value = value.detach()
         return cls(
@@ -182,13 +201,13 @@ class ParameterView:
 
 @dataclass
 class KnownParameter:
-    """Description of one parameter on all ranks, the same on each of them.
+    """Description of one logical parameter: its values and gradients on all ranks. It is equal on every rank.
 
     Args:
         name: Name of the parameter.
-        stage: Coordinates along the pipeline axes, if several stages use the name for different parameters.
-        seen: Description by rank, for each rank that holds the parameter.
-        full: Shape of the full tensor; None if it is not known.
+        stage: (pipeline axis, coordinate) pairs, if several stages use the name for different parameters; else empty.
+        seen: {rank: description of the parameter there}, for each rank that holds the parameter.
+        full: Shape of the full tensor. None (default): not known.
     """
 
     name: str
@@ -198,7 +217,7 @@ class KnownParameter:
 
     @property
     def label(self) -> str:
-        """Return the name, with the stage if the name is ambiguous."""
+        """Return the name, followed by the stage if several stages use the name for different parameters."""
         return self.name + "".join(f" ({axis}={index})" for axis, index in self.stage)
 
     @property
@@ -208,14 +227,14 @@ class KnownParameter:
 
     @property
     def first(self) -> ParameterView:
-        """Return the description on the first rank that holds the parameter."""
+        """Return the description on the lowest rank that holds the parameter."""
         return self.seen[min(self.seen)]
 
     @property
     def scale(self) -> float:
-        """Return the size of the elements: the largest root mean square on any rank, or 1 if that is 0.
+        """Return the size of the elements: the largest root mean square of a rank's shard, or 1 if that is 0.
 
-        The elements of random directions have this size.
+        `Measured.direction` draws random directions with this standard deviation.
         """
         return max(seen.size for seen in self.seen.values()) or 1.0
 
@@ -223,13 +242,13 @@ class KnownParameter:
     def effect(self) -> float:
         """Return the expected size of the derivative of the loss along a random direction.
 
-        It is the norm of the gradient times the size of the direction's elements.
+        It is the largest gradient norm of any rank, times the size of the direction's elements.
         """
         return max(seen.gradient or 0.0 for seen in self.seen.values()) * self.scale
 
     @property
     def constant(self) -> bool:
-        """Return True if all elements have the same value on all ranks, and the shards have equal sizes or are zeros."""
+        """Return True if all elements on all ranks have the same value, and shards have equal sizes or are zeros."""
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
@@ -250,13 +269,16 @@ class KnownParameter:
 
 
 class Measured:
-    """This rank's parameters and gradients after a backward, with the descriptions of all ranks' parameters in ``known``.
+    """This rank's parameters and gradients after a backward, and descriptions of the parameters of all ranks.
 
     Args:
-        tensors: This rank's parameters as local tensors, by name; `move` changes them.
-        gradients: This rank's gradients by name.
+        tensors: This rank's parameters as local tensors, by name. `move` changes them in place.
+        gradients: This rank's gradients by name; None for a parameter without gradient.
         seen: The descriptions of this rank's parameters, by name.
         registry: The process groups.
+
+    Attributes:
+        known: One `KnownParameter` per logical parameter of the model, in the same order on all ranks.
 
     Collectives: an object all-gather over the world.
     """
@@ -277,8 +299,10 @@ class Measured:
         """Return the `Measured` of a model's trainable parameters and their gradients in ``.grad``.
 
         Raises:
-            ValueError: On every rank, as in `local_gradients`.
+            ValueError: On every rank: a DTensor's layout or gradient is not supported.
+
         Collectives: two object all-gathers over the world.
+        Host synchronization: several per parameter if the parameters are on a GPU.
         """
         topology = registry.topology
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -296,10 +320,10 @@ class Measured:
         return cls(tensors, dict(zip(named, local.gradients, strict=True)), seen, registry)
 
     def direction(self, known: KnownParameter, contract: GradientContract, seed: int) -> Tensor | None:
-        """Return this rank's part of a random direction; None if the rank does not hold the parameter.
+        """Return this rank's part of a random direction of a parameter; None if this rank does not hold the parameter.
 
-        Its elements are normal random numbers with standard deviation ``known.scale``. Along the axes in
-        ``contract.apart`` ranks get distinct parts, along other axes equal ones.
+        The elements are normal random numbers with standard deviation ``known.scale``. Ranks at different coordinates
+        along an axis in ``contract.apart`` get distinct parts. Along other axes, all ranks get the same part.
         """
         if self.rank not in known.seen:
             return None
@@ -311,12 +335,16 @@ class Measured:
         return drawn.to(param)
 
     def products(self, directions: Sequence[tuple[KnownParameter, Tensor | None]]) -> list[dict[int, float]]:
-        """Return the products <gradient, direction> of all ranks: per parameter, a dict by rank.
+        """Return one dict per parameter: {rank: product <gradient, direction> of this rank}.
+
+        Ranks that do not hold the parameter are left out. The product of a missing gradient is 0.
 
         Args:
-            directions: (parameter, this rank's part of its direction or None) pairs, in the same order on all ranks.
+            directions: (parameter, this rank's part of its direction) pairs, in the same order on all ranks. The part
+                is None if this rank does not hold the parameter.
+
         Collectives: an object all-gather.
-        Host synchronization: one per parameter.
+        Host synchronization: one per parameter on a GPU.
         """
         mine: list[float | None] = []
         for known, direction in directions:
@@ -332,7 +360,13 @@ class Measured:
 
     @torch.no_grad()
     def move(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> dict[str, Tensor]:
-        """Add ``step`` times its direction to each parameter, in place; return the old values by name, for `put_back`."""
+        """Add ``step`` times its direction to each parameter in place. Return the old values by name, for `put_back`.
+
+        Args:
+            directions: (parameter, this rank's part of its direction) pairs. If the part is None, the parameter is
+                skipped.
+            step: Factor on the directions.
+        """
         before = {}
         for known, direction in directions:
             if direction is not None:
@@ -343,7 +377,7 @@ class Measured:
 
     @torch.no_grad()
     def put_back(self, before: Mapping[str, Tensor]) -> None:
-        """Undo a `move`: copy the old values, which it returned, into the parameters."""
+        """Copy ``before``, the values that `move` returned, back into the parameters."""
         for name, value in before.items():
             self._tensors[name].copy_(value)
 
@@ -351,8 +385,9 @@ class Measured:
 def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -> list[KnownParameter]:
     """Return one `KnownParameter` per logical parameter, from the descriptions of all ranks.
 
-    Parameters with equal names on several pipeline stages are different, unless the spec ties them over the pipeline
-    axis or gives them an owner along it. The order is that of the first rank that holds each parameter.
+    Parameters with equal names on several pipeline stages are different, unless their spec ties them over the pipeline
+    axis or gives them an owner along it. The parameters of rank 0 come first, then the further ones of rank 1, and so
+    on.
     """
     found: dict[tuple[str, tuple[tuple[str, int], ...]], KnownParameter] = {}
     stages: dict[str, set[tuple[int, ...]]] = {}
@@ -378,17 +413,18 @@ Beside = Mapping[str, tuple[Shape, bool]]
 def spec_of_contract(
     known: KnownParameter, contract: GradientContract, topology: Topology, beside: Beside
 ) -> tuple[P, bool]:
-    """Return (spec for a contract, True if its sharded dims are certain).
+    """Return (spec with the given gradient contract, True if its sharded dims are certain).
 
-    If they are not certain, the gradient norm and the step of an elementwise optimizer are right nevertheless. Full-tensor
-    optimizers (such as `Muon`), norms per row, and loading a checkpoint in another layout depend on the dims.
+    The contract does not determine which dims are sharded. If several choices are possible, the spec has one of them.
+    The gradient norm and the step of an elementwise optimizer are right with each choice. Full-tensor optimizers (such
+    as `Muon`), norms per row, and loading a checkpoint in another layout depend on the choice.
 
     Args:
         known: The parameter.
         contract: The gradient contract.
         topology: The mesh.
-        beside: For each other parameter of the same module, by name: its local shape, and whether it is sharded over
-            the same axes.
+        beside: {name: (local shape, True if sharded over the same axes)} of the other parameters of the same module.
+            Used to decide between the dims of a 2-dim weight whose full shape is not known.
     """
     partial, owned, tied = [], dict[str, int | str](), dict[str, tuple[int, ...]]()
     for axis, along in contract.by_axis:
@@ -410,17 +446,17 @@ def spec_of_contract(
 def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
     """Return the axes that shard a dim of the parameter.
 
-    These are all axes along which ranks hold distinct shards, except pipeline axes and one axis of each diagonal. On a
-    diagonal, only ranks with equal coordinates along two axes hold the parameter.
+    These are the axes along which ranks hold distinct shards, except pipeline axes. If only ranks with equal
+    coordinates along two axes hold the parameter, only one of these two axes is returned.
     """
     diagonals = dict(_diagonals(known, contract, topology))
     return [axis for axis in contract.apart if axis not in topology.pipe_axes and axis not in diagonals]
 
 
 def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield each pair (axis, other axis) for which only ranks with equal coordinates along both axes hold the parameter.
+    """Yield each (axis, other axis) for which only ranks with equal coordinates along both axes hold the parameter.
 
-    The owner rank along ``axis`` is then the one with the coordinate of ``other axis``.
+    Along ``axis``, the owner is then the rank whose coordinate is its coordinate along the other axis.
     """
     done: set[str] = set()
     cutting = [axis for axis in contract.apart if axis not in topology.pipe_axes]
@@ -435,7 +471,10 @@ def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topo
 def _entries(
     known: KnownParameter, cutting: Sequence[str], topology: Topology, beside: Beside
 ) -> tuple[list[tuple[str, ...]], bool]:
-    """Return (axes that shard each dim, True if they are certain)."""
+    """Return (per dim, the axes that shard it; True if this choice of dims is certain).
+
+    ``cutting`` has the axes that shard a dim. The other arguments are those of `spec_of_contract`.
+    """
     shape = known.first.shape
     dims = len(shape)
     if not cutting:
@@ -443,7 +482,8 @@ def _entries(
     fitting = list(cuts_that_fit(known, cutting, topology))
     is_certain = len(fitting) == 1
     if not is_certain and known.full is None and dims == 2 and len(cutting) == 1:
-        # In nn.Linear, dim 0 is the output features: it is sharded exactly if a bias of as many elements is sharded too.
+        # In nn.Linear, dim 0 is the output features. It is sharded exactly if the bias, of as many elements, is
+        # sharded.
         biases = [cut for length, cut in beside.values() if length == shape[:1]]
         if biases:
             fitting, is_certain = [{cutting[0]: 0 if biases[0] else 1}], True
@@ -452,10 +492,10 @@ def _entries(
 
 
 def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topology) -> Iterator[dict[str, int]]:
-    """Yield the possible choices of one sharded dim per axis in ``cutting``, as dicts.
+    """Yield the possible choices of a sharded dim for each axis in ``cutting``, as dicts {axis: dim}.
 
-    A choice is possible if sharding the full shape with it gives the largest local shape. If the full shape is not known,
-    every choice is possible.
+    A choice is possible if it divides the full shape into shards of the largest shape that a rank holds. If the full
+    shape is not known, every choice is possible.
     """
     dims, full = range(len(known.first.shape)), known.full
     largest = [max(seen.shape[dim] for seen in known.seen.values()) for dim in dims]
@@ -468,26 +508,27 @@ def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topol
 
 # Candidates -----------------------------------------------------------------------------------------------------------
 
-# The gradient contracts that a parameter may have. They follow from the ranks that hold it and from its values there.
+# The gradient contracts that a parameter may have. They follow from the ranks that hold it, and from its values there.
 
 
 def candidates(
     known: KnownParameter, topology: Topology, split: Sequence[str], first: GradientContract | None
 ) -> Iterator[GradientContract]:
-    """Yield every contract that the parameter's values allow, the most likely contract first.
+    """Yield every gradient contract that the parameter's values allow, the most likely contract first.
 
     Args:
         known: The parameter.
         topology: The mesh.
         split: The axes that certainly shard another parameter of the same module. If all elements of this parameter are
-            equal, it may be sharded or replicated; along these axes, sharded is more likely.
-        first: The declared contract, which is yielded first. None: there is none.
+            equal, it may be sharded or replicated. Along these axes, sharded is then more likely.
+        first: A contract that is yielded first, even if the values do not allow it. None: no such contract.
     """
     if first is not None:
         yield first
     choices = []
     for axis in larger_axes(topology):
-        # The optimizer averages over data axes, so a deviation is more likely along another axis of the same size.
+        # Of two axes of the same size, a deviation from the first option is less likely along a data axis: the
+        # optimizer averages over data axes by itself.
         is_data = axis in topology.data_axes
         options = enumerate(_along(known, axis, topology, axis in split))
         choices.append([(axis, along, is_data and at > 0) for at, along in options])
@@ -500,7 +541,7 @@ def candidates(
 
 def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) -> tuple[AxisContract, ...]:
     if len(known.coordinates(axis, topology)) == 1:
-        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # held at one coordinate of the axis
+        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # ranks at one coordinate hold it
     if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
         return (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
     alike: tuple[AxisContract, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)
@@ -511,7 +552,7 @@ def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) ->
 
 
 def split_beside(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
-    """Return the axes along which another parameter of the same module has unequal values, and so must be sharded."""
+    """Return the axes along which another parameter of the same module has unequal values and so must be sharded."""
     beside = [
         other
         for other in everything

@@ -1,14 +1,14 @@
 """Central differences of the loss along random directions, compared with the derivatives that the gradients predict.
 
-To move a parameter means to add a small multiple of a random direction to it. A group of parameters is moved at once, each
-along its own direction. The loss then changes by the sum of the parameters' effects. If this sum equals the sum that the
-gradients predict, all gradients in the group are right, because errors along random directions do not cancel. Otherwise
-the first half of the group is tested in the same way, and the second half too, unless the first half is right. If both
-halves of a group and both halves of such a half are wrong, the parameters are tested one by one.
+To move a parameter means to add a small multiple of a random direction to it. A group of parameters is moved at once,
+each along its own direction. The loss then changes by the sum of the parameters' effects. If this sum equals the sum
+that the gradients predict, all gradients in the group are right, because errors along random directions do not cancel.
+Otherwise the first half of the group is tested in the same way. If the first half is right, the error is in the second
+half; otherwise the second half is tested too. If both halves of a group are wrong, and both halves of one of these
+halves are wrong too, the parameters of this half are tested one by one.
 
 If all gradients are right, two forwards per group of up to `TOGETHER` parameters are needed, more if the loss has
-kinks. A wrong parameter in a group needs a few dozen forwards. If most parameters are wrong, each needs four or five
-forwards.
+kinks.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from .contracts import KnownParameter, Measured
 
 # The loss as a repeatable function of the parameters ------------------------------------------------------------------
 
-# The objective is the mean of the data-parallel ranks' losses. Along a model-parallel axis all ranks must compute the same
-# loss, each from its shards of the model.
+# The objective is the mean of the data-parallel ranks' losses. Along a model-parallel axis all ranks must compute the
+# same loss, each from its shards of the model.
 
 
 _LOGGER = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 Losses = Sequence[float | None]
-"""The loss of each rank, by rank; None for a rank without a loss, such as a pipeline stage that is not the last."""
+"""The loss of each rank, in the order of ranks; None for a rank without a loss, such as on a first pipeline stage."""
 
 
 class Objective:
     """``loss_fn(model)`` as a repeatable function: every call begins with the same random states and buffers.
 
-    The calls change the gradients and the random states; `close` restores them.
+    A call restores the buffers. Gradients and random states change; `close` restores them.
 
     Args:
         model: The model.
-        loss_fn: Returns this rank's loss, a tensor with one element, or None on a rank without a loss. If it runs backward
-            itself, as a pipeline schedule does, it returns a detached loss or None.
+        loss_fn: Returns this rank's loss, a tensor with one element, or None on a rank without a loss. If it runs
+            backward itself, as a pipeline schedule does, it returns a detached loss or None.
         registry: The process groups.
 
     Attributes:
@@ -79,7 +79,11 @@ class Objective:
     def differentiate(self) -> Losses:
         """Run one forward and backward, and return the losses of all ranks. The gradients remain in ``.grad``.
 
-        Collectives: the model's, and an object all-gather.
+        Raises:
+            ValueError, TypeError, RuntimeError: On every rank, if ``loss_fn`` raised on a rank, or returned a tensor
+                with more than one element. A rank whose ``loss_fn`` raised raises this error.
+
+        Collectives: the model's, and an object all-gather over the world.
         """
         with self._same_circumstances():
             loss, reports = on_all_ranks_with(self._computed, self.registry)
@@ -89,7 +93,12 @@ class Objective:
         return [number for number, _ in reports]
 
     def __call__(self) -> Losses:
-        """Run one forward, and return the losses of all ranks.
+        """Run one forward, and return the losses of all ranks. If ``loss_fn`` runs backward itself, backward runs too.
+
+        Call `differentiate` first.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: As in `differentiate`.
 
         Collectives: the model's, and an object all-gather over the world.
         """
@@ -100,7 +109,7 @@ class Objective:
         return [number for number, _ in reports]
 
     def _computed(self) -> tuple[Tensor | None, tuple[float | None, bool]]:
-        """Return (loss, (its value, True if backward must still be called)).
+        """Call ``loss_fn``, and return (loss, (value of the loss, True if backward must still be called)).
 
         An error is logged before it is raised, because other ranks may be waiting for this rank in a collective of the
         model.
@@ -113,7 +122,7 @@ class Objective:
             raise
 
     def close(self) -> None:
-        """Restore the gradients and the random states from the time of construction."""
+        """Restore the gradients and random states that were there when this object was created."""
         for param, gradient in self._gradients:
             param.grad = gradient
         set_random_state(self._random)
@@ -134,7 +143,9 @@ class Objective:
 
 
 def mean_loss(losses: Losses, topology: Topology) -> float:
-    """Return the mean of the losses over the data-parallel ranks.
+    """Return the mean of the losses over the coordinates along the data-parallel axes.
+
+    Ranks at one such coordinate count as one: their losses are averaged first.
 
     Raises:
         ValueError: A loss is not finite, or no rank has a loss for some coordinate along the data-parallel axes.
@@ -156,7 +167,7 @@ def mean_loss(losses: Losses, topology: Topology) -> float:
 
 
 def unequal_loss_axes(losses: Losses, topology: Topology, within: float) -> tuple[str, ...]:
-    """Return the axes that are not data-parallel and along which ranks' losses differ by more than ``within``."""
+    """Return the axes, except data-parallel ones, along which ranks' losses differ by more than ``within``."""
     found = []
     for axis in topology.axes:
         if axis not in topology.data_axes and topology.size(axis) > 1:
@@ -187,9 +198,9 @@ _CASTS = ("float", "half", "bfloat16")
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Compute the model in float64 inside the context, and restore its tensors and gradients afterwards.
 
-    Inside the context, parameters and buffers of lower float dtypes are float64 and have no gradients, torch functions
-    except in-place ones return float64, and casts to a lower dtype are ignored. A model without tensors of lower float
-    dtypes is not changed.
+    Inside the context, the model's tensors in float32, bfloat16 and float16 are float64, and have no gradients at
+    first. Arguments of torch functions in these dtypes are converted to float64, except those of in-place functions. So
+    casts to a lower dtype have no effect. If the model has no tensor in these dtypes, the context does nothing.
 
     Raises:
         TypeError: A parameter or buffer is a DTensor in float32, bfloat16 or float16.
@@ -210,7 +221,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
         for tensor in tensors:
             tensor.grad = None
             tensor.data = tensor.data.double()
-            if tensor.grad_dtype != torch.float64:  # main gradients have a fixed dtype
+            if tensor.grad_dtype != torch.float64:  # a fixed dtype, as for float32 main gradients
                 tensor.grad_dtype = None
         with _AllInFloat64():
             yield
@@ -250,9 +261,9 @@ class _AllInFloat64(TorchFunctionMode):
 
 
 def _raised_within(value: object) -> object:
-    """Return ``value`` with its float tensors and dtypes converted to float64.
+    """Return ``value`` with all tensors and dtypes of lower float types in it converted to float64.
 
-    `tree_map` is not called for a single leaf, because it is slower than most torch functions.
+    `tree_map` is not called for a single leaf, because it is slow.
     """
     if value is None or isinstance(value, (int, float, str)):
         return value
@@ -273,14 +284,15 @@ def _raised(value: object) -> object:
 # Differences ----------------------------------------------------------------------------------------------------------
 
 
-# Number of parameters that are moved at once. The tolerance of a group is relative to the sum of the parameters' effects,
-# so an error of one parameter is detected if it is larger than 64 times the tolerance for this parameter alone.
+# Largest number of parameters that are moved at once. The tolerance of a group is relative to the sum of the
+# parameters' effects. So in a group of 64, an error of one parameter is found if it is larger than 64 times its own
+# tolerance.
 TOGETHER = 64
 ALIKE = 1.5  # largest ratio of the effects of parameters in a group, in powers of ten
-_STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)  # step sizes, relative to the first step
-_CHANGE = 1e-6  # relative change of the loss for which the first step size is chosen
-_TINY = 1e-13  # a step so small that the loss changes by rounding only
-_FAR = 100  # two equal errors that are this many times larger than the tolerance need no check at a smaller step
+_STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)  # step sizes, divided by the first step size
+_CHANGE = 1e-6  # the first step size is chosen so that the loss changes by about this fraction
+_TINY = 1e-13  # a step size so small that the loss changes by rounding only
+_FAR = 100  # two equal errors that are this many times larger than their tolerance prove that a gradient is wrong
 Judgement = Literal["kept", "wrong", "undecided"]
 
 
@@ -290,15 +302,16 @@ class Digits:
 
     relative: float  # allowed relative error of a derivative
     noise: float  # relative rounding error that every loss may have
-    smallest: float  # a tenth of the smallest first step size; steps are multiples of the direction
-    largest: float  # largest first step size
+    smallest: float  # a tenth of the smallest value of the first step size (a step size is a factor on the direction)
+    largest: float  # largest value of the first step size
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Digits:
         """Return the accuracy for losses of ``dtype``.
 
         Raises:
-            TypeError: ``dtype`` is neither float32 nor float64; differences of such losses are mostly rounding.
+            TypeError: ``dtype`` is neither float32 nor float64. Differences of losses in lower dtypes are mostly
+                rounding.
         """
         if dtype == torch.float64:
             return cls(1e-7, 5e-15, 1e-7, 1e-3)
@@ -312,12 +325,13 @@ class Digits:
 
 @dataclass(frozen=True)
 class Difference:
-    """The derivative of the loss along a direction, computed as one central difference.
+    """The derivative of the loss along a direction, computed as a central difference for one step size.
 
     Args:
         value: The derivative.
-        rounding: Largest rounding error of ``value``.
-        unequal: The axes along which ranks must compute the same loss, but computed different losses at a moved point.
+        rounding: Estimated largest rounding error of ``value``.
+        unequal: The axes, except data-parallel ones, along which ranks computed different losses after the parameters
+            were moved. Along these axes, the losses must be equal.
     """
 
     value: float
@@ -326,15 +340,18 @@ class Difference:
 
 
 class Differences:
-    """Computes central differences of an objective along directions of the measured parameters.
+    """Computes central differences of the loss along directions of parameters.
 
     Args:
         objective: The loss function.
         measured: The parameters and their gradients.
-        base: The losses by rank at the unmoved parameters.
-        digits: Accuracy of the losses' dtype.
-        noise: Lower bound for the absolute rounding error of a loss. Another lower bound is ``digits.noise`` times the
-            loss; the larger one is used. Default: 0.
+        base: The losses of all ranks at the present parameters, in the order of ranks.
+        digits: Accuracy of derivatives in the losses' dtype.
+        noise: Assumed absolute rounding error of a loss, if it is larger than ``digits.noise`` times the loss. Default:
+            0.
+
+    Attributes:
+        noise: The assumed absolute rounding error of a loss.
     """
 
     def __init__(
@@ -346,14 +363,14 @@ class Differences:
         self.noise = max(noise, digits.noise * self.loss)
 
     def measure_noise(self, promises: Sequence[Promise]) -> None:
-        """Measure the rounding error of a loss, and increase ``noise`` if the error is larger.
+        """Measure the rounding error of a loss, and increase `noise` if the error is larger.
 
-        The error is larger than `Digits.noise` if the loss is a small difference of large numbers.
+        It can be larger if the loss is a small difference of large numbers.
 
         Args:
-            promises: The parameters, which are all moved by a step so small that only rounding changes the loss.
+            promises: The parameters. All of them are moved by a step so small that only rounding changes the loss.
 
-        Collectives: those of two forwards.
+        Collectives: those of two calls of the objective.
         """
         promised = sum(promise.value for promise in promises)
         up, down = (self._moved([(p.known, p.direction) for p in promises], sign * _TINY) for sign in (1, -1))
@@ -361,13 +378,15 @@ class Differences:
         self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
     def along(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float) -> Iterator[Difference]:
-        """Yield a central difference along the directions for each of several step sizes.
+        """Yield central differences along the directions, one for each of five step sizes.
 
-        Each difference runs two forwards when it is taken from the iterator.
+        Two forwards run when a difference is taken from the iterator. The parameters are restored afterwards.
 
         Args:
             directions: (parameter, this rank's part of its direction) pairs. All parameters are moved at once.
             size: Approximate absolute derivative of the loss along the directions. It determines the first step size.
+
+        Collectives: those of two calls of the objective per difference.
         """
         digits = self.digits
         wanted = _CHANGE * self.loss / size if size else digits.largest
@@ -383,7 +402,10 @@ class Differences:
             yield Difference((up - down) / (2 * step), rounding, tuple(sorted(apart)))
 
     def _within(self, step: float, size: float) -> float:
-        """Return the largest difference between two losses that counts as rounding."""
+        """Return the largest difference between the losses of two ranks that counts as rounding.
+
+        ``step`` is the step size, and ``size`` the approximate derivative of the loss.
+        """
         return 10 * self.noise + 1e-3 * step * size
 
     def _moved(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> Losses:
@@ -397,17 +419,18 @@ class Differences:
         """Compare central differences with the derivative that the gradients predict, and return the result.
 
         The loss may have kinks (ReLU, maximum, top-k). A difference is wrong if its step contains a kink, and smaller
-        steps contain fewer kinks. So one difference that agrees with the prediction is enough, unless an earlier one
-        deviated by about the same amount. If two differences deviate by the same large amount, their steps contain no
-        kink, and the prediction is wrong.
+        steps contain fewer kinks. So one difference that agrees with the prediction is enough, unless an earlier
+        difference deviated from it by about the same amount. If two differences deviate from the prediction by the same
+        large amount, their steps contain no kink, and the prediction is wrong.
 
         Args:
             found: Central differences for several step sizes. No more are taken after the result is certain.
-            promised: The derivative that the gradients predict.
-            size: Sum of the absolute values of the terms in ``promised``. The tolerance is relative to this sum.
+            promised: The derivative that the gradients predict: a sum of one prediction per parameter.
+            size: Sum of the sizes of these predictions. The tolerance is relative to it.
         Returns:
-            ``"kept"``: the prediction is right. ``"wrong"``: it is wrong. ``"undecided"``: the rounding errors of all
-            differences are too large.
+            ``"kept"``: the prediction is right. ``"wrong"``: no difference agrees with it, or two deviate by the same
+            large
+                amount. ``"undecided"``: the rounding errors of all differences are too large.
         """
         before: list[tuple[float, float]] = []
         for difference in found:
@@ -424,24 +447,24 @@ class Differences:
         return "wrong" if before else "undecided"
 
     def never_tells(self, size: float) -> bool:
-        """Return True if derivatives of ``size`` can't be measured: rounding is too large even at `Digits.largest`."""
+        """Return True if rounding is above 1 % of a derivative of ``size`` even at the step size `Digits.largest`."""
         return self.noise / self.digits.largest > 0.01 * size
 
     def tells(self, found: Difference, size: float) -> bool:
-        """Return True if the rounding error of ``found`` is small against ``size``."""
+        """Return True if the rounding error of ``found`` is at most 1 % of ``size``, the size of the derivative."""
         return found.rounding <= 0.01 * size
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The derivative of the loss along a direction of one parameter, as the gradients predict it.
+    """The derivative of the loss along a random direction of one parameter, as the gradients predict it.
 
     Args:
         known: The parameter.
         direction: This rank's part of the direction; None if the rank does not hold the parameter.
         value: The predicted derivative.
-        size: Expected size of the derivative along a random direction. Directions are scaled by it. Scaling by ``value``
-            would make all predictions equal, so that the errors of two wrong parameters could cancel.
+        size: Expected size of the derivative along a random direction. Directions are scaled by it, not by ``value``:
+            that would make all predictions equal, so that the errors of two wrong parameters could cancel.
     """
 
     known: KnownParameter
@@ -450,7 +473,7 @@ class Promise:
     size: float
 
     def scaled(self, size: float) -> tuple[tuple[KnownParameter, Tensor | None], float]:
-        """Return ((parameter, direction), prediction), scaled so that the derivative is of about ``size``."""
+        """Return ((parameter, scaled direction), scaled prediction), for a derivative of about ``size``."""
         factor = size / self.size if self.size else 1.0
         return (self.known, None if self.direction is None else self.direction * factor), self.value * factor
 
@@ -458,7 +481,14 @@ class Promise:
 def find_wrong(
     differences: Differences, promises: Sequence[Promise]
 ) -> tuple[list[KnownParameter], list[KnownParameter]]:
-    """Return (parameters with wrong gradients, parameters whose effect on the loss is lost in rounding)."""
+    """Return (parameters with wrong gradients, parameters whose effect on the loss is lost in rounding).
+
+    Args:
+        differences: Computes central differences of the loss.
+        promises: The derivatives that the gradients predict, one per parameter, in the same order on all ranks.
+
+    Collectives: those of the forwards, about two per 64 right parameters and more for wrong ones.
+    """
     wrong: list[KnownParameter] = []
     undecided: list[KnownParameter] = []
     for group in _groups(promises):
@@ -468,7 +498,7 @@ def find_wrong(
 
 
 def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
-    """Yield groups of at most `TOGETHER` parameters with effects of similar size.
+    """Yield groups of at most `TOGETHER` parameters whose effects on the loss have similar sizes.
 
     Parameters for which the gradients predict no effect form separate groups.
     """
@@ -494,8 +524,8 @@ def _within(
 
     Args:
         differences: Computes central differences.
-        group: The predictions of the parameters.
-        sort: The result for the whole group, which is not "kept".
+        group: The predictions, one per parameter.
+        sort: The result for the entire group: "wrong" or "undecided".
         crowded: True if this group is half of a larger group, and the result of the other half is not "kept" either.
     """
     if len(group) == 1:
@@ -504,7 +534,7 @@ def _within(
     middle = len(group) // 2
     parts = [group[:middle], group[middle:]]
     sorts = [_kept(differences, parts[0])]
-    # If the first half is right, the second half contains the error and is not tested, except a half of one parameter.
+    # If the first half is right, the error is in the second half, which is not tested unless it is a single parameter.
     sorts.append(sort if sorts == ["kept"] and len(parts[1]) > 1 else _kept(differences, parts[1]))
     all_wrong = "kept" not in sorts
     if all_wrong and crowded and len(group) > 2:

@@ -2,11 +2,11 @@
 
     def check(topology):
         with ProcessGroupRegistry(topology) as registry:
-            model, dense = ParallelMLP(registry).double(), DenseMLP().double()     # of the same weights
+            model, dense = ParallelMLP(registry).double(), DenseMLP().double()     # with the same weights
             assert_exact(lambda: backward(model), lambda: backward(dense), registry)
 
-Every rank computes the step of the dense model itself, and compares its shards with their regions of the dense tensors.
-So only names and the differences that it finds are gathered from all ranks.
+Every rank computes the step of the dense model itself, and compares its shards with the same elements of the dense
+tensors. So only names and texts about differences are gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..clip.functional import global_norm
 from ..gradients.buckets import sync_gradients
 from ..norm.measure import GradStats
 
-# A step runs backward and returns the model, or also updates the model and returns (model, gradient norm).
+# A step runs backward and returns the model. Or it also updates the model, and returns (model, gradient norm).
 Step = Callable[[], "nn.Module | tuple[nn.Module, GradStats | Tensor | float]"]
 Counterpart = str | tuple[str, Callable[[Tensor], Tensor]]
 Names = Mapping[str, Counterpart] | Callable[[str], Counterpart]
@@ -49,7 +49,9 @@ def assert_exact(
     rtol: float | None = None,
     atol: float = 0.0,
 ) -> None:
-    """Compare a step of a parallel model with the same step of a dense model, on every rank.
+    """Raise AssertionError if a step of a parallel model differs from the same step of a dense model.
+
+    Every rank must call it.
 
         def parallel_step():
             parallel(x).square().mean().backward()
@@ -64,35 +66,37 @@ def assert_exact(
     Steps have one of two forms, and both steps must have the same one:
 
     * A step runs forward and backward, and returns the model. `assert_exact` then reduces copies of the gradients with
-      `sync_gradients`, measures the global norm, and compares norm, gradients and parameters. The gradients of the model
-      are unchanged.
-    * A step also updates the model, and returns ``(model, norm)``. The norm is a number or a `GradStats`. `assert_exact`
-      then compares the norms and the new parameters.
+      `sync_gradients`, measures the global norm, and compares norm, gradients and parameters. The gradients of the
+      model are unchanged.
+    * A step also updates the model, and returns ``(model, norm)``. The norm is a number, a tensor or a `GradStats`.
+      `assert_exact` then compares the norms and the new parameters.
 
     A missing gradient counts as zeros.
 
     Args:
         parallel_step: Called on every rank. The parameters of its model must be declared.
         dense_step: The same step of the dense model on the full batch. Use the same dtype in both models, best float64.
-        names: Maps parameter names of the parallel model to names of the dense model: a dict of the names that differ, or
-            a function that is called with every name. Instead of a name, the value may be a pair of a name and a function.
-            The function converts the dense tensor and its gradient to the parallel model's full tensor, as in
+        names: Maps parameter names of the parallel model to names of the dense model: a dict of the names that differ,
+            or a function that is called with every name. Instead of a name, the value may be a pair of a name and a
+            function. The function converts the dense tensor and its gradient to the parallel model's full tensor, as in
             ``{"up.weight": ("fc1.weight", torch.t)}``. None: all names are equal.
         steps: How often both steps are called. The models are compared after each call. Default: 1.
-        rtol: Allowed error relative to the largest element of the dense tensor. None: 1e-10 for parallel parameters in
-            float64, 1e-4 in float32, 1e-2 in float16, 5e-2 in bfloat16.
+        rtol: Allowed error, relative to the largest absolute value in the dense tensor. For the norm, it is relative to
+            the dense norm. None: 1e-10 for parallel parameters in float64, 1e-4 in float32, 1e-2 in float16, 5e-2 in
+            bfloat16.
         atol: Absolute error that is allowed in addition. Default: 0.
 
     Raises:
-        AssertionError: On every rank: a tensor differs from the dense tensor by more than the allowed error, or a
-            shard does not fit the dense tensor. The text is the same on every rank. It lists up to ten tensors with
-            their ranks, the element with the largest error, and the factor if a tensor is a multiple of the dense one.
-        ValueError: A parameter has no dense counterpart, a dense parameter has no counterpart on any rank, ``names`` has a
-            name that no rank's model has, or a parameter is not declared.
-        TypeError: A step returns neither a model nor a model and a norm, or the steps return different forms.
+        AssertionError: On every rank: the norm or a tensor differs from the dense one by more than the allowed error,
+            or a shard does not fit the dense tensor. The text is the same on every rank. It lists up to ten tensors (or
+            the norm) with their ranks, the element with the largest error, and the factor if a tensor is a multiple of
+            the dense one.
+        ValueError: On every rank: a parameter has no dense counterpart, a dense parameter has no counterpart on any
+            rank, ``names`` has a name that no rank's model has, or a parameter is not declared.
+        TypeError: A step returns neither a model nor a model and a norm, or the two steps return different forms.
 
-    Collectives: per step, those of ``parallel_step``, a few object all-gathers and, for steps that return a model only,
-        one `sync_gradients` and one `global_norm`.
+    Collectives: per step, those of ``parallel_step`` and ``dense_step``, and a few object all-gathers. For steps that
+        return a model only, also those of one `sync_gradients` and one `global_norm`.
     Host synchronization: yes.
     """
     for number in range(1, steps + 1):
@@ -116,7 +120,7 @@ def assert_exact(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A parameter of this rank (for a DTensor, its local tensor), with the full tensor and gradient of the dense model."""
+    """A parameter of this rank (for a DTensor, its local tensor), and the dense model's full parameter and gradient."""
 
     name: str
     param: Tensor
@@ -127,7 +131,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Problem:
-    """A difference from the dense model that was found on one rank; on all ranks if ``rank`` is None."""
+    """A difference from the dense model that was found on ``rank``. If ``rank`` is None, it concerns no single rank."""
 
     kind: str
     name: str
@@ -160,11 +164,11 @@ def _outcome(returned: object) -> tuple[nn.Module, float | None]:
 
 
 def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, names: Names | None) -> list[_Pair]:
-    """Return every parameter of this rank with its counterpart in the dense model.
+    """Return every parameter of this rank with its counterpart in the dense model. Every rank must call it.
 
     Raises:
-        ValueError: On every rank: a parameter of one model has no counterpart in the other one, or ``names`` has a name
-            that no rank's model has.
+        ValueError: On every rank: a parameter of one model has no counterpart in the other model, a parameter is not
+            declared, or ``names`` has a name that no rank's model has.
     """
     there = dict(dense.named_parameters())
 
@@ -200,7 +204,7 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
 def _wrong_norm(norm: float, dense_norm: float, model: nn.Module, allowed: _Allowed) -> list[_Problem]:
     dtype = next((param.dtype for param in model.parameters()), torch.float64)
     limit, error = allowed.of(dtype, abs(dense_norm)), abs(norm - dense_norm)
-    if error <= limit or norm == dense_norm:  # both infinite
+    if error <= limit or norm == dense_norm:  # the norms are equal, but the error is NaN, if both are infinite
         return []
     text = f"{norm:.6g}, {dense_norm:.6g} in the dense model: off by {error:.2g}, allowed {limit:.2g}"
     return [_Problem("the norm of the gradients", "", None, text, error)]

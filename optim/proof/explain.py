@@ -44,11 +44,16 @@ Cause = Literal[
 ]
 
 
-# The order in which modules run, and the first tensor in that order that differs between ranks ------------------------
+# The order in which modules run, and the first tensor in this order that differs between ranks ------------------------
 
 
 class HookPoint(NamedTuple):
-    """A point in forward: the first positional tensor that a module receives (side "input") or returns (side "output")."""
+    """A tensor in forward: the first argument of a module, or the first tensor that it returns.
+
+    Args:
+        module: Name of the module.
+        side: "input" or "output".
+    """
 
     module: str
     side: str
@@ -58,10 +63,12 @@ class HookPoint(NamedTuple):
 
 
 class ForwardRecord:
-    """The hook points of one forward on this rank, in the order in which they were reached.
+    """Records a hash of the input and output of every module in one forward on this rank.
 
     Attributes:
-        hashes: (shape, hash of the elements) of the tensor at each hook point; None if it has no tensor, or a complex one.
+        hashes: {hook point: (shape, hash of the elements)}, in the order in which the points were first reached. None
+            instead of the pair if there is no tensor at the point, or a complex one. If a module is called several
+            times, the hash is that of its last call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +77,7 @@ class ForwardRecord:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the hook points of a forward that runs inside the context into `hashes`."""
+        """Return a context manager. The hook points of forwards inside the context are recorded in `hashes`."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
             if name:
@@ -94,11 +101,11 @@ class ForwardRecord:
         if value is not None and not value.is_complex():
             value = local_tensor(value)
             hashed = tuple(value.shape), bits_of(value)
-        self.hashes[site] = hashed  # a repeated call overwrites the hash
+        self.hashes[site] = hashed
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """Return ``values`` if it is a tensor, else the first item of nested tuples and lists if that is one, else None."""
+    """Return ``values`` if it is a tensor, else the first item of nested tuples and lists if it is one, else None."""
     while isinstance(values, tuple | list) and values:
         values = values[0]
     return values if isinstance(values, Tensor) else None
@@ -108,11 +115,11 @@ class ForwardOrder:
     """The forward records of all ranks, and the order of the parameters' modules in forward.
 
     Args:
-        mine: This rank's record.
-        known: The parameters, on all ranks.
+        mine: The forward record of this rank.
+        known: The parameters of the model.
         registry: The process groups.
 
-    Collectives: an object all-gather over the world.
+    Collectives: an object all-gather over the world, in the constructor.
     """
 
     def __init__(self, mine: ForwardRecord, known: Iterable[KnownParameter], registry: ProcessGroupRegistry) -> None:
@@ -124,7 +131,8 @@ class ForwardOrder:
     def _position(self, known: KnownParameter) -> int:
         """Return the index in forward of the input of the parameter's module.
 
-        If the module is not called, use the closest enclosing module that is. Return -1 if there is none.
+        The order is that of the lowest rank that holds the parameter. If the module was not called, return the index of
+        the closest enclosing module that was called, or -1 if there is none.
         """
         order = list(self._hashes[min(known.seen)])
         module = known.module
@@ -135,15 +143,15 @@ class ForwardOrder:
         return -1
 
     def sorted(self) -> list[KnownParameter]:
-        """Return the parameters in the order in which their modules are entered, stage by stage."""
+        """Return the parameters in the order in which their modules are entered in forward, stage by stage."""
         by_stage = bool(self._topology.pipe_axes)
         return sorted(self._known, key=lambda known: (min(known.seen) if by_stage else 0, self._at[known.label]))
 
     def until_right(self, last: KnownParameter, wrong: Sequence[KnownParameter]) -> list[HookPoint]:
-        """Return the hook points from the start of forward to the first module after ``last`` with a correct gradient.
+        """Return the hook points from the start of forward to a module whose parameter has a correct gradient.
 
-        The output of this module is included. If no later module has a parameter with a correct gradient, return all
-        hook points.
+        This is the first such module that is entered after the module of ``last``. Its output is included. If there is
+        no such module, return all hook points.
 
         Args:
             last: The last parameter, in forward order, with a wrong gradient.
@@ -162,15 +170,15 @@ class ForwardOrder:
         return order[: max(index for index, site in enumerate(order) if site.module == module) + 1]
 
     def before_unequal(self, axis: str, until: HookPoint | None) -> tuple[HookPoint | None, list[str]]:
-        """Find the last hook point whose tensor is equal on all ranks along ``axis``.
+        """Find the last hook point at which all ranks along ``axis`` have the same tensor.
 
         Args:
-            axis: The axis along which the ranks' forwards differ.
-            until: A hook point whose tensors differ although they must be equal; earlier ones are searched. None: the
-                loss.
+            axis: The mesh axis along which the ranks' forwards differ.
+            until: A hook point whose tensors differ although they must be equal. The points before it are searched.
+                None: the losses differ, and all points are searched.
         Returns:
-            The last hook point with equal tensors (None if there is none), and the modules with parameters that ran
-                after it.
+            The last hook point with equal tensors (None if there is none), and the names of the modules with parameters
+                whose output comes after this point, up to ``until``.
         """
         groups = list(self._topology.groups(axis))
         order = list(self._hashes[groups[0][0]])
@@ -193,10 +201,16 @@ _SEEDS = (1, 2)
 
 
 class Probe:
-    """Measurements along one random direction of a parameter: products and central differences.
+    """Measurements along one random direction of a parameter: the ranks' gradients along it, and central differences.
+
+    Args:
+        differences: Computes central differences of the loss.
+        known: The parameter.
+        contract: Along its sharded axes, ranks get distinct parts of the direction.
+        seed: Seed of the direction.
 
     Attributes:
-        products: The product <gradient, direction> of each rank that holds the parameter.
+        products: {rank: product <gradient, direction>}, for each rank that holds the parameter.
 
     Collectives: an object all-gather in the constructor; those of two forwards per new central difference.
     """
@@ -210,14 +224,15 @@ class Probe:
 
     @property
     def size(self) -> float:
-        """Return the expected absolute derivative of the loss along the direction."""
+        """Return the approximate absolute derivative of the loss along the direction, estimated from gradients."""
         return max(self._known.effect, *map(abs, self.products.values()))
 
     def derivative(self) -> Difference | None:
         """Return the most reliable central difference; None if all are lost in rounding.
 
-        It is the first difference that agrees with an earlier one. If no two agree, it is the difference with the
-        smallest step whose rounding error is small, because a small step contains the fewest kinks of the loss.
+        It is the first difference with a small rounding error that agrees with an earlier difference. If there is none,
+        it is the difference with the smallest step among those with a small rounding error, because a small step
+        contains the fewest kinks of the loss.
         """
         usable: list[Difference] = []
         for one in self.differences():
@@ -229,7 +244,10 @@ class Probe:
         return max(exact_ones or usable, key=lambda one: one.rounding, default=None)
 
     def differences(self) -> Iterator[Difference]:
-        """Yield the central differences whose rounding error is small. Each is computed once and kept for later calls."""
+        """Yield the central differences whose rounding error is at most 1 % of the derivative.
+
+        Each is computed once, and stored for later calls.
+        """
         index = 0
         while True:
             if index == len(self._found):
@@ -245,13 +263,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The gradient contract that explains a parameter's gradient.
+    """A parameter layout with which the parameter's gradient would be right, or right except for a factor.
 
     Args:
-        contract: The contract under which the gradient is right, or right except for a factor. None: there is none.
-        factor: Factor by which the gradient is too large under ``contract``; 1 if it is right.
-        even: The axes along which the ranks' products <gradient, direction> are equal.
-        split: The axes that certainly shard another parameter of the same module.
+        contract: The layout, as a `GradientContract`: how the derivative of the loss follows from the ranks' gradients.
+            None: there is no such layout.
+        factor: Factor by which the gradient is too large under ``contract``; 1 if it is right, or if there is no
+            contract.
+        even: The mesh axes along which the ranks have equal gradients along a random direction.
+        split: The mesh axes that certainly shard another parameter of the same module.
     """
 
     contract: GradientContract | None
@@ -261,20 +281,27 @@ class Explanation:
 
 
 class Explainer:
-    """Finds the gradient contracts that explain parameters' gradients. Results are the same on all ranks."""
+    """Finds a layout with which a parameter's gradient is right. Results are the same on all ranks.
+
+    Args:
+        differences: Computes central differences of the loss.
+    """
 
     def __init__(self, differences: Differences) -> None:
         self.differences, self.topology = differences, differences.topology
 
     def explain(self, known: KnownParameter, declared: GradientContract | None) -> Explanation:
-        """Return the first contract under which the gradient is the derivative of the loss, or a multiple of it.
+        """Return the first contract under which the gradient is the derivative of the loss.
+
+        If there is no such contract, return the first one under which the gradient is a multiple of the derivative.
 
         Args:
             known: The parameter.
-            declared: The contract to try first. None: the contracts that the values allow, the most likely one first.
+            declared: The contract to try first. None: try only the contracts that the parameter's values allow, the
+                most likely one first.
 
-        Collectives: two object all-gathers, and those of up to 20 forwards, per tried set of axes along which ranks may
-            hold distinct shards.
+        Collectives: per tried set of axes along which ranks may hold distinct shards, two object all-gathers and those
+            of up to 20 forwards.
         """
         split = split_beside(known, self.differences.measured.known, self.topology)
         probes: dict[tuple[str, ...], list[Probe]] = {}
@@ -296,11 +323,14 @@ class Explainer:
         return Explanation(None, 1.0, even, split)
 
     def copied_along(self, known: KnownParameter) -> tuple[str, ...]:
-        """Return the model axes along which the tensor's values differ although its gradients are equal.
+        """Return the model-parallel axes along which the tensor's values differ although its gradients are equal.
 
         Backward treats such a tensor as replicated, but it is not.
 
-        Collectives: object all-gathers.
+        Args:
+            known: The tensor: a parameter or an activation.
+
+        Collectives: an object all-gather per axis along which the values differ.
         """
         differ = [axis for axis in self.topology.model_axes if not known.equal_along(axis, self.topology)]
         contract = next(candidates(known, self.topology, (), None))
@@ -323,9 +353,9 @@ class Explainer:
         return self.differences.judge(found, value, size) == "kept"
 
     def _factor(self, contract: GradientContract, probes: Iterable[Probe]) -> float | None:
-        """Return the factor by which the gradient is too large under ``contract``.
+        """Return the derivative that ``contract`` predicts from the gradients, divided by the measured one.
 
-        Return None if the factors along different directions differ, or if it cannot be measured.
+        Return None if the factors along the directions of ``probes`` differ, or if a factor cannot be measured.
         """
         found: list[float] = []
         for probe in probes:
@@ -339,7 +369,7 @@ class Explainer:
         return sum(found) / len(found) if alike and abs(first) > 1e-9 else None
 
     def _even(self, probe: Probe) -> tuple[str, ...]:
-        """Return the axes along which all ranks have equal products <gradient, direction>."""
+        """Return the mesh axes along which all ranks have equal products <gradient, direction>."""
         found = []
         for axis in larger_axes(self.topology):
             groups = ([probe.products[r] for r in ranks if r in probe.products] for ranks in self.topology.groups(axis))
@@ -349,7 +379,10 @@ class Explainer:
 
 
 def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
-    """Return all axes of size ``factor``. Without any, return adjacent axes whose sizes multiply to it, or ()."""
+    """Return the mesh axes whose size is about ``factor``.
+
+    If there are none, return adjacent axes whose sizes multiply to about ``factor``; without such axes, return ().
+    """
     axes = larger_axes(topology)
     single = tuple(axis for axis in axes if abs(topology.size(axis) - factor) < 1e-3 * factor)
     if single:
@@ -364,12 +397,12 @@ def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
 def cause_of(
     known: KnownParameter, declared: GradientContract, found: Explanation, topology: Topology
 ) -> tuple[Cause, tuple[str, ...]]:
-    """Return the kind of mistake, and the axes along which the ranks' layouts or gradients are wrong.
+    """Return (kind of mistake, mesh axes along which the ranks' layouts or gradients are wrong).
 
     Args:
-        known: The parameter.
-        declared: Its declared contract.
-        found: The explanation of its gradient.
+        known: The parameter with a wrong gradient.
+        declared: The gradient contract of its declared layout.
+        found: The contract under which the gradient would be right.
         topology: The mesh.
     """
     differ = tuple(
@@ -402,17 +435,17 @@ def cause_of(
 
 # Location of a wrong backward: activations are tested like parameters, from the loss backwards ------------------------
 
-# Hooks add zeros to activations. The gradient of the zeros is the gradient of the activation, and it must be the
-# derivative of the loss, as for a parameter. If the gradient of a module's output is right and the gradient of its input
-# is wrong, the module's backward is wrong.
+# An activation is a tensor that a module receives or returns in forward. Hooks add zeros to activations. The gradient
+# of the zeros is the gradient of the activation, and it must be the derivative of the loss, as for a parameter. If the
+# gradient of a module's output is right and the gradient of its input is wrong, the module's backward is wrong.
 
 _MOST = 24  # largest number of activations that are tested
 
 
 class _Added:
-    """Zeros that a hook adds to an activation, and a copy of the activation.
+    """Zeros that a hook adds to a tensor in forward, and a copy of this tensor.
 
-    Both are None before the hook ran, and for an activation that is a DTensor or not of a float dtype.
+    Both are None before the hook ran, and if the tensor is a DTensor or not of a float dtype.
     """
 
     def __init__(self) -> None:
@@ -454,13 +487,13 @@ def _added(model: nn.Module, sites: Iterable[HookPoint]) -> Iterator[dict[HookPo
 
 @dataclass(frozen=True)
 class Fault:
-    """The place of a mistake: the backward between two hook points is wrong.
+    """The place of a mistake: the backward between two tensors of forward is wrong.
 
     Args:
-        wrong: The last hook point, in forward order, with a wrong gradient.
-        right: The next tested hook point, whose gradient is right; None: the loss.
+        wrong: The last tensor, in forward order, with a wrong gradient.
+        right: The next tested tensor in forward order, whose gradient is right. None: the loss.
         cause: The kind of mistake.
-        axes: The axes along which the ranks' gradients are wrong.
+        axes: The mesh axes along which the ranks' gradients are wrong; may be empty.
         likely: True: the cause is the most likely one, but not certain. Default: False.
     """
 
@@ -496,16 +529,17 @@ def locate_fault(
     events: Sequence[HookPoint],
     split: Mapping[str, tuple[str, ...]],
 ) -> Fault | None:
-    """Find the last hook point, in forward order, whose gradient is wrong; return its `Fault`, or None.
+    """Find the last input or output of a module, in forward order, whose gradient is wrong, and return its `Fault`.
 
-    The result is the same on all ranks. The gradients in ``.grad`` are overwritten. Only the last `_MOST` hook points are
-    tested.
+    Return None if no tested gradient is wrong. The result is the same on all ranks. The gradients in ``.grad`` are
+    overwritten. Only the last `_MOST` hook points are tested.
 
     Args:
         model: The model.
         differences: Computes central differences with respect to the model's parameters.
-        events: The hook points in forward order, the same on all ranks. A rank skips the modules that it does not have.
-        split: For each module, the axes that shard its parameters.
+        events: The inputs and outputs of modules in forward order, the same on all ranks. A rank skips modules that it
+            does not have.
+        split: {name of a module: the axes that shard its parameters}.
 
     Collectives: those of one forward and backward, of several forwards per hook point, and object all-gathers.
     """
@@ -537,8 +571,12 @@ def locate_fault(
 def _likeliest(place: Fault, split: Mapping[str, tuple[str, ...]]) -> Fault:
     """Return ``place`` with the likely cause "a sum is missing", if the backward of a single, sharded module is wrong.
 
-    A sum that is made twice would give a wrong factor, which is another cause. So most likely the sum over the ranks with
-    the other shards is missing. Other faults are returned unchanged.
+    In such a module, most likely the sum over the ranks that hold the other shards is missing: a sum that is made twice
+    would give a wrong factor, which is another cause. Other faults are returned unchanged.
+
+    Args:
+        place: The fault.
+        split: {name of a module: the axes that shard its parameters}.
     """
     inside = place.right is not None and place.right.module == place.wrong.module
     if place.cause == "backward is wrong" and inside and split.get(place.wrong.module):
@@ -549,7 +587,13 @@ def _likeliest(place: Fault, split: Mapping[str, tuple[str, ...]]) -> Fault:
 def _problem(
     known: KnownParameter, found: Explanation, explainer: Explainer
 ) -> tuple[Cause, tuple[str, ...], bool] | None:
-    """Return (cause, axes, True if the cause is uncertain) for an activation; None if its gradient is right."""
+    """Return (cause, axes, True if the cause is uncertain) for a wrong gradient of an activation; None if it is right.
+
+    Args:
+        known: The activation: the input or output of a module.
+        found: The contract under which its gradient is right.
+        explainer: Tests further contracts.
+    """
     topology = explainer.topology
     if found.contract is None:
         uneven = (axis for axis in larger_axes(topology) if axis in topology.model_axes and axis not in found.even)

@@ -35,9 +35,9 @@ from .explain import Cause, Explainer, Fault, ForwardOrder, ForwardRecord, HookP
 class Finding:
     """A mistake that `prove` found: a parameter whose reduced gradient is not the derivative of the loss.
 
-    If ranks that must compute the same forward do not, there is a single finding, with the name "the forward".
-
-    The reduced gradient is the gradient after the reductions over mesh axes that the declared layout requires.
+    The reduced gradient is the gradient after the reductions over mesh axes that the declared layout requires. If ranks
+    compute different values in forward where they must compute the same, there is a single finding, with the name
+    "the forward".
 
         proof = prove(model, lambda model: model(batch), registry)
         for finding in proof.findings:
@@ -46,12 +46,12 @@ class Finding:
     Args:
         name: Name of the parameter, followed by its pipeline stage if several stages use the name for different
             parameters.
-        module: Name of the module that holds the parameter. For "the forward": the last module with parameters in the part
-            of forward that differs; may be empty.
-        declared: The declared spec; None if the parameter has none, and in `infer`.
-        inferred: The spec with which the gradient would be right; None if no such spec was found.
+        module: Name of the module that holds the parameter; empty for the model itself. For "the forward": the last one
+            of the modules with parameters in which the difference may begin; empty if there are none.
+        declared: The declared spec. None if the parameter has none, in `infer`, and for "the forward".
+        inferred: The spec with which the gradient would be right. None if no such spec was found.
         cause: The kind of mistake.
-        axes: The mesh axes along which the ranks' layouts or gradients are wrong.
+        axes: The mesh axes along which the ranks' layouts, gradients or forwards are wrong; may be empty.
         factor: Factor by which the gradient is too large; below 1 if it is too small. None if no factor was found.
         text: Description of the most likely mistake.
     """
@@ -66,7 +66,7 @@ class Finding:
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values, with specs as text."""
+        """Return the fields as a dict of values that `json` can write, with specs as text."""
         specs = {"declared": self.declared, "inferred": self.inferred}
         return asdict(self) | {key: None if spec is None else repr(spec) for key, spec in specs.items()}
 
@@ -86,12 +86,13 @@ class Proof:
 
     Args:
         proved: Names of the parameters whose gradients are the derivative of the loss.
-        undecided: Names of the parameters without a result: the loss hardly depends on them, ``max_parameters`` left them
-            out, or ranks compute different forwards.
-        findings: One finding per wrong parameter, in the order in which forward uses the parameters.
-        where: Text about the module with a wrong backward, or about the first difference of the ranks' forwards. None if
-            no place was found.
-        forwards: Number of forwards of the model that the proof took.
+        undecided: Names of the parameters without a result: the loss hardly depends on them, ``max_parameters`` left
+            them out, or ranks compute different values in forward.
+        findings: One finding per wrong parameter, in the order in which forward uses the parameters. If ranks compute
+            different values in forward, a single finding, "the forward".
+        where: Text about the module with a wrong backward, or about the place in forward where ranks begin to differ.
+            None if no place was found.
+        forwards: Number of forwards of the model that ran.
     """
 
     proved: tuple[str, ...]
@@ -111,7 +112,7 @@ class Proof:
             raise AssertionError(str(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values, with specs as text."""
+        """Return the fields and `is_correct` as a dict of values that `json` can write, with specs as text."""
         return asdict(self) | {
             "findings": [finding.to_json() for finding in self.findings],
             "is_correct": self.is_correct,
@@ -144,9 +145,9 @@ def prove(
 
     No dense model is needed. `prove` adds a small multiple of a random direction to every parameter; replicas get equal
     directions, shards get distinct ones. The resulting change of the loss, a central difference, must equal the
-    derivative that the gradients predict under the declared specs. If it does not, `prove` searches for a spec with which
-    the gradient would be right, and for the module whose backward is wrong. `prove` cannot detect that the model computes
-    another function than the intended one, if it differentiates that function correctly.
+    derivative that the gradients predict under the declared specs. If it does not, `prove` searches for a spec with
+    which the gradient would be right, and for the module whose backward is wrong. `prove` cannot detect that the model
+    computes another function than the intended one, if it differentiates that function correctly.
 
     Call it on every rank, in a test, at the start of training or between two steps. Don't call it between a backward
     with ``overlap=True`` and its step: the step would reject the gradients. Dropout gets the same random
@@ -154,15 +155,15 @@ def prove(
 
     Args:
         model: A model whose parameters are declared with `declare`. Parallel layers and DTensors declare themselves.
-        loss_fn: Called with the model. It returns this rank's loss, the mean over this rank's samples, or None on a rank
-            without a loss. Ranks along model-parallel axes must return the same loss. `prove` differentiates the mean
-            over the data-parallel ranks. If ``loss_fn`` runs backward itself, as a pipeline schedule does, it returns the
-            detached loss or None.
+        loss_fn: Called with the model. It returns this rank's loss, the mean over this rank's samples, or None on a
+            rank without a loss. Ranks along model-parallel axes must return the same loss. `prove` differentiates the
+            mean over the data-parallel ranks. If ``loss_fn`` runs backward itself, as a pipeline schedule does, it
+            returns the detached loss or None.
         registry: The process groups.
         max_parameters: Largest number of parameters to check, spread evenly over the model. None: all. Default: None.
-        dtype: torch.float64: convert parameters and buffers to float64 during the proof, and ignore casts to lower dtypes
-            in the model. None: keep the parameters' dtypes; in float32, errors below half a percent are not detected.
-            Default: torch.float64.
+        dtype: torch.float64: convert parameters and buffers to float64 during the proof, and ignore casts to lower
+            dtypes in the model. None: keep the parameters' dtypes; in float32, errors below half a percent are not
+            detected. Default: torch.float64.
         seed: Seed of the random directions. Default: 0.
 
     Raises:
@@ -171,11 +172,11 @@ def prove(
         RuntimeError: ``loss_fn`` raised an error on another rank (a ValueError or TypeError there is the same type
             here). That rank logs the error at once. If this rank waits for it in a collective of the model, the
             collective must time out first.
-        TypeError: A parameter has half precision and ``dtype`` is None, a DTensor would have to be converted to float64,
-            or ``dtype`` is neither float64 nor None.
+        TypeError: A parameter has half precision and ``dtype`` is None; or a DTensor of a lower dtype would have to be
+            converted to float64; or ``dtype`` is neither float64 nor None.
 
-    Collectives: those of the model, in one forward and backward, and in about two more forwards per 64 right parameters;
-        object all-gathers over the world.
+    Collectives: those of the model in one forward and backward, in two forwards to measure rounding errors, and in
+        about two forwards per 64 right parameters, more for wrong ones. Also object all-gathers over the world.
     Host synchronization: yes.
     """
     return examine(model, loss_fn, registry, max_parameters, dtype, seed).proof
@@ -186,19 +187,19 @@ def prove(
 
 @dataclass(frozen=True)
 class InferredLayout:
-    """Result of `infer`. ``rules`` has the specs of this rank's parameters; the other fields are the same on all ranks.
+    """Result of `infer`. `rules` has the specs of this rank's parameters; the other fields are the same on all ranks.
 
         inferred = infer(model, lambda model: model(batch), registry)
         declare(model, inferred.rules)
 
     Args:
-        rules: Specs for `declare`, by full parameter name.
-        dims_unknown: Names of the parameters for which several choices of sharded dims are possible; the spec has one of
-            them. The gradient norm, clipping by it, and the steps of elementwise optimizers are the same with every
-            choice. Full-tensor optimizers (such as `Muon`), norms per row, and loading a checkpoint in another layout
-            depend on it.
-        proof: The `Proof` of these rules. If no spec makes a parameter's gradient right, the parameter has a finding and
-            no rule.
+        rules: {parameter name: spec}, for `declare`.
+        dims_unknown: Names of the parameters for which several choices of the sharded dims are possible; the spec has
+            one of them. The gradient norm, clipping by it, and the steps of elementwise optimizers are the same with
+            every choice. Full-tensor optimizers (such as `Muon`), norms per row, and loading a checkpoint in another
+            layout depend on the choice.
+        proof: The `Proof` of these rules. If no spec makes a parameter's gradient right, the parameter has a finding
+            and no rule.
     """
 
     rules: dict[str, P]
@@ -228,7 +229,8 @@ def infer(
 ) -> InferredLayout:
     """Find a spec for every trainable parameter, and return the specs with their proof.
 
-    Declarations are not used, except placements of DTensors, and whether a parameter is tied between pipeline stages.
+    Declarations are not used, except the placements of DTensors, and whether a parameter is tied between pipeline
+    stages or owned by one of them.
 
         print(infer(model, lambda model: model(batch), registry))
 
@@ -238,12 +240,12 @@ def infer(
         ...
     ```
 
-    If ranks have equal values of a parameter, they hold replicas; otherwise they hold shards. The loss decides which
-    gradients are complete and which are partial, as in `prove`. A parameter whose elements all have one value on all
-    ranks, such as the ones of a norm or the zeros of a bias, may be sharded or replicated. Sharded is tried first if
-    another parameter of its module is sharded. Parameters with the same name on several pipeline stages count as
-    different, unless they are declared tied or owned. If the result is uncertain, initialise the parameters at random,
-    or pass ``shapes``.
+    If ranks have equal values of a parameter, they hold replicas; otherwise they hold shards. Changes of the loss
+    decide which gradients are complete and which are partial, as in `prove`. A parameter whose elements all have one
+    value on all ranks, such as the ones of a norm or the zeros of a bias, may be sharded or replicated. Sharded is
+    tried first if another parameter of its module is sharded, or if ``shapes`` has its shape. Parameters with the same
+    name on several pipeline stages count as different, unless they are declared tied or owned. If the result is
+    uncertain, initialise the parameters at random, or pass ``shapes``.
 
     Args:
         model, loss_fn, registry, dtype, seed: As in `prove`.
@@ -251,8 +253,9 @@ def infer(
             They determine which dims are sharded. None: if several dims are possible, one is guessed. Default: None.
 
     Raises:
-        ValueError: On every rank: the shape of a shard does not fit the full shape in ``shapes``. Other errors as in
-            `prove`.
+        ValueError: On every rank: the shape of a shard does not fit the full shape in ``shapes``, or a loss is missing,
+            not finite or not a single number.
+        RuntimeError, TypeError: As in `prove`.
 
     Collectives: as in `prove`. If the first guess of a parameter's layout is wrong, more forwards are needed.
     Host synchronization: yes.
@@ -289,7 +292,7 @@ def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str,
 
 
 def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> GradientContract:
-    """Return the most likely contract of a parameter. Along the mesh dims of a DTensor, use its placements."""
+    """Return the most likely gradient contract of a parameter. Along the mesh axes of a DTensor, use its placements."""
     contract = next(candidates(known, topology, split_beside(known, everything, topology), None), None)
     if contract is None:
         held = " or ".join(sorted({str(seen.shape) for seen in known.seen.values()}))
@@ -306,7 +309,7 @@ def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology
 
 
 def shortened(rules: Mapping[str, P]) -> dict[str, P]:
-    """Return the rules with layer numbers in names replaced by ``*`` where all these names have the same spec."""
+    """Return the rules with layer indices in names replaced by ``*`` if all names of a pattern have one spec."""
     by_pattern: dict[str, set[P]] = {}
     for name, spec in rules.items():
         by_pattern.setdefault(_pattern(name), set()).add(spec)
@@ -329,10 +332,10 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
 
     Args:
         cause: The kind of mistake.
-        axes: The mesh axes along which the ranks' layouts or gradients are wrong.
+        axes: The mesh axes along which the ranks' layouts, gradients or forwards are wrong.
         factor: Factor by which the gradient is too large.
-        spec: The right spec; None if it is not known.
-        where: Description of the wrong backward; None if it was not located.
+        spec: The right spec. None if it is not known.
+        where: Description of the place of the wrong backward. None if it was not located.
     """
     over = " x ".join(map(repr, axes)) or "some axis"
     either = " or ".join(map(repr, axes)) or "no axis of this size"
@@ -372,8 +375,9 @@ def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | N
 
 # The steps of a proof: predict derivatives from gradients, compare them with the loss, explain differences ------------
 
-# Number of wrong parameters whose causes `prove` searches: the first and the last in forward order. The others are mostly
-# wrong for the same reason, and their findings get the cause "backward is wrong" at first. `infer` searches all causes.
+# Number of wrong parameters whose causes `prove` searches: the first four and the last four in forward order. The other
+# parameters are mostly wrong for the same reason. Their findings get the cause "backward is wrong", which the place of
+# a wrong backward may replace. `infer` searches the causes of all wrong parameters.
 EXPLAINED = 8
 
 
@@ -382,8 +386,9 @@ class Examined:
     """Result of `examine`.
 
     Args:
-        proof: The findings.
-        contracts: Gradient contract of each parameter that is right or undecided, by label.
+        proof: The result for the user.
+        contracts: The gradient contract of each checked parameter that is right or undecided, by the parameter's label.
+            Empty if ranks compute different values in forward.
         known: The parameters that were checked.
     """
 
@@ -408,12 +413,12 @@ def examine(
     Args:
         model, loss_fn, registry, dtype, seed: As in `prove`.
         most: ``max_parameters`` of `prove`.
-        contracts_of: For `infer`: called once on each rank, and returns a first guess of each parameter's contract, by
-            label. Declared specs are not used. If another contract makes a gradient right, it replaces the guess, without
-            a finding. None: check the declared specs.
+        contracts_of: For `infer`: called once on each rank, and returns a first guess of each parameter's gradient
+            contract, by the parameter's label. Declared specs are then not checked. If another contract makes a
+            gradient right, it replaces the guess, without a finding. None: check the declared specs.
 
     Raises:
-        TypeError: ``dtype`` is neither None nor float64. Other errors as in `prove`.
+        ValueError, RuntimeError, TypeError: As in `prove`; also the errors of ``contracts_of``.
 
     Collectives: as in `prove`.
     Host synchronization: yes.
@@ -431,7 +436,7 @@ def examine(
 
 
 class _Examination:
-    """One run of `examine`. All of its attributes except tensors and the model are the same on all ranks."""
+    """One run of `examine`. The constructor runs forward and backward once, and `run` does the rest."""
 
     def __init__(
         self,
@@ -499,7 +504,7 @@ class _Examination:
         return Examined(proof, {label: self.contracts[label] for label in decided}, self.known)
 
     def _forward_order(self) -> ForwardOrder:
-        """Return the order in which modules ran, gathered from all ranks. All ranks call it, after a mistake was found.
+        """Return the order in which modules ran, gathered from all ranks. Every rank must call it.
 
         Collectives: an object all-gather.
         """
@@ -508,7 +513,7 @@ class _Examination:
     def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
         """Return (wrong parameters, undecided parameters).
 
-        The first is a dict from labels to causes; the cause is None if it must still be searched.
+        The wrong parameters are a dict {label of the parameter: cause}. The cause is None if it must still be searched.
         """
         suspects: dict[str, Cause | None] = {}
         promises = []
@@ -527,9 +532,10 @@ class _Examination:
     # Predictions of the gradients -------------------------------------------------------------------------------------
 
     def _promises(self) -> list[tuple[KnownParameter, Promise | None]]:
-        """Return each parameter with the derivative that its gradients predict.
+        """Return (parameter, derivative that its gradients predict along a random direction) pairs.
 
-        The prediction is None if ranks predict different values although the contract requires equal ones.
+        The prediction is None if ranks predict different values although the gradient contract requires equal ones, and
+        the values are large enough to be measured.
         """
         directions = [
             (known, self.measured.direction(known, self.contracts[known.label], self.seed)) for known in self.known
@@ -557,10 +563,10 @@ class _Examination:
         return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in contract.by_axis)
 
     def _contradicted(self, known: KnownParameter, contract: GradientContract) -> bool:
-        """Return True if the values of the parameter contradict ``contract``.
+        """Return True if the values of the parameter on the ranks contradict ``contract``.
 
-        They do if ranks that must hold replicas have different values, or if ranks that must hold different shards have
-        equal values. Tensors whose elements are all equal may be equal shards.
+        They do if ranks that must hold replicas have different values. They also do if ranks that must hold different
+        shards have equal values, unless all elements of a shard are equal.
         """
         return self._copies_differ(known, contract) or self._pieces_alike(known, contract)
 
@@ -587,10 +593,14 @@ class _Examination:
         return found
 
     def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
-        """Return the finding of a suspected parameter, after a search for its cause.
+        """Search the cause of a wrong gradient, and return the parameter's finding.
 
-        Return None if its gradient turns out to be right, or if, in `infer`, another `GradientContract` makes it right. A
-        contract says how the ranks' gradients relate to the full gradient. It is then stored in ``contracts``.
+        Return None if its gradient turns out to be right. In `infer`, also return None if another `GradientContract`
+        makes the gradient right; this contract is then stored in ``self.contracts``.
+
+        Args:
+            known: The parameter.
+            cause: The cause of the finding. None: search it.
         """
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
@@ -633,9 +643,15 @@ class _Examination:
     # Location of a wrong backward -------------------------------------------------------------------------------------
 
     def _place(self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]) -> Fault | None:
-        """Locate the module whose wrong backward makes the gradients of modules before it wrong.
+        """Return the place of the wrong backward that makes the gradients of earlier modules wrong.
 
-        If there are several, return the last one in forward order. Return None if no such module is found.
+        If there are several places, return the last one in forward order. Return None if none is found, or if the
+        findings do not suggest a wrong backward.
+
+        Args:
+            order: The order in which modules ran.
+            wrong: The parameters with findings, in forward order.
+            findings: The findings.
         """
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}
@@ -651,7 +667,7 @@ class _Examination:
         return place
 
     def _split(self) -> dict[str, tuple[str, ...]]:
-        """Return the model axes that shard each module's parameters, by module name."""
+        """Return {module name: the model-parallel axes that shard a parameter of the module}."""
         found: dict[str, tuple[str, ...]] = {}
         for known in self.known:
             apart = tuple(axis for axis in self.contracts[known.label].apart if axis in self.topology.model_axes)
@@ -659,19 +675,19 @@ class _Examination:
         return found
 
     def _placed(self, finding: Finding, place: Fault) -> Finding:
-        """Return ``finding`` with cause, axes and text of ``place``, if its own cause is only "backward is wrong"."""
+        """Return ``finding``, with cause, axes and text of ``place`` if its own cause is "backward is wrong"."""
         if finding.cause != "backward is wrong":
             return finding
         text = describe_cause("backward is wrong", finding.axes, 1.0, None, place.inside)
         return replace(finding, cause=place.cause, axes=place.axes or finding.axes, text=text)
 
     def _other_forward(self, order: ForwardOrder, axis: str, until: HookPoint | None) -> Examined:
-        """Return the result for a model whose ranks compute different forwards along ``axis``; no proof is possible then.
+        """Return the result if ranks compute different values in forward, where no proof is possible.
 
         Args:
             order: The order in which modules ran.
-            axis: The axis along which the ranks' forwards differ, although they must be equal.
-            until: The first hook point that is known to differ; None: the loss.
+            axis: The mesh axis along which the ranks' values differ, although they must be equal.
+            until: The first input or output of a module that is known to differ. None: the loss.
         """
         last, modules = order.before_unequal(axis, until)
         since = "They agree at no recorded tensor" if last is None else f"They agree last at {last}"

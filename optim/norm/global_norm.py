@@ -1,11 +1,12 @@
-"""Compute global norms by a reduction plan: local powers -> one packed all-reduce -> norms.
+"""Global norms of sharded gradients, computed by one packed all-reduce.
 
-    total_norm = (sum over param groups of sum over their gradients of sum of |g|^p)^(1/p)
+    total_norm = (sum of |g|^p over all elements g of all gradients)^(1/p)
 
-The *power* of a tensor is the sum of |x|^p of its elements. The packed vector holds one power per param group. On request
-it also holds one power per parameter or unit, and powers of the weights. The power of a shard is divided by the shard's
-replication factor. The length of the vector and the ranks of the collective are equal on all ranks, whichever shards a
-rank holds. A NaN or inf in any gradient makes the sum NaN or inf, so the vector needs no element for an overflow flag.
+The *power* of a tensor is the sum of |x|^p over its elements. Each rank computes the powers of its shards, and divides
+the power of a shard by the number of ranks that hold the same shard. The packed vector has one power per param group.
+On request it also has one power per parameter or unit, and powers of the weights. One all-reduce sums the vector over
+all ranks. Its length is equal on all ranks, whichever shards a rank holds. A NaN or inf in any gradient makes the sum
+NaN or inf, so the vector needs no element for an overflow flag.
 
 For p = inf, a MAX all-reduce would lose a NaN on some backends. For p >= `HIGH`, powers often leave float64's range. In
 both cases one all-gather collects norms instead of powers, and every rank combines them.
@@ -36,24 +37,25 @@ from .powers import HIGH, accumulation_dtype, are_alike, local_powers, p_norm
 
 
 class GlobalNorm:
-    """Computes the global norms of the gradients of one plan.
+    """Computes the global norms of gradients, as a reduction plan describes.
 
         norm = GlobalNorm(optimizer.plan, optimizer.registry)
         norms = norm([row.grad_tensor.grad for row in optimizer.stepped_tensors()])
 
     Args:
-        plan: The reduction plan. With ``reduction="per_group"`` or ``per_parameter=True`` the collectives depend on it, so
-            `norm.plan_agreement.agree` must have returned it.
+        plan: The reduction plan. With ``reduction="per_group"`` or ``per_parameter=True`` the collectives depend on it,
+            so use a plan that `norm.plan_agreement.agree` returned.
         registry: The process groups.
         norm_type: p >= 1, or inf. Default: 2.
-        reduction: ``"packed"`` (default): one all-reduce over all ranks. ``"per_group"``: one all-reduce per bucket over
-            exactly its axes, and one all-reduce of the overflow flag over all ranks. For p >= `HIGH`, inf included, norms
-            are all-gathered instead of all-reduced.
-        per_parameter: True: compute the norm of each logical parameter too. Default: False, unless ``weights_at`` is
-            "parameters".
-        units: Units whose norms are computed too; requires "packed". None (default): no units.
-        weights_at: Level at which norms of the weights are computed too: "total", "groups", "parameters" or, with
-            ``units``, "units"; requires "packed". None (default): no norms of weights.
+        reduction: ``"packed"`` (default): one all-reduce over all ranks. ``"per_group"``: one all-reduce per
+            `NormBucket` of the plan, over exactly the axes of the bucket, and one all-reduce of a flag for non-finite
+            gradients over all ranks. For p >= `HIGH` = 12, inf included, norms are all-gathered instead of all-reduced.
+        per_parameter: True: also compute the norm of each logical parameter; ``weights_at="parameters"`` implies it.
+            Default: False.
+        units: Slices of parameters, such as rows of weights, whose norms are also computed; requires "packed". None
+            (default): no units.
+        weights_at: Also compute norms of the weights, at this level: "total", "groups" (param groups), "parameters" or,
+            with ``units``, "units"; requires "packed". None (default): no norms of weights.
     Raises:
         TypeError: ``norm_type`` is not a number.
         ValueError: ``norm_type`` or ``reduction`` is invalid, or ``reduction`` does not support ``units`` or
@@ -98,12 +100,12 @@ class GlobalNorm:
 
         Args:
             gradients: One gradient per entry of the plan; None counts as zero.
-            extra: 1-dim tensor that the same collective sums over all ranks; the sum is ``Norms.extra``. None (default):
-                ``Norms.extra`` is empty.
-            weights: The weights, one per entry; needed with ``weights_at``. Default: none.
+            extra: 1-dim tensor that the collective over all ranks also sums; the sum is ``Norms.extra``. None
+                (default): ``Norms.extra`` is empty.
+            weights: The weights, one per entry of the plan; needed with ``weights_at``. Default: none.
         Collectives: with "packed", one over all ranks; with "per_group", one per bucket that is summed over several ranks,
             and one over all ranks. None in a world of one rank.
-        Host synchronization: none.
+        Host synchronization: none if all tensors are on the registry's device.
         """
         here = [gradient for gradient in gradients if gradient is not None]
         all_here = len(here) == len(gradients)
@@ -127,9 +129,9 @@ class GlobalNorm:
     def _unit_and_weight_powers(
         self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
-        """Return this rank's powers of the units' gradients, and its powers of the weights at the level ``weights_at``.
+        """Return a list of this rank's powers of the units' gradients and of its weights at the level ``weights_at``.
 
-        Powers are weighted as in `_divide_by_replicas`. Powers that are not requested are left out.
+        Powers of shards are divided by their replication factors. The list omits powers that are not requested.
         """
         found = []
         if self.units is not None:
@@ -152,15 +154,20 @@ class GlobalNorm:
         return powers.pow(1 / self.norm_type) if HIGH <= self.norm_type < inf else powers
 
     def _combine(self, values: Tensor) -> Tensor:
-        """Return the sum of powers, or the p-norm of norms if the collective carries norms; 0-dim."""
+        """Return the sum of ``values``, 0-dim, if they are powers; for p >= `HIGH` they are norms: return their p-norm."""
         if len(values) == 1:
             return values[0]
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 
     def _divide_by_replicas(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Return the powers of shards divided by their replication factors; for p = inf the unchanged largest values.
+        """Return the powers of shards, divided by their replication factors.
 
-        If the collective carries norms, divide them by the p-th root of the replication factors.
+        For `HIGH` <= p < inf, ``powers`` are norms and are divided by the p-th root of the factors. For p = inf they
+        are returned unchanged.
+
+        Args:
+            powers: One power per index in ``present``.
+            present: Indices of plan entries.
         """
         if self.norm_type == inf or not self._has_replicas:
             return powers
@@ -218,7 +225,8 @@ class GlobalNorm:
             total = p_norm(torch.stack([total, vector]), self.norm_type) if self._by_norms else total + vector
         if plan.topology.world_size > 1:
             flags = self._all_reduce(flags, self.registry.group(*plan.topology.axes))
-        # A NaN or inf on one of several replicas must make the norm non-finite on all ranks.
+        # With "per_group" not every replica adds its power. A NaN in any replica must still make the norm NaN on all
+        # ranks.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _local_slots(self, powers: Tensor, present: list[int]) -> list[Tensor]:
@@ -229,7 +237,7 @@ class GlobalNorm:
     def _group_powers(self, powers: Tensor, present: list[int]) -> Tensor:
         """Return one power per param group, combined from its gradients, [param groups]; 0 for a group without gradients.
 
-        If the collective carries norms, it is a norm.
+        For p >= `HIGH`, the values are norms.
         """
         if not present:
             return powers.new_zeros(self.plan.num_groups)
@@ -279,7 +287,7 @@ def _invert_permutation(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-# Named fields that the collective of the norm sums as well -----------------------------------------------------------
+# Named fields that the collective of the norm also sums --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -338,17 +346,18 @@ class PackedSum:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return True if the glob ``pattern`` matches the parameter name ``name``, with or without its ``@stage`` suffix."""
+    """Return True if the glob ``pattern`` matches ``name``, with or without a suffix such as ``@pipe=1``."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("@")[0], pattern)
 
 
 @dataclass(frozen=True)
 class Named:
-    """The named groups of a plan's logical parameters. The last group holds the parameters that no pattern matches.
+    """A division of the logical parameters into groups, one per name pattern, and one of all remaining parameters.
 
     Args:
-        groups: For each logical parameter the index of its group: the first pattern that matches its name.
-        count: Number of groups, including the last one.
+        groups: For each logical parameter the index of the first pattern that matches its name; ``count - 1`` if no
+            pattern matches.
+        count: Number of patterns + 1.
     """
 
     groups: tuple[int, ...]
@@ -356,7 +365,9 @@ class Named:
 
     @classmethod
     def of(cls, names: Sequence[str], patterns: Sequence[str]) -> Named:
-        """Return the named groups for the logical parameters ``names``, which must be equal on every rank.
+        """Return the groups of the logical parameters ``names`` for ``patterns``, which are globs.
+
+        Both arguments must be equal on every rank.
 
         Raises:
             ValueError: A pattern is the first match of no parameter.
@@ -378,8 +389,12 @@ class Named:
         return cls(groups, len(patterns) + 1)
 
     def norms(self, parameters: Tensor, norm_type: float, constants: Constants) -> Tensor:
-        """Return the p-norm of each group, [count], from the norms of all logical parameters. An empty group has norm 0.
+        """Return the p-norm of each group, [count]. A group without parameters has norm 0.
 
+        Args:
+            parameters: The norm of each logical parameter, 1-dim.
+            norm_type: p.
+            constants: A cache for the group indices on the device.
         Host synchronization: none.
         """
         index = constants(("named", self.groups), lambda: self.groups, torch.int64, parameters.device)
@@ -394,9 +409,9 @@ class Named:
 # parts to the elements of their units, and the packed collective sums the vector over all ranks.
 
 UnitDim = int | Mapping[str, int]
-"""The dim along which units are counted: one dim for all parameters, or a dim per glob over parameter names.
+"""The dim along which a parameter is divided into units, such as 0 for rows; or a dict from name globs to dims.
 
-In the second case, a parameter that no glob matches has dim 0.
+The first glob that matches a parameter's name gives its dim; without a match it is 0.
 """
 
 
@@ -405,10 +420,10 @@ class Units:
     """The units (slices along a dim, such as rows) of a plan's logical parameters, and this rank's parts of them.
 
     Args:
-        dims: For each logical parameter the dim along which its units are counted. None: the parameter is one unit,
+        dims: For each logical parameter the dim along which it is divided into units. None: the parameter is one unit,
             because it has fewer than two dims.
-        starts: For each logical parameter the index of its first unit in the packed vector of all units; at the end the
-            number of units.
+        starts: For each logical parameter the index of its first unit among the units of all parameters. The last
+            element is the number of units.
         slots: For each entry of the plan the index of its logical parameter.
         regions: For each entry the part of the full tensor that this rank holds.
     """
@@ -420,14 +435,15 @@ class Units:
 
     @classmethod
     def of(cls, plan: ReductionPlan, regions: Sequence[Region | None], unit_dim: UnitDim = 0) -> Units:
-        """Return the units of a plan that was agreed with ``names=True``.
+        """Return the units of a plan.
 
         Args:
-            plan: The agreed plan.
-            regions: For each entry the part of the full tensor that this rank holds; None if shards have unequal sizes.
-            unit_dim: See `UnitDim`. Default: 0, the rows of each weight.
+            plan: A plan with parameter names (`norm.plan_agreement.agree` with names).
+            regions: For each entry the part of the full tensor that this rank holds; None if it is not known.
+            unit_dim: The dim along which parameters are divided into units, or a dict from name globs to dims. Default:
+                0, the rows of each weight.
         Raises:
-            ValueError: A parameter has shards of unequal sizes, or does not have the dim.
+            ValueError: A parameter has shards of unequal sizes, or has two or more dims but not the given one.
         """
         dims = tuple(
             _dim_of(name, shape, unit_dim)
@@ -447,15 +463,15 @@ class Units:
         return self.starts[-1]
 
     def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
-        """Return one power per unit of the model, [count] float64. The power of units that this rank does not hold is 0.
+        """Return this rank's power of each unit of the model, [count] float64; 0 for units that it does not hold.
 
-        The power is the sum of |x|^p over this rank's part of the unit, times the entry's weight. For p = inf it is the
-        largest |x|, without a weight. Host synchronization: none.
+        The power is the sum of |x|^p over this rank's part of the unit, times the weight. For p = inf it is the largest
+        |x|, without a weight. Host synchronization: none.
 
         Args:
-            tensors: One tensor per entry; None counts as zero.
+            tensors: One tensor per entry of the plan; None counts as zero.
             norm_type: p >= 1, or inf.
-            weights: One weight per entry.
+            weights: One weight per entry: 1 / its replication factor.
         """
         device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
         totals = torch.zeros(self.count, dtype=torch.float64, device=device)
@@ -470,7 +486,13 @@ class Units:
         return totals
 
     def multiply_(self, index: int, gradient: Tensor, factors: Tensor) -> None:
-        """Multiply this rank's part of every unit of entry ``index`` by the unit's factor, in place."""
+        """Multiply this rank's part of each unit of one parameter by the unit's factor, in place.
+
+        Args:
+            index: Index of the parameter's entry in the plan.
+            gradient: The gradient of this rank's shard.
+            factors: One factor per unit of the model, [count].
+        """
         for first, dim, part in self._parts(index, gradient):
             if dim is None:
                 part.mul_(factors[first].to(part))
@@ -479,11 +501,11 @@ class Units:
             part.mul_(factors[first : first + part.shape[dim]].to(part).view(shape))
 
     def _parts(self, index: int, tensor: Tensor | None) -> list[tuple[int, int | None, Tensor]]:
-        """Split entry ``index`` into the blocks of its region.
+        """Split the shard of entry ``index`` into blocks that are rectangles of the full tensor.
 
         Returns:
-            Per block: the position of its first unit in the packed vector, the dim along which its units are counted (None:
-            the block is one unit), and the block.
+            Per block: the index of its first unit among all units, the dim along which it is divided into units (None:
+            the block belongs to one unit), and the block.
         """
         if tensor is None or not tensor.numel():
             return []

@@ -1,7 +1,4 @@
-"""Options and results of a measurement.
-
-A measurement computes the norms of a step's gradients and compares ranks, in one collective.
-"""
+"""Options and results of the measurement in a step: norms of the gradients, and comparisons of ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +26,16 @@ class Norms(NamedTuple):
         print(float(norms.total))
 
     Args:
-        total: 0-dim: the norm of all parameters.
+        total: 0-dim: the norm of all gradients.
         groups: [param groups]: one norm per param group.
-        parameters: [logical parameters]: one norm per logical parameter; empty if they are not measured.
-        extra: The ``extra`` of `GlobalNorm`, summed over all ranks.
-        units: [units of all parameters]: one norm per unit; empty if units are not measured.
-        weights: Norms of the weights at the level ``weights_at`` of `GlobalNorm`, 1-dim: a single one for "total". Empty if
-            not requested.
-        named: [patterns + 1]: one norm per pattern, and one of all parameters that match no pattern; see `Named`. Empty
-            without patterns.
+        parameters: [logical parameters]: one norm per logical parameter; empty if not requested.
+        extra: 1-dim: the argument ``extra`` of `GlobalNorm.__call__`, summed over all ranks; no norm.
+        units: [units of all parameters]: one norm per unit, a slice of a parameter such as a row; empty if not
+            requested.
+        weights: 1-dim: norms of the weights instead of the gradients: one for all weights, or one per param group,
+            parameter, named group or unit. Empty if not requested.
+        named: [patterns + 1]: one norm per name pattern of a clipping rule such as `ByName`, and one of all parameters
+            that match no pattern. Empty without patterns.
     """
 
     total: Tensor
@@ -86,7 +84,7 @@ Commit = Callable[[], bool | Tensor]
 
 
 def check_every(every: object, said: str) -> None:
-    """Raise ValueError unless ``every`` is an integer >= 1. ``said``: the argument as text, for the error."""
+    """Raise ValueError unless ``every`` is an integer >= 1. The error text begins with ``said``, the argument as text."""
     if not is_whole(every, 1):
         raise ValueError(f"{said}: give a whole number of steps >= 1")
 
@@ -115,7 +113,7 @@ class Fingerprints:
     * A gradient that was wrong before it was averaged is equally wrong on all replicas, so it is not detected.
     * With master weights, every step overwrites the half-precision weights. So a flipped bit in such a weight lasts for one
       step only, and most comparisons do not see it.
-    * Only tensors in the optimizer's ``state`` are compared.
+    * Of the optimizer states, only tensors in the optimizer's ``state`` attribute are compared.
     * Replicas must be updated bitwise identically, so kernels that add in no fixed order are not supported. Neither is
       `Offloaded` if it may update one replica on the CPU and another on the device.
 
@@ -138,11 +136,12 @@ CheckReplicas = bool | Literal["first"] | Fingerprints
 def check_measurement(
     norm_type: float, reduction: Reduction, check_replicas: CheckReplicas, commit: Commit | None
 ) -> None:
-    """Check arguments of `ParallelOptimizer`.
+    """Check four arguments of `ParallelOptimizer`.
 
     Raises:
-        TypeError: ``norm_type`` is not a number, or ``commit`` is not callable.
-        ValueError: Another argument, or the value of ``norm_type``, is invalid.
+        TypeError: ``norm_type`` is not a number, or ``commit`` is neither callable nor None.
+        ValueError: ``norm_type`` is below 1 or NaN, or ``reduction`` or ``check_replicas`` has none of its allowed
+            values.
     """
     checked_norm_type(norm_type)
     checked_reduction(reduction)
@@ -160,7 +159,7 @@ def check_measurement(
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
     """Return min(1, max_norm / (norm + 1e-6)) elementwise; ones if ``max_norm`` is None.
 
-    The coefficient of a non-finite norm is 0 or NaN. It is not applied, because the step is skipped.
+    For a non-finite norm it is 0 or NaN. Callers do not apply it then, because they skip the step.
     """
     return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
@@ -189,7 +188,7 @@ class GradStats:
         found_inf: 0-dim float32: 1 if the norm is non-finite, or if some gradients were computed without the loss scale of
             `backward`. The step is then skipped. See `skipped` for all reasons to skip.
         group_norms: [number of param groups]: the global p-norm per param group.
-        loss_scale: 0-dim float32: the factor on the loss in backward. None in modes without a loss scale.
+        loss_scale: 0-dim: the factor on the loss in backward. None without a loss scale.
         parameter_norms: The global p-norm of each logical parameter, by name. Empty without ``per_parameter_norms=True``.
         rejected: 0-dim float32: 1 if ``commit=`` of any rank rejected the step, else 0. None without ``commit=``.
         replicas_diverged: 0-dim float32: 1 from the step in which replicas differed until the error is raised, else 0. None
@@ -219,7 +218,7 @@ class GradStats:
 
     @property
     def skipped(self) -> Tensor:
-        """Return a 0-dim float32 tensor: 1 if the step is skipped for any reason, else 0. Host synchronization: none."""
+        """Return a 0-dim float32 tensor: 1 if the step is skipped, else 0. Host synchronization: none."""
         all_reasons = self.found_inf, self.rejected, self.replicas_diverged, self.spiked, self.ranks_disagree
         reasons = [reason for reason in all_reasons if reason is not None]
         if len(reasons) > 2:
@@ -231,7 +230,7 @@ class GradStats:
         coef = clip_coefficient(self.total_norm, max_norm)
         return torch.where(self.total_norm < inf, coef, torch.ones_like(coef))
 
-    # The report in place of the tensor that torch.nn.utils.clip_grad_norm_ returns ----------------------------------------
+    # Methods of the tensor that torch.nn.utils.clip_grad_norm_ returns ----------------------------------------------------
 
     def __float__(self) -> float:
         """Return ``total_norm`` as a number. Host synchronization: one."""
@@ -246,7 +245,7 @@ class GradStats:
         return self.total_norm
 
     def __format__(self, spec: str) -> str:
-        """Return ``total_norm`` in the format ``spec``, such as ``.3f``; with an empty ``spec``, ``str(self)``."""
+        """Return ``total_norm`` in the format ``spec``, such as ``.3f``; with an empty ``spec``, return ``str(self)``."""
         return format(float(self), spec) if spec else str(self)
 
     def __lt__(self, other: Any) -> Any:

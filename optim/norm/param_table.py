@@ -1,4 +1,4 @@
-"""One record per tensor that the optimizer steps."""
+"""The table of the tensors that the optimizer steps, with one row per tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .plan import ParameterEntry, ReductionPlan
 
 @dataclass(frozen=True, eq=False)
 class ParamPosition:
-    """A position in the param groups and its tensor, which parameter transforms, such as master weights, replace.
+    """A position in the optimizer's param groups, and the tensor at this position.
+
+    Parameter transforms, such as master weights, replace the model's parameters in the param groups by other tensors.
 
         for position in optimizer.stepped_tensors():  # `SteppedTensor` is a subclass
             print(position.name, tuple(position.tensor.shape))
@@ -26,9 +28,9 @@ class ParamPosition:
         name: Name of the model parameter.
         param: The model parameter: this rank's shard of it; of a DTensor its local tensor.
         tensor: The tensor that the optimizer holds at this position.
-        offset: The first element of ``tensor`` in the flattened (row-major) ``param``.
-        path: The earlier tensors at this position, in order; the first one is the tensor that the optimizer was given.
-            Empty if ``tensor`` was never replaced.
+        offset: Index of the first element of ``tensor`` in the flattened (row-major) ``param``. Default: 0.
+        path: For each parameter transform the tensor at this position before the transform, in order. The first one is
+            the tensor that the optimizer was given. Empty (default) before any transform.
     """
 
     index: int
@@ -48,7 +50,7 @@ class ParamPosition:
 
         Args:
             tensor: The new tensor.
-            offset: The first element of the new tensor in the flattened old one.
+            offset: Index of the first element of the new tensor in the flattened old tensor.
             is_param: True: the new tensor also replaces ``param``.
         """
         param = tensor if is_param else self.param
@@ -67,15 +69,17 @@ class SteppedTensor(ParamPosition):
     master weight.
 
     Args:
-        entry: The layout of the tensor whose gradient is measured: its spec, shape, dtype, param group, and whether it is
-            trained.
-        model_entry: The layout of the model parameter.
-        region: The part of the full tensor that the stepped tensor holds. None if it is not known, as with shards of
-            unequal sizes.
-        grad_tensor: The tensor whose gradient is reduced, measured, clipped and stepped with.
-        replica_tensor: The tensor whose values are equal on all ranks that hold a replica.
+        entry: The row's entry in the reduction plan: spec, shape and param group of the tensor whose gradient is
+            measured.
+        model_entry: The entry of the model parameter in the plan of the model parameters.
+        region: The part of the full tensor that ``tensor`` holds. None if it is not known, as with shards of unequal
+            sizes.
+        grad_tensor: The tensor whose ``.grad`` is reduced, measured and clipped.
+        replica_tensor: The tensor that the first-step replica check compares with its replicas on other ranks:
+            ``tensor``, or the tensor before a transform that may replace it on some of these ranks only (CPU offload).
         num_replicas: Number of ranks that hold the same shard.
-        logical_index: Index of the logical parameter's name in ``plan.parameter_names``; None if the plan has no names.
+        logical_index: Index of the logical parameter's name in ``ReductionPlan.parameter_names``; None if ranks did not
+            exchange names.
     """
 
     entry: ParameterEntry = field(kw_only=True)
@@ -88,7 +92,7 @@ class SteppedTensor(ParamPosition):
 
     @property
     def spec(self) -> P:
-        """Return how the stepped tensor is laid out over the mesh."""
+        """Return the layout of the stepped tensor over the mesh."""
         return self.entry.spec
 
     @property
@@ -107,8 +111,8 @@ class ParamTable:
     """The stepped tensors of this rank, in the order of the param groups.
 
     Args:
-        rows: One record per stepped tensor.
-        plan: The reduction plan of their gradients, with one entry per row.
+        rows: One row per stepped tensor.
+        plan: The reduction plan of the rows' gradients, with one entry per row.
         model_plan: The reduction plan of the model parameters, with one entry per model parameter.
     """
 
@@ -133,7 +137,7 @@ class ParamTable:
         return [row.tensor for row in self.rows]
 
     def with_specs(self, spec_of: Callable[[SteppedTensor], P]) -> ParamTable:
-        """Return the table with other specs, in its rows and in its plan's entries. The plan's buckets are unchanged."""
+        """Return a table with ``spec_of(row)`` as the spec of each row and plan entry. The plan's buckets are unchanged."""
         rows = tuple(replace(row, entry=replace(row.entry, spec=spec_of(row))) for row in self.rows)
         return replace(self, rows=rows, plan=replace(self.plan, entries=tuple(row.entry for row in rows)))
 
@@ -154,7 +158,7 @@ def make_table(
     Args:
         positions: The positions after all parameter transforms.
         grad_tensors: For each position the tensor whose gradient is measured.
-        replica_tensors: For each position the tensor whose values are equal on all replicas.
+        replica_tensors: For each position the tensor that the first-step replica check compares over ranks.
         plan: The reduction plan of the stepped tensors, with one entry per position.
         model_plan: The reduction plan of the model parameters; `ParamPosition.index` is an index of its entries.
     Collectives: none.

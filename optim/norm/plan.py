@@ -1,7 +1,6 @@
-"""The reduction plan of the global gradient norm: (topology, specs) -> buckets, the axes to sum over, and weights.
+"""The reduction plan of the global gradient norm. It is computed from the topology and the specs of the parameters.
 
-A parameter's distinct shards are indexed by the axes that shard it and by the pipeline axes, because pipeline stages hold
-different parameters. Every distinct shard counts exactly once, however many ranks hold a replica of it:
+Every distinct shard of a parameter must count exactly once in the norm, however many ranks hold a replica of it:
 
     total_norm^p = sum over parameters, over distinct shards, of ||shard||_p^p
 
@@ -10,8 +9,9 @@ The plan describes two ways to compute this sum.
 *Packed*: every rank divides the power ||shard||_p^p of each shard by the number of ranks that hold the same shard (its
 replication factor), and one all-reduce over all ranks sums the results.
 
-*Per group*: a bucket has the parameters whose shards are indexed by the same axes. One all-reduce per bucket sums their
-powers over exactly these axes, and for owned or tied parameters over the axes of the owner ranks or tied stages as well.
+*Per group*: the parameters that are sharded over the same axes form a norm bucket. One all-reduce per bucket sums their
+powers over these axes and over the pipeline axes, because pipeline stages hold different parameters. For owned or tied
+parameters it also sums over the axes of the owner ranks or tied stages.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class ParameterEntry:
         name: Name of the parameter.
         spec: How the parameter is sharded, replicated, partial, owned and tied.
         shape: Shape of this rank's shard.
-        group: Index of its param group.
-        dtype: Its dtype.
-        averaged: The mesh axes of a DTensor. Data axes among them are left out of the average in gradient reduction.
-        trained: False: the parameter is frozen.
-        full_shape: Shape of the full tensor. If it was not declared, it is computed as if all shards were as large as this
-            rank's. None: not known.
+        group: Index of the parameter's param group. Default: 0.
+        dtype: Dtype of the parameter. Default: float32.
+        averaged: Mesh axes of a DTensor, over which its gradient is already averaged; gradient reduction does not
+            average over these axes again. Default: none.
+        trained: False: the parameter is frozen. Default: True.
+        full_shape: Shape of the full tensor. If it was not declared, it is computed as if all shards were as large as
+            this rank's. None (default): not known.
     """
 
     name: str
@@ -73,10 +74,11 @@ class ParameterEntry:
         return prod(self.shape)
 
     def region(self, topology: Topology, coordinate: dict[str, int]) -> Region | None:
-        """Return the part of the full tensor that the rank at ``coordinate`` holds; None if the full shape is not known.
+        """Return the part of the full tensor that the rank at ``coordinate`` holds; None if `full_shape` is None.
 
         Raises:
-            ValueError: `full_shape` sharded by `spec` has no shard of the shape `shape` at ``coordinate``.
+            ValueError: A tensor of shape `full_shape` sharded by `spec` has no shard of shape `shape` at
+                ``coordinate``.
         """
         if self.full_shape is None:
             return None
@@ -92,19 +94,20 @@ def entries_of(
 ) -> list[ParameterEntry]:
     """Return one entry per parameter of ``param_groups``.
 
-    An undeclared parameter counts as replicated if no model axis is larger than 1; otherwise it is an error. The placements
-    of a DTensor declare its layout over the axes of its mesh. A plain, undeclared parameter next to DTensors counts as
-    replicated over the axes of their meshes if ``compared``.
+    An undeclared plain parameter counts as replicated if no model axis is larger than 1; otherwise it is an error. The
+    placements of a DTensor declare its layout over the axes of its mesh. An undeclared DTensor is an error if a model
+    axis larger than 1 is not an axis of its mesh.
 
     Args:
         param_groups: For each param group its parameters, or its (name, parameter) pairs.
         topology: The mesh.
-        compared: True: the caller compares replicas of parameters and gradients before the first step. Default: False.
-        undeclared_are_replicas: True: undeclared parameters are accepted. They count as replicated over all axes for which
-            they have no placement, and the caller compares replicas. Default: False.
+        compared: True: an undeclared plain parameter counts as replicated over the mesh axes of all DTensors among the
+            parameters. The caller must compare the replicas before the first step. Default: False.
+        undeclared_are_replicas: True: no undeclared parameter is an error. It counts as replicated over all axes for
+            which it has no placement. The caller must compare the replicas. Default: False.
     Raises:
-        ValueError: Some parameters are undeclared (the message names up to five), or a DTensor's layout has no equivalent
-            spec.
+        ValueError: A parameter is undeclared and does not count as replicated, or the layout of a DTensor can't be
+            described by a spec.
         TypeError: A parameter is complex or sparse.
     """
     entries, undeclared = [], []
@@ -145,21 +148,21 @@ def entries_of(
 
 
 def count_as_copies(params: Iterable[Tensor]) -> None:
-    """Declare undeclared plain parameters as replicated. Call it after `entries_of` has accepted ``params``."""
+    """Declare all undeclared plain parameters in ``params`` as replicated. Call it after `entries_of` accepted them."""
     for param in params:
         if annotation_of(param) is None and not has_dtensors((param,)):
             attach(param, Annotation(P(), source="default"))
 
 
 def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology) -> set[str]:
-    """Return the axes of ``topology`` over which the parameters that are DTensors have placements."""
+    """Return the axes of ``topology`` over which any DTensor among the parameters has a placement."""
     params = [item[1] if isinstance(item, tuple) else item for params in param_groups for item in params]
     annotations = (annotation_of(local_parameter(param, topology)) for param in params if has_dtensors((param,)))
     return {axis for found in annotations if found is not None for axis in found.mesh_axes_on(topology)}
 
 
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
-    """Return the declared full shape, or else the shape of the full tensor if all shards are as large as ``param``."""
+    """Return the declared full shape of ``param``; if none was declared, compute it as if all shards had equal sizes."""
     if annotation.full_shape is not None:
         return annotation.full_shape
     spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
@@ -204,15 +207,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NormBucket:
-    """The layout that the parameters of one norm bucket share. Their powers are reduced over the same ranks.
+    """The layout over the mesh that all parameters of one norm bucket share. Their norms are reduced over the same ranks.
 
         NormBucket.of(P("tensor"), Topology(data=2, tensor=2))  # reduced over the ranks of the axis "tensor"
 
     Args:
         distinct: The axes along which ranks hold different shards or, on pipeline axes, different parameters; in the
-            topology's order.
-        owned: (axis, coordinate) pairs of the owner ranks, as in `P`. Other ranks do not hold the parameters.
-        tied: ``(axis, coordinates)`` pairs: the stages that hold a replica of one logical parameter.
+            topology's order. Default: none.
+        owned: (axis, coordinate) pairs of the owner ranks, as in `P`. Other ranks do not hold the parameters. Default:
+            all ranks hold them.
+        tied: ``(axis, coordinates)`` pairs: the pipeline stages that hold the same tied parameter. Default: not tied.
     """
 
     distinct: tuple[str, ...] = ()
@@ -221,25 +225,25 @@ class NormBucket:
 
     @classmethod
     def of(cls, spec: P, topology: Topology) -> NormBucket:
-        """Return the bucket of a parameter with this spec."""
+        """Return the norm bucket of a parameter with the layout ``spec``."""
         spec = spec.resolve(topology)
         tied = tuple((axis, spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
         return cls(spec.distinct_axes(topology), spec.owned, tied)
 
     def axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the axes of the bucket's all-reduce: those in ``distinct``, and those of owner ranks and tied stages."""
+        """Return the axes of the bucket's all-reduce: all axes in ``distinct``, ``owned`` and ``tied``."""
         named = {*self.distinct, *dict(self.owned), *dict(self.tied)}
         return tuple(axis for axis in topology.axes if axis in named)
 
     def counts(self, coordinate: dict[str, int]) -> bool:
-        """Return True if the rank at ``coordinate`` adds the power of its shard in a per-group reduction.
+        """Return True if the rank at ``coordinate`` adds its shard's sum of |g|^p to the bucket's all-reduce.
 
-        The power of an owned parameter is added by the owner ranks, and of a tied parameter by its first stage only.
+        For an owned parameter only the owner ranks add it. For a tied parameter only the first of its stages adds it.
         """
         return owns(self.owned, coordinate) and all(coordinate[axis] == where[0] for axis, where in self.tied)
 
     def __lt__(self, other: NormBucket) -> bool:
-        """Order buckets equally on all ranks."""
+        """Compare buckets by their fields, so that sorted buckets have the same order on all ranks."""
         return self._key() < other._key()
 
     def _key(self) -> tuple[object, ...]:
@@ -255,7 +259,7 @@ class NormBucket:
 @renamed_members(holders="num_replicas", weights="replica_weights", cut_over="sharded_over")
 @dataclass(frozen=True)
 class ReductionPlan:
-    """The reduction plan of one rank. It needs no process groups.
+    """The reduction plan of one rank: how the global gradient norm is summed over ranks. It needs no process groups.
 
         entries = [ParameterEntry("weight", P("tensor"), shape=(4, 8)), ParameterEntry("bias", P(), shape=(8,))]
         print(ReductionPlan.of(entries, Topology(data=2, tensor=2), rank=0))
@@ -263,18 +267,19 @@ class ReductionPlan:
     Args:
         topology: The mesh.
         rank: The global rank that the plan describes.
-        entries: This rank's parameters, in the order of the gradients that will be measured.
-        buckets: Until `meshstep.optim.norm.plan_agreement.agree`: the buckets of this rank's parameters. After it: the
-            buckets of all ranks, equal on every rank.
-        num_groups: Number of param groups; equal on every rank after `agree`.
-        counted: Number of elements of all parameters, summed over ranks, with replicas counted once. None: `agree` has
-            not run.
-        parameter_names: Unique names of all logical parameters of the model. Empty before `agree` with names.
-        parameter_slots: For each entry the index of its name in `parameter_names`. Empty before `agree` with names.
+        entries: The layouts of this rank's parameters, in the order of the gradients that will be measured.
+        buckets: The norm buckets of this rank's parameters. In a plan that `meshstep.optim.norm.plan_agreement.agree`
+            returned: the buckets of all ranks, equal on every rank.
+        num_groups: Number of param groups; the largest number of any rank in a plan from `agree`. Default: 1.
+        counted: Number of elements of all parameters of the model, with replicas counted once. None (default): not
+            known, because the plan is not from `agree`.
+        parameter_names: Unique names of all logical parameters of the model. Empty (default) if ranks did not exchange
+            names.
+        parameter_slots: For each entry the index of its name in `parameter_names`. Empty (default) without names.
         parameter_shapes: Shape of the full tensor per logical parameter; None for a parameter whose full shape is not
-            known, as with shards of unequal sizes. Empty before `agree` with names.
-        sharded_over: The axes over which optimizer-state sharding splits parameters into the shards that the entries
-            describe; these shards may be uneven. None: the entries describe parameters.
+            known, as with shards of unequal sizes. Empty (default) without names.
+        sharded_over: The axes over which optimizer-state sharding splits parameters. The entries then describe the
+            resulting shards, which may be uneven. None (default): the entries describe parameters.
     """
 
     topology: Topology
@@ -318,11 +323,11 @@ class ReductionPlan:
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
     def groups(self, reduction: str) -> list[tuple[str, ...]]:
-        """Return the axes of process groups that training uses, in the same order on every rank.
+        """Return the axes of process groups that the model and the norm use, in the same order on every rank.
 
-        These are one group per model axis that indexes shards (`NormBucket.distinct`), for the model, and with
-        ``reduction="per_group"`` the group of each bucket's `NormBucket.axes`. Groups of gradient reduction, and the group
-        of all ranks, are not included.
+        The model uses one group per model axis that shards a parameter. With ``reduction="per_group"`` the norm uses
+        one group per norm bucket, over `NormBucket.axes`. Groups of gradient reduction, and the group of all ranks, are
+        not included.
         """
         named = {axis for bucket in self.buckets for axis in bucket.distinct}
         summed = {bucket.axes(self.topology) for bucket in self.buckets if reduction == "per_group"}
@@ -341,11 +346,11 @@ class ReductionPlan:
 
     @cached_property
     def replica_weights(self) -> tuple[float, ...]:
-        """Return for each entry 1 / ``num_replicas``: the weight of a rank's power in the packed sum."""
+        """Return for each entry 1 / ``num_replicas``: the factor on its sum of |g|^p in the packed all-reduce."""
         return tuple(1 / replicas for replicas in self.num_replicas)
 
     def by_spec(self, answer: Callable[[P], T]) -> dict[P, T]:
-        """Return ``answer(spec)`` for each distinct spec of the entries."""
+        """Return a dict from each distinct spec of the entries to ``answer(spec)``."""
         return {spec: answer(spec) for spec in dict.fromkeys(entry.spec for entry in self.entries)}
 
     def for_each(self, answer: Callable[[P], T]) -> tuple[T, ...]:
@@ -360,9 +365,10 @@ class ReductionPlan:
 
     @cached_property
     def counted_numels(self) -> tuple[int, ...]:
-        """Return for each entry the number of elements that the weighted sum counts on this pipeline stage.
+        """Return for each entry the number of elements of the parameter, with replicas counted once.
 
-        The number is local elements times the number of ranks that add them, divided by the replication factor.
+        It is the number of local elements, times the number of ranks that hold the parameter, divided by the number of
+        ranks that hold the same shard. It is exact if all shards have equal sizes.
         """
         ranks = self.by_spec(self._ranks_that_add)
         replicas = self.by_spec(lambda spec: spec.num_replicas(self.topology))
@@ -378,9 +384,9 @@ class ReductionPlan:
         return ranks
 
     def warn_of_experts(self) -> None:
-        """Warn if an axis without a declared role shards experts but replicates other trained parameters.
+        """Warn if a mesh axis without a declared role shards experts but replicates other trained parameters.
 
-        The gradients of the replicas are not averaged over such an axis. Only the first rank of each stage warns.
+        Gradients of the replicas are not averaged over such an axis. In each pipeline stage only the first rank warns.
         """
         topology = self.topology
         if any(index and axis not in topology.pipe_axes for axis, index in self.coordinate.items()):
@@ -398,10 +404,10 @@ class ReductionPlan:
                 )
 
     def check_numel(self, full: int) -> None:
-        """Check the number of counted elements against the number of elements of the dense model.
+        """Compare the number of elements in the plan with the number of elements of the dense model.
 
         Args:
-            full: Number of elements of the dense model; of this pipeline stage's part of it before `agree`.
+            full: Number of elements of the dense model. If `counted` is None: of this pipeline stage only.
         Raises:
             ValueError: The numbers differ. The message lists the count per parameter.
         """

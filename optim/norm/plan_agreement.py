@@ -1,8 +1,9 @@
-"""Check once per reduction plan that ranks with the same parameters declare them equally. Else every rank raises.
+"""Comparison of the ranks' reduction plans: ranks that hold the same parameters must declare them equally.
 
-Each rank sends a digest of its declarations, a few hundred bytes long. On request it also sends the names and full shapes
-of its parameters. Only if digests differ, ranks exchange the declarations, to name the first one that differs, or the
-full shapes, to drop those of unevenly sharded parameters.
+Each rank sends digests of its declarations and of its parameters' full shapes. On request it also sends the names and
+full shapes themselves. If digests of declarations differ, ranks exchange the declarations, and every rank raises an
+error that shows the first two that differ. If digests of full shapes differ, ranks exchange the full shapes, and drop
+the full shapes of unevenly sharded parameters.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from .plan import NormBucket, ParameterEntry, ReductionPlan
 
 
 class Holders(NamedTuple):
-    """The coordinates of the ranks that hold a parameter. These ranks must declare it identically.
+    """The coordinates of the ranks that hold a parameter or its shards. These ranks must declare it identically.
 
     Args:
-        where: (axis, coordinates) pairs; along other axes all ranks hold the parameter.
+        where: (axis, coordinates) pairs: along ``axis``, only ranks at ``coordinates`` hold the parameter. Axes that
+            are not listed do not restrict the ranks.
         tied: True: the parameter is tied over pipeline stages.
-        diagonal: Pairs of axes along which the holding ranks have equal coordinates.
+        diagonal: Pairs of axes: only ranks with equal coordinates on both axes hold the parameter. Default: none.
     """
 
     where: tuple[tuple[str, tuple[int, ...]], ...]
@@ -44,7 +46,11 @@ class Holders(NamedTuple):
 
     @classmethod
     def of(cls, spec: P, plan: ReductionPlan) -> Holders:
-        """Return the holders of a parameter with this spec: this pipeline stage, the owner ranks, or the tied stages."""
+        """Return the coordinates of the ranks that hold a parameter with the layout ``spec``.
+
+        These are all ranks of this pipeline stage, or of the tied stages. If the spec names owner ranks, they are only
+        the owner ranks.
+        """
         coordinate = plan.coordinate
         own = (axis for axis in plan.topology.pipe_axes if axis not in spec.named_axes)
         where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in own}
@@ -59,8 +65,8 @@ class Declaration(NamedTuple):
 
     Args:
         name: Name of the parameter.
-        layout: Its spec, its shape without the sizes of sharded dims, and its dtype, as text.
-        group: Index of its param group.
+        layout: The parameter's spec, its shape without the sizes of sharded dims, and its dtype, as text.
+        group: Index of the parameter's param group.
         trained: False: the parameter is frozen.
     """
 
@@ -71,7 +77,10 @@ class Declaration(NamedTuple):
 
     @classmethod
     def of(cls, entry: ParameterEntry, spec: str) -> Declaration:
-        """Return the declaration of ``entry``. It omits sizes of sharded dims, because shards may be uneven."""
+        """Return the declaration of ``entry``. Sizes of sharded dims are omitted, because shards may be uneven.
+
+        ``spec`` is the text of ``entry.spec``.
+        """
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
         layout = f"{spec}, shape ({', '.join(sizes)}), {str(entry.dtype)[6:]}"
         return cls(entry.name, layout, entry.group, entry.trained)
@@ -83,7 +92,10 @@ class Declaration(NamedTuple):
 
 
 class Called(NamedTuple):
-    """The keys, names and full shapes of a rank's parameters. A key identifies one logical parameter over all ranks."""
+    """The keys, names and full shapes of one rank's parameters.
+
+    Two ranks have equal keys for two shards or replicas of the same logical parameter.
+    """
 
     keys: list[tuple[Holders, str | int]]
     names: list[str]
@@ -93,8 +105,8 @@ class Called(NamedTuple):
     def of(cls, plan: ReductionPlan) -> Called:
         """Return the keys, names and full shapes of a plan's parameters.
 
-        If several parameters were declared with one name, such as ``weight`` in each layer, the second one is called
-        ``weight (2)``.
+        If several parameters of this rank have one name, such as ``weight`` in each layer, the second name is ``weight
+        (2)``.
         """
         keys: list[tuple[Holders, str | int]] = []
         names: list[str] = []
@@ -106,7 +118,8 @@ class Called(NamedTuple):
             declared[entry.name] += 1
             times = declared[entry.name]
             names.append(entry.name if times == 1 else f"{entry.name} ({times})")
-            # Tied replicas have different names. Their position among the tied parameters identifies them.
+            # A tied parameter may have different names on its stages, so its key has its position among the parameters
+            # that are tied over the same stages.
             keys.append((holders, seen[holders] if holders.tied else names[-1]))
             seen[holders] += 1
         return cls(keys, names, [entry.full_shape for entry in plan.entries])
@@ -114,15 +127,17 @@ class Called(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The data about a rank's plan that `agree` compares over ranks.
+    """The data about one rank's plan that `agree` compares over ranks.
+
+    The parameters of a rank are divided into sets: all parameters of a set are held by the same ranks.
 
     Args:
-        digests: One digest of the declarations per set of ranks that hold the same parameters.
-        shapes: One digest of the full shapes per such set.
-        buckets: The plan's buckets.
+        digests: For each set of parameters a digest of their declarations.
+        shapes: For each set of parameters a digest of their full shapes.
+        buckets: The plan's norm buckets.
         num_groups: Number of param groups.
-        weighted: Sum over the parameters of their local elements divided by their replication factor.
-        named: Names of the parameters. None: names were not requested.
+        weighted: Sum over the parameters of the number of local elements divided by the replication factor.
+        named: Names and full shapes of the parameters. None: not requested.
     """
 
     digests: dict[Holders, str]
@@ -134,22 +149,20 @@ class Summary:
 
     @classmethod
     def of(cls, plan: ReductionPlan, names: bool) -> Summary:
-        """Return the summary of a plan. ``names``: include parameter names, whose size grows with the model."""
+        """Return the summary of ``plan``; with ``names`` also parameter names and full shapes, which make it large."""
         digests = {holders: _digest(holders, found) for holders, found in _declarations(plan).items()}
         shapes = {holders: _hexdigest(found) for holders, found in _full_shapes(plan).items()}
         return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), Called.of(plan) if names else None)
 
 
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
-    """Call ``make`` on every rank, and return its plan after `agree`.
-
-    The collective that exchanges errors of ``make`` also carries the summaries of the plans.
+    """Call ``make`` on every rank, compare the plans of all ranks, and return this rank's plan as `agree` completes it.
 
     Args:
         make: A function that returns this rank's plan, without a collective.
         registry: The process groups.
-        names: True: agree on the names of logical parameters too. Default: False.
-    Raises: As `on_all_ranks` and `agree`.
+        names: True: also exchange parameter names, so that the returned plan has unique names. Default: False.
+    Raises: As `on_all_ranks`, for an error of ``make`` on any rank. As `agree`.
     Collectives: an object all-gather, and the collectives of `agree`.
     Host synchronization: yes.
     """
@@ -162,20 +175,23 @@ def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, na
 
 
 def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGroupRegistry) -> ReductionPlan:
-    """Return ``plan`` with the buckets, the element count and the parameter names of all ranks.
+    """Return ``plan`` with the norm buckets, the element count and the parameter names of all ranks.
 
-    It has no full shapes of parameters whose shards have unequal sizes. Ranks of one pipeline stage must declare the same
-    parameters in the same order: names, specs, unsharded dims, dtypes, param groups, and which are frozen. For an owned
-    parameter this applies to its owner ranks only. For a tied parameter it applies to the tied stages,
-    where its names may differ.
+    The returned plan has no full shape of a parameter whose shards have unequal sizes.
+
+    Ranks of one pipeline stage must declare the same parameters in the same order. The name, the spec, the sizes of
+    unsharded dims, the dtype, the param group, and whether the parameter is frozen must be equal. For an owned
+    parameter this applies to its owner ranks only. For a tied parameter it applies to all ranks of its stages, but its
+    name may differ.
 
     Args:
         plan: This rank's plan.
-        summaries: The summary of each rank's plan, by global rank. If they have no names, the plan gets no names.
+        summaries: The summary of each rank's plan, by global rank. If the summaries have no names, the plan gets no
+            names.
         registry: The process groups.
     Raises:
-        ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows both
-            declarations of the first such parameter, or both param groups if only these differ.
+        ValueError: On every rank, if ranks that hold the same parameters declare them differently. The message shows
+            both declarations of the first such parameter, or both param groups if only the param groups differ.
     Collectives: one object all-gather, only if declarations or full shapes differ.
     Host synchronization: that of the all-gather.
     """
@@ -197,10 +213,14 @@ def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGr
 
 
 def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """Return an agreed plan with a unique name per logical parameter.
+    """Return ``plan`` with a unique name per logical parameter of the model.
 
-    Equal names of different parameters on several stages or owner ranks get a suffix, such as ``@pipe=1``.
+    If different parameters on several pipeline stages or owner ranks have the same name, their names get a suffix, such
+    as ``@pipe=1``.
 
+    Args:
+        plan: A plan that `agree` returned, without names.
+        registry: The process groups.
     Collectives: an object all-gather.
     Host synchronization: yes.
     """
@@ -278,7 +298,10 @@ def _hexdigest(declared: Sequence[object]) -> str:
 def _first_disagreement(
     digests: Sequence[Mapping[Holders, str]], topology: Topology
 ) -> tuple[Holders, int, int] | None:
-    """Return (holders, rank, other rank) of the first digests that differ, equal on every rank; None if none differ."""
+    """Return (holders, rank, other rank) of the first two digests that differ; None if no digests differ.
+
+    The result is equal on every rank. ``digests`` has one dict per global rank.
+    """
     coordinates = [topology.coordinate(rank) for rank in range(topology.world_size)]
     for holders in sorted({key for declared in digests for key in declared}):
         ranks = [rank for rank, coordinate in enumerate(coordinates) if holders.include(coordinate)]
@@ -289,9 +312,9 @@ def _first_disagreement(
 
 
 def _first_regrouped(mine: Sequence[Declaration], theirs: Sequence[Declaration]) -> tuple[str, int, int] | None:
-    """Return a parameter's name and its param groups on two ranks.
+    """Return the name of the first parameter with different param groups on two ranks, and its two param groups.
 
-    Return None if no group differs, or if the declarations also differ in other respects than their order.
+    Return None if no param group differs, or if the declarations differ in anything but param groups and order.
     """
     if sorted(of._replace(group=0) for of in mine) != sorted(of._replace(group=0) for of in theirs):
         return None

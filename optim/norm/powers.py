@@ -1,14 +1,15 @@
-"""Compute the powers, sums of |g|^p, of one rank's gradients in one pass over the gradients, without a collective.
+"""Powers of one rank's gradients, computed without a collective. The power of a gradient g is the sum of |g|^p.
 
 `reference_powers` is a slow reference in float64. `powers_by_torch` computes the same values with torch's kernels, and
 `local_powers` chooses the kernels. Up to p = 6, the power of a finite float32 or half-precision gradient neither overflows
 nor underflows in float64.
 
-Sums are accumulated in float64, except sums of `ROW` squares of float32 on a CPU. ``torch.linalg.vector_norm`` on a CPU
-accumulates float32 gradients in float32; its relative error is 1e-5 at a million elements and 3e-4 at ten million.
+On devices with float64, sums are accumulated in float64, except sums of `ROW` squares of float32 gradients on a CPU.
+``torch.linalg.vector_norm`` on a CPU accumulates float32 gradients in float32; its relative error is 1e-5 at a million
+elements and 3e-4 at ten million.
 
-For p >= `HIGH`, p-th powers often leave the range of float64. Then p-norms replace powers. `p_norm` combines them: it
-divides the values by their maximum before it raises them to the power p.
+For p >= `HIGH` = 12, p-th powers often leave the range of float64, so norms replace powers. `p_norm` combines norms: it
+divides them by their maximum before it raises them to the power p.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from ..kernels.choice import chosen, triton_on
 from ..kernels.memory import PLAIN, in_memory_order
 from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native
 
-SMALL = 1024  # gradients with at most this many elements are summed together
+SMALL = 1024  # gradients with at most this many elements are summed together in one kernel
 ROW = 1024  # number of consecutive squares that are summed in float32
 SCRATCH = 2**18  # number of elements that are cast to float64 at a time: 2 MiB
-EXACT = 1e-29  # if the mean square is at least this, squares that underflow in float32 are negligible
-HIGH = 12.0  # from this p on, norms replace powers
+EXACT = 1e-29  # least mean square for which squares that underflow in float32 are negligible
+HIGH = 12.0  # for p >= HIGH, functions return p-norms instead of powers
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on a device without float64."""
+    """Return the dtype of powers and norms on ``device``: float64, or float32 on Apple GPUs (mps), which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -65,7 +66,7 @@ def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
-    """Return the p-norm of non-negative values along ``dim``. Their p-th powers may be out of the range of the dtype."""
+    """Return the p-norm of non-negative ``values`` along ``dim`` (default 0), without overflow of their p-th powers."""
     largest = values.amax(dim, keepdim=True)
     if norm_type == inf:
         return largest.squeeze(dim)
@@ -116,13 +117,13 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _squares_by_rows(flat: Tensor) -> Tensor | None:
-    """Return the sum of squares of a 1-dim float32 tensor, 0-dim float64.
+    """Return the sum of squares of a 1-dim float32 CPU tensor, 0-dim float64; None if float32 is not exact enough.
 
-    Return None if the sum is not finite, or if the mean square is below `EXACT` (also for zeros), because squares that
+    That is the case if the sum is not finite, or if the mean square is below `EXACT` (also for zeros): squares that
     underflow in float32 might matter.
 
-    Sums rows of `ROW` elements in float32, with a relative error of 1e-7, and adds the rows in float64. This takes a third
-    of the time of `_power_by_parts`.
+    The function sums rows of `ROW` squares in float32, with a relative error of 1e-7, and adds the sums of the rows in
+    float64. It takes a third of the time of `_power_by_parts`.
     """
     whole = flat.numel() // ROW * ROW
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), 2, dim=1).double()
@@ -177,9 +178,9 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
 def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the power of each gradient: the sum of |g|^p, [n] float64. For p = inf, it is the largest |g|.
 
-    For `HIGH` <= p < inf the values are p-norms instead. On a device without float64 the values are float32. A value is NaN
-    or inf if its gradient has a NaN or inf. It is also inf if the sum overflows: in float64, with p <= 6, only for float64
-    gradients.
+    For `HIGH` = 12 <= p < inf the values are p-norms instead. On a device without float64 the values are float32. A
+    value is NaN or inf if its gradient has a NaN or inf. It is also inf if the sum overflows. With p <= 6, float64 sums
+    of float32 and half-precision gradients do not overflow.
 
     Relative errors: 1e-14 with the compiled loops (`Native`; p = 1, 2 and inf on a CPU) and with the Triton kernels
     (integer p and inf on a GPU); 1e-7 for squares of float32 gradients on a CPU without the compiled loops; 1e-12
@@ -188,6 +189,8 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     Args:
         gradients: Dense real tensors of one float dtype, all on one device.
         norm_type: p >= 1, or inf.
+    Raises:
+        MemoryError: The compiled loops could not allocate memory.
     Collectives: none.
     Host synchronization: none.
     """

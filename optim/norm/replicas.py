@@ -1,10 +1,11 @@
-"""Find replicas that differ, with the same collective that computes the gradient norm.
+"""Comparison of replicas in the collective that computes the gradient norm.
 
-Replicas of one shard must be bitwise identical: the parameter, its gradient and its optimizer state. Each rank hashes the
-tensors of its replica (`TensorHash`). A hash has two words, which are numbers below 2^32. The collective sums one number, a
-*slot*, per parameter, mesh axis, kind of tensor and word. Along an axis with n replicas, the first replica adds -(n - 1)
-times its hash to the slot, and each other replica adds its hash. Equal replicas cancel exactly, because integers below 2^53
-are exact in float64. A sum other than 0 means that replicas of this parameter differ along this axis.
+Replicas of one shard must be bitwise identical: the parameter, its gradient and its optimizer state. Each rank hashes
+the tensors of its replica (`TensorHash`). A hash has two words, which are integers below 2^32. The collective sums one
+number, a *slot*, per parameter, mesh axis, kind of tensor and word. Along an axis with n replicas, the first replica
+adds -(n - 1) times its word to the slot, and each other replica adds its word. Equal replicas cancel exactly, because
+integers below 2^53 are exact in float64. A sum other than 0 means that replicas of this parameter differ along this
+axis.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ADVICE = (
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Raised if replicas of a parameter, its gradient or its optimizer state differ; ``mismatches`` lists them.
+    """The error for replicas of a parameter, its gradient or its optimizer state that differ; ``mismatches`` lists them.
 
         try:
             optimizer.step()
@@ -42,10 +43,12 @@ class ReplicaMismatchError(RuntimeError):
             print(error.mismatches[0].name, error.mismatches[0].ranks)
 
     Args:
-        mismatches: One entry per parameter, axis and kind of tensor that differs; with `Fingerprints` also per shard and
-            state. The message shows the first 20.
-        since: First line of the message: what differs, and which steps were not taken.
-        advice: Last line of the message: possible causes, and what to do.
+        mismatches: One `Mismatch` per parameter, axis and kind of tensor that differs; with `Fingerprints` also per
+            shard and optimizer state. The message shows the first 20.
+        since: First line of the message: what differs, and which steps were skipped. Default: replicas differ, and no
+            step was taken.
+        advice: Last line of the message: possible causes, and how to correct them. Default: the causes of a difference
+            in the first step.
     """
 
     def __init__(
@@ -66,9 +69,10 @@ class Mismatch:
         axis: The mesh axis.
         kind: "parameter", "gradient", "master", "stepped weight" (the tensor that the optimizer steps instead of the
             parameter: a shard, or an offloaded or cast copy), "state", or one state by name, such as "state exp_avg".
-        ranks: The global ranks whose replicas differ from the most frequent value. If two values are the most frequent
-            ones, this is all ranks with a replica. Empty if it was not determined which ranks differ.
-        copies: Number of ranks with a replica; 0 if ``ranks`` is empty.
+        ranks: The global ranks whose replica differs from the most frequent value. If two values are equally frequent
+            and none is more frequent, these are all ranks with a replica. Empty (default): the ranks were not
+            determined.
+        copies: Number of ranks with a replica. Default: 0, if the ranks were not determined.
     """
 
     name: str
@@ -88,16 +92,17 @@ class Mismatch:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a plan's parameters by numbers, called *slots*, that a collective sums over all ranks.
+    """Compares replicas of a plan's parameters, their gradients and their optimizer states over ranks.
 
-    `slots` computes this rank's summands, and `mismatches` finds the replicas that differ from the sums. The module
-    docstring describes the slots.
+    `slots` returns numbers that a collective must sum over all ranks. A sum is 0 if the replicas of a parameter along
+    an axis are equal. `mismatches` finds the replicas that differ from the sums.
 
     Args:
-        plan: A plan that was agreed with ``names=True``.
+        plan: A plan with parameter names (`norm.plan_agreement.agree` with names).
         params: One tensor per entry of the plan.
         device: The device of the slots.
-        states: A function that returns the optimizer states of each entry by name. None (default): states are not compared.
+        states: A function that returns, for each entry, a dict of its optimizer states by name. None (default): states
+            are not compared.
         exact: True: compare all bits. False (default): all NaNs are equal, and -0 equals 0.
         what: The kind of ``params`` in a `Mismatch`. Default: "parameter".
     """
@@ -118,19 +123,23 @@ class ReplicaCheck:
         self.numel = len(plan.parameter_names) * len(self.axes) * len(self.kinds) * WORDS
 
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
-        """Return this rank's summands of all slots, [numel] float64.
+        """Return this rank's summands, [numel] float64. Sum them over all ranks, and give the sums to `mismatches`.
 
-        Makes one pass over the parameters, the gradients and the states. Host synchronization: as in `numbers`.
+        Reads the parameters, the gradients and the states once. Host synchronization: as in `numbers`.
 
         Args:
-            gradients: One gradient per entry, or None. None (default): gradients are not compared.
+            gradients: One gradient, or None, per entry of the plan. None (default): no gradient is compared.
         """
         return self.weighted(self.numbers(gradients))
 
     def numbers(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
-        """Return the hashes of this rank's tensors, [entries, kinds] int64. Arguments as for `slots`.
+        """Return the hashes of this rank's tensors, [entries, kinds] int64.
 
-        Host synchronization: none, if all tensors are on the device of the slots.
+        The kinds are the parameter, its gradient and, if states are compared, all of its states together.
+
+        Args:
+            gradients: One gradient, or None, per entry of the plan. None (default): no gradient is compared.
+        Host synchronization: none if all tensors are on the device of the slots.
         """
         given = [None] * len(self.params) if gradients is None else list(gradients)
         states = [] if self.states is None else [[value for _, value in sorted(of.items())] for of in self.states()]
@@ -162,7 +171,7 @@ class ReplicaCheck:
         return total.index_add_(0, owners, sums * factors)
 
     def weighted(self, numbers: Tensor) -> Tensor:
-        """Return this rank's summands of all slots, [numel] float64, from the result of `numbers`."""
+        """Return this rank's summands, [numel] float64, computed from ``numbers``, the result of `numbers`."""
         counts = len(self.plan.parameter_names), len(self.axes), len(self.kinds), WORDS
         values = torch.zeros(counts, dtype=torch.float64, device=self.device)
         if self.params:
@@ -175,7 +184,11 @@ class ReplicaCheck:
         return [self._sign(axis, entry.spec) for entry in self.plan.entries for axis in self.axes]
 
     def _sign(self, axis: str, spec: P) -> float:
-        """Return this rank's factor on its hash for ``axis``: 1 - n or 1 with n replicas; 0 without replicas."""
+        """Return the factor by which this rank multiplies its hash in the slot of ``axis``.
+
+        With n replicas of the parameter along the axis it is 1 - n on the first rank with a replica, and 1 on the other
+        ranks. It is 0 if the axis does not replicate the parameter.
+        """
         topology, at = self.plan.topology, self.plan.coordinate[axis]
         if axis in dict(spec.tied):
             where = spec.tied_coordinates(axis, topology)
@@ -191,24 +204,28 @@ class ReplicaCheck:
         return tuple(axis for axis in self.axes if self._sign(axis, spec) and self.plan.topology.size(axis) > 1)
 
     def differing(self, totals: Tensor) -> list[tuple[int, str, str]]:
-        """Return (parameter, axis, kind) of replicas that differ; ``parameter`` is an index of ``plan.parameter_names``.
+        """Return (index of the name in ``plan.parameter_names``, axis, kind of tensor) for all replicas that differ.
 
         Args:
-            totals: The sum of all ranks' `slots`, on the host.
+            totals: The sum of all ranks' `slots`, on the CPU.
         """
         shape = len(self.plan.parameter_names), len(self.axes), len(self.kinds), WORDS
         where = totals.view(shape).ne(0).any(-1).nonzero().tolist()
         return [(slot, self.axes[axis], self.kinds[kind]) for slot, axis, kind in where]
 
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
-        """Return one `Mismatch` per parameter, axis and kind whose replicas differ. ``totals`` as for `differing`."""
+        """Return one `Mismatch` per parameter, axis and kind of tensor whose replicas differ.
+
+        Args:
+            totals: The sum of all ranks' `slots`, on the CPU.
+        """
         return [Mismatch(self.plan.parameter_names[slot], axis, kind) for slot, axis, kind in self.differing(totals)]
 
 
 # Fingerprints over a long run -----------------------------------------------------------------------------------------
 
-# Replicas are compared periodically. If they differ, a flag on the device is set, which skips this step and all later steps
-# on every rank. So weights and states stay as they were at the comparison until the host reads the flag. Then
+# Replicas are compared periodically. If they differ, a flag on the device is set, and this step and all later steps are
+# skipped on every rank. So weights and states keep the values that were compared until the host reads the flag. Then
 # `FingerprintMonitor.error` exchanges hashes to find the ranks that differ.
 
 SINCE = "replicas have diverged; the step that compared them and all later steps were skipped"
@@ -221,17 +238,17 @@ WATCH_ADVICE = (
 )
 
 CommonCoordinates = tuple[tuple[str, int], ...]
-"""(axis, coordinate) pairs that all ranks with a replica of one shard have in common. They identify the shard."""
+"""(axis, coordinate) pairs that are equal on all ranks with a replica of one shard. They identify the shard."""
 ReplicaHashes = dict[tuple[str, str], dict[str, dict[CommonCoordinates, list[tuple[float, ...]]]]]
-"""Hashes by (parameter name, kind), then by the name of the tensor, then by shard."""
+"""Hashes by (parameter name, kind of tensor), then by the name of the tensor, such as "state exp_avg", then by shard."""
 
 
 class FingerprintMonitor:
     """Compares the replicas of one model periodically, in the collective that computes the gradient norm.
 
     Args:
-        checks: One exact check per set of compared tensors. The first one compares the stepped tensors, their gradients and
-            their states.
+        checks: Bitwise checks. The first one compares the tensors that the optimizer steps, their gradients and their
+            states; a second one may compare the model's parameters.
         every: Number of measurements from one comparison to the next; the first measurement compares.
         registry: The process groups.
 
@@ -245,7 +262,7 @@ class FingerprintMonitor:
         self.start_over()
 
     def start_over(self) -> None:
-        """Discard the detected differences, and compare in the next measurement."""
+        """Discard detected differences, and compare replicas in the next measurement."""
         device = self.checks[0].device
         self.replicas_diverged = torch.zeros((), device=device)
         self._steps = 0
@@ -253,8 +270,10 @@ class FingerprintMonitor:
         self._detected: list[tuple[Tensor, Tensor]] = []  # for each check the sums and this rank's hashes
 
     def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Count a measurement. Return this rank's slots per check if a comparison is due, else an empty list.
+        """Count a measurement. If a comparison is due, return this rank's summands per check, else an empty list.
 
+        Args:
+            gradients: One gradient, or None, per entry of the first check's plan.
         Host synchronization: as in `ReplicaCheck.numbers`.
         """
         is_due = self._steps % self.every == 0
@@ -265,12 +284,12 @@ class FingerprintMonitor:
         return [check.weighted(numbers) for check, numbers in zip(self.checks, self._numbers, strict=True)]
 
     def record(self, totals: Sequence[Tensor], finite: Tensor) -> None:
-        """Update ``replicas_diverged`` from the summed slots.
+        """Set ``replicas_diverged`` to 1 if replicas differ.
 
         Args:
-            totals: The sums of the `slots` over all ranks.
-            finite: 0-dim bool: True if the gradient norm is finite. If it is not, gradients are not compared, because the
-                step is skipped and replicas of a gradient may differ after an overflow. Weights and states are compared.
+            totals: The results of `slots`, summed over all ranks. Empty: no comparison was due.
+            finite: 0-dim bool: True if the gradient norm is finite. If it is False, only weights and states are
+                compared: after an overflow, replicas of a gradient may differ, and the step is skipped.
         """
         if not totals:
             return
@@ -295,7 +314,7 @@ class FingerprintMonitor:
     def error(self) -> ReplicaMismatchError:
         """Return an error that names the replicas and the ranks that differ, and call `start_over`.
 
-        Call it on every rank.
+        Every rank must call this method.
 
         Collectives: an object all-gather.
         Host synchronization: yes.
@@ -323,11 +342,12 @@ class FingerprintMonitor:
 def _hash_replicas(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: Tensor) -> ReplicaHashes:
     """Return this rank's hashes of the tensors in ``wanted``.
 
-    States are hashed one by one from their current values, which are unchanged since the comparison.
+    Each optimizer state also gets a hash of its own, of its current value. The value is unchanged since the comparison,
+    because all steps since then were skipped.
 
     Args:
         check: The check that compared the tensors.
-        wanted: Pairs (index of ``plan.parameter_names``, kind).
+        wanted: Pairs (index of the name in ``plan.parameter_names``, kind of tensor).
         numbers: The hashes of the comparison, from `ReplicaCheck.numbers`.
     Host synchronization: yes.
     """
@@ -354,11 +374,14 @@ def _hash_replicas(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: T
 def _differing_tensors(
     kind: str, held: Sequence[Mapping[str, Mapping[CommonCoordinates, object]]]
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Yield (name, ranks, number of replicas) for each tensor whose replicas differ; ``ranks`` as in `Mismatch`.
+    """Yield (name, ranks, number of replicas) for each tensor of one parameter whose replicas differ.
+
+    ``ranks`` are as in `Mismatch.ranks`.
 
     Args:
-        kind: Kind of the tensors. If no single state differs, the name is ``kind`` itself.
-        held: The hashes of each rank, by global rank.
+        kind: Kind of the tensors. For "state", the name is that of the single state that differs, such as "state
+            exp_avg". If no single state differs, and for other kinds, the name is ``kind``.
+        held: The parameter's hashes on each rank, by global rank.
     """
     alone = sorted({what for of_rank in held for what in of_rank} - {kind})
     differing = [(what, ranks, copies) for what in alone for ranks, copies in _find_minorities(what, held)]
@@ -370,8 +393,8 @@ def _find_minorities(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (ranks, number of replicas) for each shard whose replicas of the tensor ``what`` differ.
 
-    ``ranks`` are the ranks whose hash is not the most frequent one. If two hashes are the most frequent ones, these are all
-    ranks with a replica.
+    ``ranks`` are the ranks whose hash is not the most frequent one. If two hashes are equally frequent and none is more
+    frequent, these are all ranks with a replica.
     """
     for place in sorted({place for of_rank in held for place in of_rank.get(what, {})}):
         copies = {rank: repr(of[what][place]) for rank, of in enumerate(held) if place in of.get(what, {})}
@@ -407,12 +430,12 @@ ENOUGH, ENOUGH_CONSTANT = 4, 8
 class EqualShards:
     """Finds replicated parameters that are declared sharded.
 
-    `slots` returns this rank's numbers ("slots"), which a collective sums over all ranks. A sum is 0 if all shards of a
-    parameter are equal. `check` raises an error if a sum is 0. The comment above explains the numbers.
+    `slots` returns numbers that a collective must sum over all ranks. If all shards of a parameter along an axis are
+    bitwise equal, the parameter is probably replicated; `check` then raises an error.
 
     Args:
-        plan: A plan of the stepped tensors that was agreed with ``names=True``.
-        axes: For each entry the axes along which its shards are compared. (): the entry is not compared.
+        plan: A plan of the stepped tensors with parameter names (`norm.plan_agreement.agree` with names).
+        axes: For each entry of the plan the axes along which its shards are compared. (): the entry is not compared.
         device: The device of the slots.
     """
 
@@ -420,13 +443,14 @@ class EqualShards:
         self.plan, self.axes, self.device = plan, [tuple(of_entry) for of_entry in axes], device
 
     def slots(self, numbers: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return this rank's summands of the slots of all parameters and axes, flattened, float64.
+        """Return this rank's summands, 1-dim float64: three numbers per parameter name and mesh axis.
 
         Args:
-            numbers: [entries, 2] int64: the hashes of the weights and of the gradients, from `TensorHash`.
-            weights: One weight per entry.
-            gradients: One gradient per entry, or None.
-        Host synchronization: none on CUDA devices.
+            numbers: [entries, 2 or more] int64: the hashes of the weights and of the gradients, from
+                `ReplicaCheck.numbers`.
+            weights: One weight per entry of the plan.
+            gradients: One gradient, or None, per entry of the plan.
+        Host synchronization: none if all tensors are on the device of this object.
         """
         topology, names = self.plan.topology, len(self.plan.parameter_names)
         values = torch.zeros(names, len(topology.axes), WORDS + 1, dtype=torch.float64, device=self.device)
@@ -449,7 +473,7 @@ class EqualShards:
         """Return (parameter name, axis) for each parameter whose compared shards along the axis are all equal.
 
         Args:
-            totals: The sum of all ranks' `slots`, on the host.
+            totals: The sum of all ranks' `slots`, on the CPU.
         """
         values = totals.view(len(self.plan.parameter_names), len(self.plan.topology.axes), WORDS + 1)
         equal = (values[..., :WORDS] == 0).all(-1) & (values[..., WORDS] > 0)
@@ -458,7 +482,11 @@ class EqualShards:
         ]
 
     def check(self, totals: Tensor) -> None:
-        """Raise ValueError if all compared shards of a parameter along an axis are equal. ``totals`` as for `find`."""
+        """Raise ValueError if all compared shards of a parameter along an axis are equal.
+
+        Args:
+            totals: The sum of all ranks' `slots`, on the CPU.
+        """
         if found := self.find(totals):
             name, axis = found[0]
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -473,9 +501,10 @@ class EqualShards:
 
 
 def _can_compare(weights: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a 0-dim bool: True if shards that are all equal to these values must be replicas.
+    """Return a 0-dim bool: True if a shard with these values can be equal on all ranks only if it is a replica.
 
-    Return None if equal values prove nothing: the gradient is missing, not a dense float tensor, or too small.
+    Constant gradients, and small constant weights, may be equal by chance: False. Return None if the gradient is None,
+    is not a dense float tensor, or is too small.
     """
     if gradient is None or gradient.layout is not torch.strided or not gradient.is_floating_point():
         return None
@@ -510,7 +539,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 class TensorHash:
-    """Computes one 64-bit hash per tensor, on the tensors' devices. The comment above describes the hash.
+    """Computes one 64-bit hash of the bits of each tensor, on the tensor's device.
 
     Args:
         device: The device of the hashes.
@@ -556,9 +585,9 @@ class TensorHash:
         return total
 
     def _hash_small(self, words: Sequence[Tensor], table: Tensor) -> Tensor:
-        """Return the hashes of small tensors, as differences of one running sum over all of them.
+        """Return the hashes of small tensors: differences of one running sum over the words of all tensors.
 
-        This takes a few kernels instead of a few per tensor. The running sum is exact modulo 2^64.
+        This takes a few kernels in total instead of a few per tensor. The running sum is exact modulo 2^64.
         """
         ends = [0]
         for tensor_words in words:
@@ -584,7 +613,7 @@ def _words_in(tensor: Tensor) -> int:
 
 
 def _batches(flat: Sequence[Tensor]) -> list[list[int]]:
-    """Return batches of indices of the small tensors. A batch has words of one integer dtype, at most ``CHUNK`` of them."""
+    """Return batches of indices of the small tensors. A batch has at most ``CHUNK`` words, all of one integer dtype."""
     batches: list[list[int]] = []
     open_batches: dict[torch.dtype, tuple[list[int], int]] = {}
     for at, tensor in enumerate(flat):
@@ -609,7 +638,7 @@ _TABLES: dict[torch.device, Tensor] = {}  # cached, because making one takes as 
 
 
 def _table(device: torch.device, words: int) -> Tensor:
-    """Return the cached table of one odd number per position, for at least ``min(words, CHUNK)`` positions."""
+    """Return a cached tensor with one odd number per position, for at least ``min(words, CHUNK)`` positions."""
     size = min(CHUNK, max(SMALL, 1 << (words - 1).bit_length()))
     table = _TABLES.get(device)
     if table is None or len(table) < size:
@@ -620,13 +649,13 @@ def _table(device: torch.device, words: int) -> Tensor:
 def _odd_numbers(positions: Tensor) -> Tensor:
     """Return one pseudo-random odd 64-bit number per position.
 
-    Numbers that grow by equal steps would not do: differences at neighbouring positions could cancel.
+    With numbers that grow by equal steps, differences at neighbouring positions could cancel.
     """
     return splitmix64_finalizer(positions + 1) << 1 | 1
 
 
 def splitmix64_finalizer(numbers: Tensor) -> Tensor:
-    """Return splitmix64's finalizer of each int64 number: a permutation whose results look random."""
+    """Return the splitmix64 finalizer of each int64 number: a permutation of the 64-bit integers that looks random."""
     for bits, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         numbers = (numbers ^ _shift_right(numbers, bits)) * factor
     return numbers ^ _shift_right(numbers, 31)
@@ -638,6 +667,6 @@ def _shift_right(numbers: Tensor, bits: int) -> Tensor:
 
 
 def to_float_words(sums: Tensor) -> Tensor:
-    """Mix hashes, [...] int64, and return them as integers below 2^32, [..., WORDS] float64. The mapping is one-to-one."""
+    """Mix hashes, [...] int64, and return each as two integers below 2^32, [..., WORDS] float64. The map is one-to-one."""
     mixed = splitmix64_finalizer(sums)
     return torch.stack([mixed & 0xFFFFFFFF, _shift_right(mixed, 32)], dim=-1).double()

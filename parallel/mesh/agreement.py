@@ -1,6 +1,6 @@
-"""Functions that every rank calls at the same point, to gather objects, compare settings and raise errors together.
+"""Functions that every rank calls at the same point: they gather objects, compare settings, or run a function.
 
-An error on one rank is raised on every rank, so that no rank waits for a failed rank.
+`on_all_ranks` raises an error of one rank on every rank, so that no rank waits for a failed rank.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ V = TypeVar("V")
 def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
     """Gather ``value`` from every rank and return the list of values, indexed by global rank.
 
-    Every rank must call this function at the same point. It pickles the value and synchronizes with the host. Use it
-    during set-up, not in every step.
+    Every rank must call this function at the same point. The host pickles the value and waits for all ranks. Use this
+    function during set-up, not in every step.
 
         gather_objects(registry.global_rank, registry)  # [0]; on 2 ranks [0, 1]
 
     Args:
         value: Any object that `pickle` accepts.
-        registry: The process groups. The call runs on all ranks of its topology.
+        registry: Provides the process group of all ranks.
     Returns:
         One value per rank. With one rank the list holds ``value`` itself.
     Raises:
-        RuntimeError: On every rank: ranks called this function from different public calls of this library.
-    Collectives: over the world one all-gather (over gloo a gather and a broadcast), or two if a value is large. None with
-    one rank.
+        RuntimeError: Ranks called this function from different public calls of this library (raised on every rank); or
+            a collective failed.
+    Collectives: one all-gather over the world, or two if a value is large; over gloo each is a gather and a broadcast.
+    None with one rank.
     Host synchronization: yes, except with one rank.
     """
     if registry.topology.world_size == 1:
@@ -57,32 +58,35 @@ def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T
 
     Args:
         function: Takes no arguments, and must issue no collective.
-        registry: The process groups. The call runs on all ranks of its topology.
+        registry: Provides the process group of all ranks.
     Returns:
         The result of ``function()`` on this rank.
     Raises:
-        Exception: The error of this rank's ``function``, unchanged.
-        ValueError, TypeError, RuntimeError: ``function`` failed on other ranks only. The message has the first failed rank
-            and its error text. The type is the type of that error if it is one of these three, else RuntimeError with the
-            type's name in the message. RuntimeError also as in `gather_objects`.
+        Exception: ``function`` failed on this rank; its error is raised unchanged.
+        ValueError, TypeError: ``function`` failed on other ranks only, and the error of the first of these ranks has
+            this type. The message has the rank and the text of its error.
+        RuntimeError: ``function`` failed on other ranks only, with any other error; the message has its rank and text.
+            Also raised if a collective failed, or if ranks called this function from different public calls.
     Collectives: those of `gather_objects`.
-    Host synchronization: yes.
+    Host synchronization: yes, except with one rank.
     """
     return on_all_ranks_with(lambda: (function(), None), registry)[0]
 
 
 def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGroupRegistry) -> tuple[T, list[V]]:
-    """Call ``function()`` as `on_all_ranks` does, and gather the second item of its result in the same collective.
+    """Call ``function()``, which returns ``(result, value)``. Return this rank's result and the values of all ranks.
+
+    An error on any rank is raised on every rank.
 
     Args:
-        function: Takes no arguments and returns ``(result, value)``. It must issue no collective.
-        registry: The process groups. The call runs on all ranks of its topology.
+        function: Takes no arguments and returns ``(result, value)``; ``value`` is pickled. It must issue no collective.
+        registry: Provides the process group of all ranks.
     Returns:
         This rank's ``result``, and the list of every rank's ``value``, indexed by global rank.
     Raises:
-        Exception: As in `on_all_ranks`.
+        Exception: The errors of `on_all_ranks`.
     Collectives: those of `gather_objects`.
-    Host synchronization: yes.
+    Host synchronization: yes, except with one rank.
     """
     try:
         (result, value), error = function(), None
@@ -111,22 +115,23 @@ _SAME_KIND: dict[str, type[Exception]] = {
 def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -> None:
     """Raise ValueError on every rank if a setting has different values on two ranks.
 
-    Every rank must call this function at the same point. A setting is compared only between the ranks that have it.
+    Every rank must call this function at the same point. A setting is compared only between the ranks that pass it.
 
     Args:
         settings: Value per name. Two values count as equal if `describe` returns the same text for both.
-        registry: The process groups. The call runs on all ranks of its topology.
+        registry: Provides the process group of all ranks.
     Raises:
-        ValueError: On every rank, with the first setting that differs and two of its values.
-        RuntimeError: As in `gather_objects`.
+        ValueError: On every rank: a setting differs. The message has the first such setting and two of its values.
+        RuntimeError: Ranks called this function from different public calls of this library (raised on every rank); or
+            a collective failed.
     Collectives: those of `gather_objects`.
-    Host synchronization: yes.
+    Host synchronization: yes. With one rank only to describe tensors on a device.
     """
     check_all_say_the_same(gather_objects(described(settings), registry))
 
 
 def described(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the result of `describe` for each setting, by name, for `check_all_say_the_same`."""
+    """Return the text of each setting, by name, as `describe` returns it, for `check_all_say_the_same`."""
     return {name: describe(value) for name, value in settings.items()}
 
 
@@ -134,7 +139,8 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
     """Raise ValueError for the first setting that differs between two ranks.
 
     Args:
-        by_rank: Per global rank, the result of `described`. A setting is compared between the ranks that have it.
+        by_rank: Per global rank, the text of each setting by name. A setting is compared between the ranks that have
+            it.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, settings in enumerate(by_rank):
@@ -148,16 +154,18 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def describe(value: object, depth: int = 4) -> str:
-    """Return a text for comparing arguments between ranks: equal if the ranks pass the same arguments.
+    """Return a text for comparing an argument between ranks. Equal arguments have equal texts.
 
-    The text has no memory addresses. 1 and 1.0 have the same text. An object with a ``__dict__`` is shown by its type name
-    and attributes. Functions, modules and all other objects, such as sets, are shown by their name or type name alone, and
-    a tensor of more than 16 elements by its shape alone.
+    The text of numbers, strings, lists, tuples, dicts and tensors of up to 16 elements has all their values; 1 and 1.0
+    have the same text. The text of a larger tensor has only its shape. The text of a dataclass, or of another object
+    with a ``__dict__``, has its type name and its attributes. The text of a function, a class or a `torch.dtype` has
+    its name. The text of an `nn.Module`, of a callable object, or of an object of any other type, such as a set, is its
+    type name.
 
     Args:
         value: Any object.
-        depth: Number of nested levels of objects that are shown with attributes. Objects below these levels are shown by
-            their type name alone.
+        depth: Number of nested levels of objects that are shown with attributes. The text of an object below these
+            levels is its type name. Default: 4.
     Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device.
     """
     if isinstance(value, float):

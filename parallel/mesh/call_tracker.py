@@ -1,11 +1,12 @@
-"""Track the call of this library that each rank is in, and report the calls of all ranks when a collective fails.
+"""Track which public function of this library each rank is in, and report it for all ranks when a collective fails.
 
     with track_call("save_checkpoint", registry):
         ...                                # if a collective fails, the RuntimeError lists the call of every rank
 
-Tracking needs no communication: each process keeps the name and number of its own call. When a collective fails on a rank,
-the rank requests the current calls of the other ranks through the store of the default process group. A thread in
-every process responds, even while the process runs code outside this library. Stopped and dead processes do not respond.
+Tracking needs no communication: each thread stores the name and the number of its own call. When a collective fails on
+a rank, the rank requests the current calls of the other ranks through the store of the default process group. In every
+process a background thread responds, even while the process runs code outside this library. Stopped and dead processes
+do not respond.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from .topology import Topology
 
 # Requests and responses between ranks, through the store of the default process group ---------------------------------
 
-# A thread of every process checks the store for requests once per second.
+# A thread of every process checks the store for requests once per second. The store has one key with the number of
+# requests, and one key per rank with its response.
 
 POLL_INTERVAL = 1.0  # seconds
 RESPONSE_TIMEOUT = 4.0  # seconds
@@ -44,16 +46,19 @@ _QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # num
 
 
 class Answering:
-    """Background thread that responds to requests of other ranks, until the default process group is replaced or destroyed.
+    """Background thread that tells other ranks the current call of this process when they request it.
+
+    The thread ends when the default process group is replaced or destroyed, when `stop` is called, or when the process
+    that serves the store has exited.
 
     Args:
         world: The default process group.
-        doing: Returns the response: a text that describes the current call of this process.
+        doing: Function that returns the response: a text that describes the current call of this process.
     """
 
     def __init__(self, world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
         self._doing, self.rank, self.world_size = doing, dist.get_rank(), dist.get_world_size()
-        # A separate connection, because another thread may be waiting on the default one.
+        # A separate connection to the store, because another thread may be waiting on the default connection.
         self._store = distributed_c10d._get_default_store().clone()
         self._server = _Server(self._store)
         self._world, self._stop = weakref.ref(world), threading.Event()
@@ -61,11 +66,11 @@ class Answering:
         self._thread.start()
 
     def is_of_now(self) -> bool:
-        """Return True if the default process group is still the ``world`` that was passed to the constructor."""
+        """Return True if the default process group is still the group that was passed to the constructor."""
         return dist.is_initialized() and self._world() is dist.group.WORLD
 
     def stop(self) -> None:
-        """Stop the thread and wait at most two seconds for its end. The thread must not run while the interpreter exits."""
+        """Stop the thread and wait up to two seconds for its end; it must not run while the interpreter exits."""
         self._stop.set()
         self._thread.join(2 * POLL_INTERVAL)
 
@@ -85,12 +90,14 @@ class Answering:
 
         Args:
             rank: Global rank of this process.
-            found: Output: response by global rank. Ranks that do not respond within `RESPONSE_TIMEOUT` are missing.
+            found: Dict to which this method adds the response of each rank, by global rank. Ranks that do not respond
+                within four seconds are missing.
         Raises:
             RuntimeError: The process that serves the store has exited. Earlier responses are in ``found``.
         """
         waiting = set(range(self.world_size)) - {rank}
-        # An exiting process closes its connections one by one. Wait, so that `check` sees that its own one is closed.
+        # An exiting process closes its connections one by one. The wait lets it close the connection that `check`
+        # reads.
         time.sleep(POLL_INTERVAL / 5)
         self._server.check()
         question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + RESPONSE_TIMEOUT
@@ -106,10 +113,10 @@ class Answering:
 
 
 class _Server:
-    """Monitor of the process that serves a store, over a separate idle connection.
+    """Monitor that detects the exit of the process that serves a store, over a separate idle connection.
 
-    It monitors only a TCPStore to which it can connect; for other stores `check` never raises. Without it the store's own
-    client would detect the exit, and torch would log about 20 lines of a C++ stack trace.
+    It monitors only a TCPStore to which it can connect; for other stores `check` never raises. Without the monitor, the
+    client of the store would detect the exit, and torch would log a long C++ stack trace.
     """
 
     def __init__(self, store: Any) -> None:
@@ -122,7 +129,7 @@ class _Server:
                 self._socket.setblocking(False)
 
     def close(self) -> None:
-        """Close the connection, if there is one; later calls of `check` then raise RuntimeError."""
+        """Close the connection, if there is one. Do not call `check` afterwards."""
         if self._socket is not None:
             self._socket.close()
 
@@ -146,7 +153,7 @@ def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
 
     Args:
         world: The default process group.
-        doing: Returns the response, as in `Answering`.
+        doing: Function that returns the response: a text that describes the current call of this process.
     Returns:
         True if this call started the thread.
     """
@@ -163,8 +170,8 @@ def request_answers(rank: int) -> dict[int, str] | None:
     Args:
         rank: Global rank of this process.
     Returns:
-        Response by global rank, without ranks that did not respond. None: the store did not respond, or `start_answering`
-        was not called for the current default process group.
+        Response by global rank, without ranks that did not respond. None: the store stopped responding before any
+        rank's response arrived, or `start_answering` was not called for the current default process group.
     """
     answering = _answering
     if answering is None or not answering.is_of_now():
@@ -176,7 +183,7 @@ def request_answers(rank: int) -> dict[int, str] | None:
             answering.ask(rank, found)
             done.set()
 
-    # In a thread, because a request to a stopped store process would block forever.
+    # In a thread, because a request blocks if the process that serves the store is stopped.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(RESPONSE_TIMEOUT + POLL_INTERVAL)
@@ -192,7 +199,7 @@ def _end() -> None:
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 _NO_REPLY = "got no reply"
-_GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")  # the second follows an earlier timeout
+_GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")  # the second text follows a timeout
 _CPP_TRACE = ("Exception raised from ", "frame #", "C++ CapturedTraceback:")
 _SAME_CALLS = "Every rank must make the same calls in the same order"
 
@@ -200,12 +207,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
-    """A call of a public function, method or constructor.
+    """Name and number of a call of a public function, method or constructor.
 
     Args:
         name: Name of the function or method, or of the constructed class.
-        number: 1 for the first outermost call of this name in its thread since the default group was created, 2 for the
-            second, ...
+        number: 1 for the first call of this name in its thread, 2 for the second, ... Calls inside other tracked calls
+            are not counted. The numbers restart when the first registry of a new default process group is constructed.
     """
 
     name: str
@@ -216,20 +223,21 @@ class Call(NamedTuple):
 
 
 class Caller(Protocol):
-    """The attributes of a registry that `track_call` reads: the topology of all ranks, and the rank of this process."""
+    """The attributes of a registry that `track_call` reads: the topology, and the global rank of this process."""
 
     topology: Topology
     global_rank: int
 
 
 class _ThreadCalls:
-    """The calls of one thread.
+    """The tracked calls of one thread. Calls inside other tracked calls are not tracked.
 
     Attributes:
         thread: Identifier of the thread.
-        counts: Number of outermost calls per name since the default group was created.
-        current: The current outermost call, or None.
-        last: Name, number and error type (None: no error) of the last finished call. None: no call has finished.
+        counts: Number of calls per name since `start_over`.
+        current: The current call. None: the thread is in no call.
+        last: Name, number and error type of the last finished call; the error type is None if the call returned. None:
+            no call has finished since `start_over`.
     """
 
     __slots__ = ("__weakref__", "counts", "current", "last", "thread")
@@ -245,7 +253,7 @@ class _ThreadCalls:
 
 
 class _CurrentThread(threading.local):
-    """Thread-local holder of the calls of the current thread."""
+    """Thread-local object whose attribute ``calls`` has the tracked calls of the current thread."""
 
     def __init__(self) -> None:
         self.calls = _by_thread[threading.get_ident()] = _ThreadCalls()
@@ -258,14 +266,14 @@ _current_thread = _CurrentThread()
 class track_call:
     """Context manager around a public call: if a collective fails in the block, the error lists the call of every rank.
 
-    Inside another `track_call` block of the same thread it has no effect, so only the outermost call is tracked.
+    Inside another `track_call` block of the same thread it has no effect.
 
     Args:
         name: Name of the call.
-        registry: The process groups. All ranks of its topology are expected to make the call.
+        registry: Provides the topology and the global rank. All ranks of the topology are expected to make the call.
     Raises:
-        RuntimeError: A collective or the store failed in the block, by a timeout or a lost connection. Before raising, this
-            rank waits a few seconds for the calls of the other ranks. With one rank the original error is raised.
+        RuntimeError: A collective or the store failed in the block. Before raising, this rank waits up to five seconds
+            for the responses of the other ranks. With one rank the original error is raised instead.
     Collectives: none.
     Host synchronization: none.
     """
@@ -286,7 +294,7 @@ class track_call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        calls = self._calls  # of the thread that entered the block: a generator may be closed in another thread
+        calls = self._calls  # calls of the thread that entered the block; a generator may be closed in another thread
         if calls is None:
             return
         try:
@@ -298,7 +306,7 @@ class track_call:
 
     @property
     def call(self) -> Call:
-        """Return the name and number of the call."""
+        """Return the name and the number of the call."""
         return Call(self._name, self._number)
 
 
@@ -319,7 +327,7 @@ def public_call(method: F) -> F:
 
 
 def public_constructor(init: F) -> F:
-    """Decorate ``__init__``, so that `track_call` tracks it as a call with the name of the constructed class.
+    """Decorate ``__init__``, so that it runs in a `track_call` block with the name of the constructed class.
 
     The registry is the second positional argument after ``self``, or the keyword argument ``registry``. A call without a
     registry is not tracked.
@@ -335,16 +343,16 @@ def public_constructor(init: F) -> F:
 
 
 def current_call() -> str | None:
-    """Return the name of the outermost `track_call` block of this thread, or None outside of any block."""
+    """Return the name of the outermost `track_call` block that this thread is in; None if it is in no block."""
     current = _current_thread.calls.current
     return None if current is None else current.call.name
 
 
 def check_same_call(calls: Sequence[str | None]) -> None:
-    """Raise RuntimeError unless all ranks are in public calls of the same name, or all ranks are in none.
+    """Raise RuntimeError unless all ranks are in tracked calls of the same name, or all ranks are in no tracked call.
 
     Args:
-        calls: Per global rank, the result of `current_call`.
+        calls: Per global rank, the name of its current call, or None, as `current_call` returns it.
     """
     if len({*calls}) > 1:
         where: dict[str | None, list[int]] = {}
@@ -359,8 +367,8 @@ def check_same_call(calls: Sequence[str | None]) -> None:
 def is_transport_error(error: BaseException | None) -> bool:
     """Return True if ``error`` is a failure of a collective or of the store.
 
-    Failures of gloo are plain RuntimeErrors, so they are detected by their text. For an error that `track_call` raised, the
-    function returns False.
+    Failures of gloo are plain RuntimeErrors, so they are detected by their text. Return False for an error that
+    `track_call` raised.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -393,7 +401,7 @@ def _explain(call: Call, registry: Caller, error: BaseException) -> str:
 
 
 def _strip_cpp_trace(error: BaseException) -> BaseException:
-    """Remove torch's C++ stack trace from the text of ``error``, in place, and return ``error``."""
+    """Remove torch's C++ stack trace from the text of ``error`` in place, and return ``error`` itself."""
     lines = str(error).splitlines()
     kept = list(takewhile(lambda line: not line.startswith(_CPP_TRACE), lines))
     if len(kept) < len(lines):
@@ -402,9 +410,9 @@ def _strip_cpp_trace(error: BaseException) -> BaseException:
 
 
 def _describe_activity() -> str:
-    """Return a text with the current public call of each thread that is in one.
+    """Return a text with the current tracked call of each thread that is in such a call.
 
-    If the main thread is in no call, the text has its last call and its current line in user code instead.
+    If the main thread is in no call, the text has the last call of the main thread and its current line in user code.
     """
     main = threading.main_thread().ident or 0
     threads = {calls.thread: calls for ref in _by_thread.valuerefs() if (calls := ref()) is not None}
@@ -423,10 +431,10 @@ def _describe_activity() -> str:
 
 
 def _locate_user_code(frame: FrameType | None) -> str:
-    """Return a text with the position of user code: the innermost frame outside torch, meshstep and the standard library.
+    """Return a text with file, line and function of the innermost frame of user code.
 
-    The text has file, line and function. If all frames belong to these libraries, it has the outermost frame. It is
-    ``"ending"`` if ``frame`` is None: the thread has ended.
+    User code is code outside torch, meshstep and the standard library. If all frames belong to these libraries, return
+    the text of the outermost frame. If ``frame`` is None, because the thread has ended, return ``"ending"``.
     """
     while frame is not None and frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
@@ -443,26 +451,28 @@ def _is_library(frame: FrameType) -> bool:
 # Stack frames ---------------------------------------------------------------------------------------------------------
 
 
-# Use these functions only if another library calls a method of this library, the result depends on the calling function,
-# and no argument identifies that function. Except for this module and deprecation.py, no module reads stack frames.
+# Use these functions only if another library calls a method of this library, and the result must depend on the calling
+# function, which no argument identifies. Except for this module and deprecation.py, no module of the library reads
+# frames.
 
 
 def calling_module() -> str:
-    """Return the name of the module that called the caller of this function."""
+    """Return the module name of the caller's caller: if f calls g, and g calls `calling_module`, the module of f."""
     return str(sys._getframe(2).f_globals.get("__name__"))
 
 
 def receiver_of_caller(method: Callable[..., object]) -> Any:
-    """Return the ``self`` argument of ``method`` if ``method`` called the caller of this function; else None.
+    """Return the ``self`` argument of ``method`` if ``method`` is the caller's caller; else None.
 
-    The local variables of other functions are not read, because reading them would keep them alive.
+    If ``method`` calls g, and g calls `receiver_of_caller`, then ``method`` is the caller's caller. The local variables
+    of other functions are not read, because reading them could keep them alive.
     """
     frame = sys._getframe(2)
     return frame.f_locals["self"] if frame.f_code is getattr(method, "__code__", None) else None
 
 
 def format_thread_stack(thread: int | None) -> str:
-    """Return the stack of the thread with identifier ``thread`` as text; "an unknown place" if it has ended."""
+    """Return the stack of the thread with identifier ``thread`` as text; "an unknown place" if the thread has ended."""
     frame = sys._current_frames().get(thread or 0)
     return "an unknown place" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -473,10 +483,13 @@ def _ordinal(number: int) -> str:
 
 
 def answer_questions(world: dist.ProcessGroup) -> None:
-    """Start the thread that tells other ranks the current calls of this process.
+    """Start the background thread that tells other ranks the current calls of this process.
 
-    The first call per default process group starts the thread, and restarts the numbering of calls in every thread. Further
-    calls have no effect.
+    The first call for a default process group starts the thread, and restarts the numbering of calls in every thread.
+    Further calls have no effect.
+
+    Args:
+        world: The default process group.
     """
     if start_answering(world, _describe_activity):
         for ref in _by_thread.valuerefs():

@@ -1,6 +1,7 @@
 """Differentiable collectives over mesh axes, for the activations and small parameters of parallel layers.
 
-Every collective is a linear map over the ranks of ``registry.group(*axes)``, and its backward is the adjoint map:
+Each function applies a linear map over the ranks of ``registry.group(*axes)`` to a tensor. Its backward is the adjoint
+map for the use case in this table:
 
     function            forward                   backward                 use case
     copy_to             identity                  all-reduce               a replicated tensor enters sharded computation
@@ -12,21 +13,23 @@ Every collective is a linear map over the ranks of ``registry.group(*axes)``, an
     broadcast_from      broadcast from one rank   reduce to that rank      all ranks need the tensor of one rank
     all_to_all          all-to-all                reverse all-to-all       parts of shards move to other ranks
 
-Choose between `gather_from` and `all_gather_to` by the next computation. If it is the same on every rank, each rank already
-has the full gradient and keeps its shard: use `gather_from`. If it differs between ranks, each rank has a partial gradient,
-which must be summed: use `all_gather_to`.
+Choose between `gather_from` and `all_gather_to` by the computation on the gathered tensor. If the computation is the
+same on every rank, each rank computes the full gradient and keeps its shard of it: use `gather_from`. If the
+computation differs between ranks, each rank computes a partial gradient, which must be summed: use `all_gather_to`.
 
-* Every rank of the group must call the function. The shapes must be equal on all ranks, except for uneven shards and for
-  `all_to_all`.
+* Every rank of the group must call the function. The tensors must have the same shape on all ranks, except uneven shards
+  and the tensors of `all_to_all`.
 * The tensor must require grad on all ranks of the group, or on none.
-* The backward consists of the same maps, so it can be differentiated again.
+* The backward consists of maps of the table, so it can be differentiated again.
 * Over a group of size 1 the functions return the tensor itself (with ``uneven=True`` or ``length=`` a view of it), and
   ``torch.distributed`` need not be initialised.
 * The dtype is unchanged, also under autocast: sums are computed in the dtype of the tensor.
 * Over several axes, shards are in the order of the group: row-major over the axes in the order of the topology.
-* By default shards are equal. With ``uneven=True`` or ``length=`` they are the chunks of `torch.chunk` over one axis.
+* By default shards have equal shapes. With ``uneven=True`` or ``length=`` shards are the chunks of `torch.chunk` over one
+  axis.
 * No function synchronizes with the host.
-* Invalid ``axes`` raise ValueError, as in `ProcessGroupRegistry.size`.
+* ``axes`` are names of axes or aliases. A function raises ValueError if ``axes`` is empty, has an unknown name, or names
+  an axis twice.
 """
 
 from __future__ import annotations
@@ -53,14 +56,14 @@ from .registry import ProcessGroupRegistry
 
 @dataclass(frozen=True)
 class Over:
-    """Arguments of a linear map, except the tensor.
+    """The arguments of a linear map other than the tensor: process group, tensor dim, root and name of the call.
 
     Args:
         registry: Provides the process group.
         axes: Mesh axes of the group.
-        dim: Tensor dim (>= 0) along which the map splits or concatenates. Default: the first.
-        root: Index of the root in the group, for `broadcast` and `reduce_to_root`. Default: the first rank.
-        call: Name of the public call that applies the map. If the collective fails, the error has this name.
+        dim: Tensor dim (>= 0) along which the map splits or concatenates. Default: the first dim.
+        root: Index of the root rank in the group, for `broadcast` and `reduce_to_root`. Default: the first rank.
+        call: Name of the public call that applies the map. The error of a failed collective contains this name.
     """
 
     registry: ProcessGroupRegistry
@@ -105,7 +108,7 @@ def _collective(function: Map_) -> Map_:
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # the compiler traces the collective without the call tracker
+        if torch.compiler.is_compiling():  # `track_call` is not traced
             return function(tensor, over, **options)
         with track_call(over.call, over.registry):
             return function(tensor, over, **options)
@@ -121,8 +124,9 @@ class Cut:
     sizes: list[int]
 
 
-# The maps are not differentiable by themselves, and need a group of more than one rank. They return a new tensor, except
-# that the results of `identity`, of `own_slice` and of `broadcast` on the root may share memory with the argument.
+# `apply` makes these maps differentiable, and calls them only for groups of more than one rank. A map returns a new
+# tensor, except that the results of `identity`, of `own_slice` and of `broadcast` on the root may share memory with the
+# argument.
 
 
 def identity(tensor: Tensor, over: Over) -> Tensor:
@@ -172,9 +176,9 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
-    """Return the root's tensor on every rank. Other ranks pass any tensor of the same shape and dtype as ``tensor``."""
+    """Return the root's tensor on every rank. Other ranks pass a tensor of the same shape and dtype with any values."""
     if over.rank == over.root:
-        # Detached: otherwise torch 2.13 gives the gradient the parameter's grad_dtype on the root, but not on other ranks.
+        # Detached: otherwise the gradient could have the parameter's grad_dtype on the root, but not on other ranks.
         received = tensor.detach().contiguous()
     else:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -198,7 +202,8 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
         tensor: Its dim ``cut.dim`` has length ``sum(cut.sizes)``.
         over: The group.
         cut: The dim to split, and the length of the section for each receiving rank.
-        joined: The dim along which received sections are concatenated, and the length of the section from each rank.
+        joined: The dim along which received sections are concatenated, and the length along it of the section from each
+            rank.
     """
     sent = tensor.split(cut.sizes, cut.dim)
     shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
@@ -212,7 +217,7 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
 
 
 class _LinearMap(torch.autograd.Function):
-    """Autograd function that applies ``forward_map``. Its backward applies the adjoint ``backward_map``, differentiably."""
+    """Autograd function that applies ``forward_map``, and ``backward_map`` in backward; differentiable twice."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
@@ -256,11 +261,13 @@ def copy_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tenso
         hidden = copy_to(hidden, registry, "tensor")    # before a column-parallel matmul
 
     Args:
-        tensor: Equal on all ranks of the group; any shape and dtype.
+        tensor: A tensor of any shape and dtype, equal on all ranks of the group.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one.
     Returns:
         A view of ``tensor``; ``tensor`` itself if the group has size 1.
+    Raises:
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice.
     Collectives: none in forward, one all-reduce in backward.
     Host synchronization: none.
     """
@@ -275,9 +282,11 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
     Args:
         tensor: This rank's term of the sum; the shape and dtype are equal on all ranks.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one.
     Returns:
         The sum, a new tensor; ``tensor`` itself if the group has size 1.
+    Raises:
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice.
     Collectives: one all-reduce in forward, none in backward.
     Host synchronization: none.
     """
@@ -285,7 +294,11 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
 
 
 def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
-    """Apply a map that concatenates shards. If ``length`` is given, pad the shard, and narrow the result to ``length``."""
+    """Apply a map that concatenates the shards of all ranks along ``over.dim``, and return the result.
+
+    If ``length`` is not None, shards may be uneven: the shard is padded before the map, and the result narrowed to
+    ``length``.
+    """
     if length is None:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(length, over)
@@ -299,7 +312,10 @@ def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over
 
 
 def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
-    """Apply a map that splits a dim. If ``uneven``, first pad the dim, and then narrow the result to this rank's chunk."""
+    """Apply a map that splits ``over.dim`` over the ranks, and return this rank's shard.
+
+    If ``uneven`` is True, the dim is padded before the map, and the result narrowed to this rank's chunk.
+    """
     if not uneven:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(tensor.size(over.dim), over)
@@ -308,7 +324,7 @@ def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, unev
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
-    """Return the lengths of the first chunk and of this rank's chunk, if `torch.chunk` splits ``length`` over the group.
+    """Return the lengths of two chunks of a dim that `torch.chunk` splits over the group: the first, and this rank's.
 
     Raises:
         ValueError: ``over`` has several axes.
@@ -334,19 +350,23 @@ def gather_from(
 ) -> Tensor:
     """Concatenate the shards of all ranks along ``dim``, for a computation that is the same on every rank.
 
+    In backward each rank keeps its shard of its own gradient. If the computation differs between ranks, use
+    `all_gather_to`.
+
         logits = gather_from(logits, registry, "tensor", dim=-1)
 
     Args:
         tensor: This rank's shard; any dtype.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one; with ``length`` exactly one axis.
         dim: Tensor dim that is sharded over ``axes``; may be negative.
-        length: Length of the full dim, for uneven shards over one axis. None: shards are equal.
+        length: Length of ``dim`` in the full tensor, if the shards are the chunks of `torch.chunk`. None: all shards
+            have the same shape.
     Returns:
         The full tensor, on every rank.
     Raises:
-        ValueError: ``dim`` is out of range; or ``length`` is given with several axes, or with a shard whose length is not
-            that of this rank's chunk of ``length``.
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice; ``dim`` is out of range; ``length``
+            is given, and there are several axes; or ``length`` is given, and the shard is not this rank's chunk of it.
     Collectives: one all-gather in forward, none in backward.
     Host synchronization: none.
     """
@@ -356,20 +376,24 @@ def gather_from(
 def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False) -> Tensor:
     """Return this rank's shard along ``dim`` of a tensor that is replicated over ``axes``.
 
+    In backward the gradients of all shards are concatenated.
+
         hidden = scatter_to(hidden, registry, "tensor", dim=-1)
 
     Args:
-        tensor: Equal on all ranks of the group; any shape and dtype.
+        tensor: A tensor of any shape and dtype, equal on all ranks of the group.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one; with ``uneven=True`` exactly one axis.
         dim: Tensor dim to shard; may be negative.
-        uneven: True: shards are the chunks of `torch.chunk`, over one axis. False: the dim must be a multiple of the group
-            size. Do not pass True for the batch dim, because ranks would average over different numbers of samples.
+        uneven: True: shards are the chunks of `torch.chunk`. False: the length of the dim must be a multiple of the
+            group size. Do not pass True for the batch dim, because ranks would average over different numbers of
+            samples.
     Returns:
-        The shard; if the group has size 1, ``tensor`` itself, or with ``uneven`` a view of it.
+        The shard. If the group has size 1: ``tensor`` itself, or with ``uneven=True`` a view of it.
     Raises:
-        ValueError: ``dim`` is out of range; its length is not a multiple of the group size, and ``uneven`` is False; or
-            ``uneven`` is True with several axes.
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice; ``dim`` is out of range; ``uneven``
+            is False, and the length of the dim is not a multiple of the group size; or ``uneven`` is True, and there
+            are several axes.
     Collectives: none in forward, one all-gather in backward.
     Host synchronization: none.
     """
@@ -381,18 +405,23 @@ def all_gather_to(
 ) -> Tensor:
     """Concatenate the shards of all ranks along ``dim``, for a computation that differs between ranks.
 
+    In backward the gradients are summed over ``axes``, and each rank receives its shard of the sum. If the computation
+    is the same on every rank, use `gather_from`.
+
         hidden = all_gather_to(hidden, registry, "tensor", dim=1)    # sequence parallel, before a column-parallel matmul
 
     Args:
         tensor: This rank's shard; any dtype.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one; with ``length`` exactly one axis.
         dim: Tensor dim that is sharded over ``axes``; may be negative.
-        length: Length of the full dim, for uneven shards over one axis. None: shards are equal.
+        length: Length of ``dim`` in the full tensor, if the shards are the chunks of `torch.chunk`. None: all shards
+            have the same shape.
     Returns:
-        The full tensor, on every rank. Its gradient is summed over ``axes`` and sharded in backward.
+        The full tensor, on every rank.
     Raises:
-        ValueError: As in `gather_from`.
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice; ``dim`` is out of range; ``length``
+            is given, and there are several axes; or ``length`` is given, and the shard is not this rank's chunk of it.
     Collectives: one all-gather in forward, one reduce-scatter in backward.
     Host synchronization: none.
     """
@@ -409,14 +438,16 @@ def reduce_scatter_to(
     Args:
         tensor: This rank's term of the sum; the shape and dtype are equal on all ranks.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one; with ``uneven=True`` exactly one axis.
         dim: Tensor dim to shard; may be negative.
-        uneven: True: shards are the chunks of `torch.chunk`, over one axis. False: the dim must be a multiple of the group
-            size.
+        uneven: True: shards are the chunks of `torch.chunk`. False: the length of the dim must be a multiple of the
+            group size.
     Returns:
-        The shard; if the group has size 1, ``tensor`` itself, or with ``uneven`` a view of it.
+        The shard. If the group has size 1: ``tensor`` itself, or with ``uneven=True`` a view of it.
     Raises:
-        ValueError: As in `scatter_to`.
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice; ``dim`` is out of range; ``uneven``
+            is False, and the length of the dim is not a multiple of the group size; or ``uneven`` is True, and there
+            are several axes.
     Collectives: one reduce-scatter in forward, one all-gather in backward.
     Host synchronization: none.
     """
@@ -426,20 +457,22 @@ def reduce_scatter_to(
 def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, root: int = 0) -> Tensor:
     """Return the tensor of the root rank on every rank of the group over ``axes``.
 
-    In backward the root receives the sum of all gradients, and other ranks receive zeros.
+    In backward the root receives the sum of the gradients of all ranks. Other ranks receive zeros.
 
         weight = broadcast_from(weight, registry, "row", root=0)
 
     Args:
-        tensor: On the root, the tensor to send. On other ranks, any tensor of the same shape and dtype, which *must require
-            grad if the root's tensor does*. Otherwise those ranks do not call the reduce in backward, and the root waits.
+        tensor: On the root, the tensor to send. On other ranks, any tensor of the same shape and dtype. It *must
+            require grad if the root's tensor does*: otherwise these ranks do not call the reduce in backward, and the
+            root waits.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one.
         root: Index of the root in the group. Default: the first rank.
     Returns:
         The root's tensor; ``tensor`` itself if the group has size 1.
     Raises:
-        ValueError: ``root`` is not an index of the group.
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice; or ``root`` is not an index of the
+            group.
     Collectives: one broadcast in forward, one reduce in backward.
     Host synchronization: none.
     """
@@ -466,23 +499,26 @@ def all_to_all(
         all_to_all(heads, registry, "cp", split_dim=1, concat_dim=2)
 
     Args:
-        tensor: Any dtype. Its length along ``concat_dim`` may differ between ranks, and may be 0.
+        tensor: A tensor of any dtype. With ``concat_sizes`` its length along ``concat_dim`` may differ between ranks,
+            and may be 0.
         registry: Provides the process group.
-        axes: Mesh axes of the group.
+        axes: Mesh axes of the group, at least one.
         split_dim: Tensor dim to split; may be negative.
-        concat_dim: Tensor dim along which received sections are concatenated. None: ``split_dim``.
+        concat_dim: Tensor dim along which received sections are concatenated; may be negative. None: ``split_dim``.
         split_sizes: Length along ``split_dim`` of the section for each rank, in the order of the group. None: equal
             sections. If ``concat_dim`` differs from ``split_dim``, all ranks must pass the same sizes.
-        concat_sizes: Length along ``concat_dim`` of the section that each rank sends to this rank. None: every section is
-            as long as the section of this rank. If the lengths are not known, exchange them first.
+        concat_sizes: Length along ``concat_dim`` of the section that each rank sends to this rank. None: all received
+            sections are as long as the section that this rank keeps. Required if ``split_sizes`` is given for the same
+            dim.
     Returns:
-        The received sections, concatenated in the order of the group.
+        The received sections, concatenated in the order of the group; ``tensor`` itself if the group has size 1.
     Raises:
-        ValueError: The number of sizes differs from the group size; a size is negative; ``split_sizes`` do not add up to
-            the dim's length; ``concat_sizes`` has another length for this rank's own section than ``split_sizes``, or is
-            missing although ``split_sizes`` is given for the same dim; a dim is out of range; or ``split_sizes`` is None
-            and the dim is not a multiple of the group size.
-    Collectives: one all-to-all in forward; in backward one more, which sends the gradients of the sections back.
+        ValueError: ``axes`` is empty, has an unknown name, or names an axis twice; a dim is out of range; the number of
+            sizes differs from the group size; a size is negative; ``split_sizes`` do not add up to the length of
+            ``split_dim``; ``split_sizes`` is None, and this length is not a multiple of the group size;
+            ``concat_sizes`` is missing although it is required; or its length for the section that this rank keeps is
+            incorrect.
+    Collectives: one all-to-all in forward, and one in backward, which sends the gradients of the sections back.
     Host synchronization: none.
     """
     over = along(tensor, registry, axes, split_dim, "all_to_all")

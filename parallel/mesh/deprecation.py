@@ -1,4 +1,4 @@
-"""Former public names, which work for one more version. Their use issues a DeprecationWarning at the line of the user."""
+"""Decorators and functions that keep former public names valid. Using such a name issues a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
 
 def warn_deprecated(old: str, advice: str) -> None:
-    """Issue a DeprecationWarning for the former name ``old`` at the line that called this package.
-
-    `level_of_caller` determines the line.
+    """Issue the DeprecationWarning ``{old} is deprecated: {advice}`` at the line of user code that called this package.
 
     Args:
         old: The former name.
-        advice: Text after the colon, for example ``"write final instead"``.
+        advice: What to write instead, for example ``"write final instead"``.
     """
     warnings.warn(f"{old} is deprecated: {advice}", DeprecationWarning, stacklevel=level_of_caller())
 
 
 def renamed_objects(module: str, renamed: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__``. For a former name, it warns and returns the renamed class or function.
+    """Return a function for use as the ``__getattr__`` of a module with renamed classes or functions.
+
+    For a former name the function issues a DeprecationWarning and returns the class or function. For any other name it
+    raises AttributeError.
 
     Args:
         module: Name of the module.
-        renamed: Per former name, the class or function.
+        renamed: Class or function by former name.
     """
 
     def find(name: str) -> Any:
         if name not in renamed:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         new = renamed[name]
-        if not is_called_by_importlib():  # ``from module import name`` looks the name up twice, first in importlib
+        if not is_called_by_importlib():  # ``from module import name`` gets the name twice: first importlib gets it
             warn_deprecated(f"{module}.{name}", f"write {new.__name__} instead")
         return new
 
@@ -49,9 +50,9 @@ def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
         @renamed_members(parted="replicas_diverged")
         class GradStats: ...
 
-    Reading or setting a former name reads or sets the attribute with the new name, and warns. If a subclass defines only a
-    former name, its definition also overrides the method or attribute with the new name, and defining the subclass warns.
-    In such an override, ``super()`` with the former name does not warn.
+    Reading or setting a former name reads or sets the attribute with the new name, and issues a DeprecationWarning. If
+    a subclass defines only a former name, its definition also overrides the method or attribute with the new name;
+    defining the subclass issues the warning. In such an override, ``super()`` with the former name issues no warning.
 
     Args:
         renamed: New name by former name.
@@ -87,7 +88,7 @@ class _FormerMember:
     def __get__(self, instance: Any, cls: type) -> Any:
         if instance is not None:
             overriding = [base for base in cls.__mro__ if self.old in vars(base) and base is not self.owner]
-            if overriding:  # a method that a subclass defined with the former name calls its base class through `super`
+            if overriding:  # a method of a subclass with the former name calls the method of its base class by `super`
                 return getattr(super(overriding[-1], instance), self.new)
         warn_deprecated(f"{self.owner.__name__}.{self.old}", f"write {self.new} instead")
         return getattr(cls if instance is None else instance, self.new)
@@ -98,7 +99,9 @@ class _FormerMember:
 
 
 def renamed_fields(**renamed: str) -> Callable[[AnyClass], AnyClass]:
-    """Return a dataclass decorator that keeps former names of fields valid, as attributes and in the constructor.
+    """Return a decorator for dataclasses with renamed fields.
+
+    Former names stay valid as attributes and as arguments of the constructor, and issue a DeprecationWarning.
 
     Args:
         renamed: New name by former name.
@@ -146,9 +149,10 @@ def renamed_arguments(**renamed: str) -> Callable[[AnyCallable], AnyCallable]:
 
 
 def level_of_caller() -> int:
-    """Return the ``stacklevel`` with which a warning of the calling function names the innermost frame outside meshstep.
+    """Return the ``stacklevel`` with which a warning of the calling function shows the line of user code.
 
-    Frames of torch, which wraps `step`, and of the standard library's ``abc``, which creates classes, are skipped too.
+    The line is that of the innermost frame outside meshstep, torch and the module ``abc``. torch wraps `step`, and
+    ``abc`` creates classes.
     """
     skipped = (__name__.split(".")[0], "torch", "abc")
     frame, level = sys._getframe(1), 1
@@ -158,5 +162,5 @@ def level_of_caller() -> int:
 
 
 def is_called_by_importlib() -> bool:
-    """Return True if the innermost frame outside this package belongs to the import system."""
+    """Return True if the innermost frame outside meshstep, torch and ``abc`` belongs to Python's importlib."""
     return sys._getframe(level_of_caller() - 1).f_globals.get("__name__") == "importlib._bootstrap"

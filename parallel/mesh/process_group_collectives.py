@@ -1,7 +1,7 @@
 """Collectives over one process group: flat all-gather and reduce-scatter, and an all-gather of small objects.
 
-For small objects, `all_gather_objects` issues one all-gather (on the CPU a gather and a broadcast instead);
-`torch.distributed.all_gather_object` always issues two.
+For small objects, `all_gather_objects` issues one all-gather, or on the CPU one gather and one broadcast.
+`torch.distributed.all_gather_object` always issues two all-gathers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from torch.distributed import distributed_c10d
 
 # Flat collectives -----------------------------------------------------------------------------------------------------
 
-# torch 2.13 renamed these collectives.
+# Newer versions of torch have other names for these collectives.
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
-    """Gather ``own`` of all ranks of ``group`` into ``whole``, in the order of the group.
+    """Gather the tensor ``own`` of every rank of ``group`` into ``whole``, in the order of the group.
 
     Args:
-        whole: 1-dim output, of ``group.size()`` times as many elements as ``own``.
+        whole: 1-dim output with ``group.size()`` times as many elements as ``own``.
         own: 1-dim tensor of this rank, of the same length on all ranks.
         group: The process group.
-        async_op: True: return before the collective has finished. False: as torch's synchronous collectives.
+        async_op: True: return before the collective has finished. False: wait for it; with NCCL only the CUDA stream
+            waits.
     Returns:
         torch's work object if ``async_op``, else None.
     Collectives: one all-gather.
@@ -42,9 +43,10 @@ def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *,
 
     Args:
         own: 1-dim output.
-        whole: 1-dim tensor of ``group.size()`` times as many elements as ``own``.
+        whole: 1-dim tensor with ``group.size()`` times as many elements as ``own``.
         group: The process group.
-        async_op: True: return before the collective has finished. False: as torch's synchronous collectives.
+        async_op: True: return before the collective has finished. False: wait for it; with NCCL only the CUDA stream
+            waits.
     Returns:
         torch's work object if ``async_op``, else None.
     Collectives: one reduce-scatter.
@@ -56,27 +58,28 @@ def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup, *,
 
 T = TypeVar("T")
 
-# Size of the first message, in bytes.
-LARGEST = 2**13  # maximum per rank
+# Limits of the first message of `all_gather_objects`, in bytes.
+LARGEST = 2**13  # maximum size of the message of a rank
 TOGETHER = 2**22  # maximum of the sum over all ranks
-LEAST = 2**6  # minimum per rank; it is used even if the sum over all ranks then exceeds the maximum
-_LENGTH = 8  # bytes of the length field before an object
+LEAST = 2**6  # minimum size of the message of a rank, even if the sum over all ranks then exceeds its maximum
+_LENGTH = 8  # bytes of the length field, before the pickled object
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:
     """Gather ``value`` from every rank of ``group`` and return the values in the order of the group.
 
-    First, all ranks send messages of the same fixed size, which start with the length of the pickled object. If any rank's
-    object does not fit, all ranks send a second message, whose size is that of the longest remainder.
+    First, each rank sends a message of a fixed size: the length of the pickled object, and as much of the object as
+    fits. If the object of any rank does not fit, each rank sends a second message, as long as the longest remainder.
 
     Args:
         value: Any object that `pickle` accepts.
         group: The process group.
-        device: Device of the messages if the group has no CPU backend: a CUDA device for NCCL.
+        device: Device of the messages: a CUDA device for NCCL. It is ignored if the group has a CPU backend.
     Returns:
         One value per rank.
-    Collectives: per message one all-gather, or on the CPU a gather to the first rank and a broadcast. There is a second
-    message if the pickled object of any rank exceeds about 8 KiB; with more than 512 ranks this limit is smaller.
+    Collectives: one all-gather per message, or on the CPU one gather to the first rank and one broadcast. There is a
+    second message if the pickled object of any rank exceeds about 8 KiB; with more than 512 ranks this limit is
+    smaller.
     Host synchronization: yes.
     """
     if "cpu:" in dist.get_backend_config(group):
@@ -96,7 +99,7 @@ def all_gather_objects(value: T, group: dist.ProcessGroup, device: torch.device)
 
 
 def _gather_bytes(message: bytes, room: int, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """Pad ``message`` with zeros to ``room`` bytes, gather it from every rank, and return the padded messages."""
+    """Pad ``message`` with zero bytes to ``room`` bytes, gather it from every rank, and return the padded messages."""
     own = torch.frombuffer(bytearray(message.ljust(room, b"\0")), dtype=torch.uint8).to(device)
     found = bytearray(room * group.size())
     here = torch.frombuffer(found, dtype=torch.uint8)
@@ -106,8 +109,8 @@ def _gather_bytes(message: bytes, room: int, group: dist.ProcessGroup, device: t
     return [bytes(found[start : start + room]) for start in range(0, len(found), room)]
 
 
-# These functions call torch's c10d functions, as `all_gather_object` does. Tools that replace the functions of
-# `torch.distributed` to count the collectives of a step therefore do not count objects.
+# These functions call the functions of `distributed_c10d` directly, as torch's `all_gather_object` does. Tools that
+# replace the functions of `torch.distributed` to count collectives therefore do not count the collectives of objects.
 
 
 def _all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -117,8 +120,7 @@ def _all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> No
 def _gather_and_broadcast(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """Gather ``own`` of all ranks into ``everything``, by a gather to the first rank and a broadcast.
 
-    Over gloo this is faster than an all-gather, which is a ring of n - 1 sequential exchanges between n ranks. With 8 ranks
-    on one core the ring takes 6 ms; the gather and the broadcast, which are trees, take 2.3 ms.
+    Over gloo this is faster than an all-gather, which takes n - 1 sequential exchanges between n ranks.
     """
     of_each = list(everything.view(group.size(), -1)) if group.rank() == 0 else None
     distributed_c10d.gather(own, of_each, group=group, group_dst=0)

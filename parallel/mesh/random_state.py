@@ -1,8 +1,8 @@
 """Read, restore, check and seed the global random number generators of this process.
 
-The generators are those of Python, of torch for the CPU, of NumPy, and of torch for the current GPU. `random_state` skips
-the GPU generator before CUDA is initialised. NumPy's generator is skipped while no module has imported NumPy. Only the CPU
-generators are seeded.
+The CPU generators are those of Python, of torch for the CPU, and of NumPy. NumPy's generator is skipped while no module
+has imported NumPy. `random_state` also reads torch's generator of the current GPU, if CUDA is initialised. No function
+seeds the GPU generator.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def random_state() -> dict[str, Any]:
     """Return the states of all generators, in containers that ``torch.load(weights_only=True)`` reads.
 
     Returns:
-        State per generator: ``"python"``, ``"cpu"`` (torch), and ``"numpy"`` and ``"cuda"`` unless they are skipped.
-    Host synchronization: once, for the state of the GPU generator.
+        State per generator: ``"python"``; ``"cpu"``, torch's CPU generator; ``"numpy"``, if a module has imported
+        NumPy; and ``"cuda"``, if CUDA is initialised.
     """
     state = cpu_random_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -32,7 +32,9 @@ def random_state() -> dict[str, Any]:
 
 
 def cpu_random_state() -> dict[str, Any]:
-    """Return the states of the CPU generators (Python, torch, NumPy), in the form that `random_state` returns.
+    """Return the states of the CPU generators: a dict with ``"python"``, ``"cpu"`` (torch) and ``"numpy"``.
+
+    ``"numpy"`` is missing if no module has imported NumPy.
 
     Host synchronization: none.
     """
@@ -47,8 +49,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Restore the states that `random_state` or `cpu_random_state` returned.
 
     Args:
-        state: State per generator. The NumPy state is ignored if NumPy is not imported, and the CUDA state if CUDA is not
-            available.
+        state: State per generator. ``"numpy"`` is ignored if no module has imported NumPy. ``"cuda"`` is ignored if
+            CUDA is not available.
     """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -62,7 +64,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 def check_random_state(state: object) -> None:
     """Raise ValueError if `set_random_state` can't restore ``state``. The global generators stay unchanged.
 
-    The check restores each state into a temporary generator. It skips states that `set_random_state` would ignore.
+    Each state is restored into a temporary generator. States that `set_random_state` ignores are not checked.
     """
     fields({"python": items(check_count, list_of(check_count), anything), "cpu": anything})(state, "the random state")
     assert isinstance(state, dict)
@@ -90,7 +92,8 @@ def check_random_state(state: object) -> None:
 def cpu_random_state_kept() -> Iterator[None]:
     """Context manager that restores the states of the CPU generators when the ``with`` block ends.
 
-    Random numbers that are drawn in the block therefore do not change the numbers drawn after it.
+    Random numbers that are drawn in the block therefore do not change the numbers that are drawn after the block.
+    NumPy's generator is restored only if NumPy was imported before the block.
 
     Host synchronization: none.
     """
@@ -102,10 +105,10 @@ def cpu_random_state_kept() -> Iterator[None]:
 
 
 def seed_cpu_generators(seed: int) -> None:
-    """Seed the generators of Python, torch (CPU) and NumPy; GPU generators are unchanged.
+    """Seed the generators of Python, of torch for the CPU, and of NumPy, if a module has imported it.
 
     Args:
-        seed: 0..2^32-1, the range that NumPy accepts.
+        seed: An integer from 0 to 2^32 - 1, the range that NumPy accepts.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

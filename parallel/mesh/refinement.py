@@ -1,12 +1,12 @@
-"""The common refinement of several device meshes over the same ranks: axes such that every mesh dim is a product of axes.
+"""The common refinement of device meshes: the fewest axes such that every mesh dim consists of one or more axes.
 
     mesh     dims                   strides     dims as products of the axes edp=2, data_1=2, tensor=2
     dense    (data=4, tensor=2)     2, 1        data = edp x data_1      tensor
     experts  (edp=2, expert=4)      4, 1        edp                      expert = data_1 x tensor
 
-The stride of a dim is the difference between neighbouring ranks along it. A dim of size n and stride s covers the interval
-from s to s * n of the rank number, read as a mixed-radix number. The bounds s and s * n of all dims, sorted, are the bounds
-of the axes: an axis lies between each two consecutive bounds, and each bound must divide the next one.
+The stride of a dim is the difference between neighbouring ranks along the dim. A dim of size n and stride s has the
+bounds s and s * n. The bounds of all dims, 1 and the number of ranks are sorted, and each bound must divide the next
+larger one. Each pair of consecutive bounds (low, high) gives an axis of stride low and size high / low.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 class Dim(NamedTuple):
-    """A dim of a device mesh, with the ranks of one rank's group along it.
+    """A dim of a device mesh, and one group of ranks along this dim.
 
     Args:
-        mesh: Index of the mesh among all meshes.
+        mesh: Index of the mesh in the list of all meshes.
         name: Name of the dim.
-        ranks: Global ranks of the group along the dim, in the order of the dim.
+        ranks: Global ranks of the group, in the order of the dim.
     """
 
     mesh: int
@@ -38,7 +38,7 @@ class Dim(NamedTuple):
 
 
 def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
-    """Gather `dims_of` from every rank of the world and return the results by global rank.
+    """Return, per global rank, the dims of the meshes that contain this rank: the result of `dims_of` there.
 
     Raises:
         ValueError: On every rank: a mesh has no dim names.
@@ -49,10 +49,11 @@ def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
 
 
 def gathered(make: Callable[[], T]) -> list[T]:
-    """Call ``make`` on every rank of the world and return the results by global rank.
+    """Call ``make`` on every rank of the world, and return a list of the results, indexed by global rank.
 
     Raises:
-        ValueError: On every rank: ``make`` raised it on some rank.
+        ValueError: On every rank, if ``make`` raises a ValueError on any rank. ``make`` must not raise other errors,
+            because the other ranks would wait for the failed rank.
     Collectives: one object all-gather over the world.
     Host synchronization: yes.
     """
@@ -72,16 +73,16 @@ def gathered(make: Callable[[], T]) -> list[T]:
 
 
 def dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the dims of a mesh. If it has none, they are dim_0, dim_1, ..."""
+    """Return the names of the dims of a mesh; for a mesh without dim names, return dim_0, dim_1, ..."""
     return mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
 
 
 def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
-    """Return the dims of those meshes that contain this rank.
+    """Return the dims of all meshes that contain this rank, each with the group of this rank along the dim.
 
     Args:
         meshes: Device meshes.
-        need_names: False: the dims of a mesh without names are called as in `dim_names`. Default: True.
+        need_names: False: name the dims of a mesh without dim names dim_0, dim_1, ... True: such a mesh is an error.
     Raises:
         ValueError: A mesh has no dim names, and ``need_names`` is True.
     """
@@ -97,7 +98,7 @@ def dims_of(meshes: Sequence[DeviceMesh], need_names: bool = True) -> list[Dim]:
 
 
 def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
-    """Return the global ranks along dim number ``index`` of a mesh that contains this rank, in the dim's order."""
+    """Return the global ranks of this rank's group along dim ``index`` of ``mesh``, which must contain this rank."""
     at = mesh.get_coordinate() or ()
     return tuple(mesh.mesh[tuple(slice(None) if i == index else where for i, where in enumerate(at))].tolist())
 
@@ -105,20 +106,21 @@ def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
 def refined(
     views: Sequence[Sequence[Dim]], name_of: Callable[[Ranks], str] | None = None
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return the axes of the common refinement, and an alias for each mesh dim that is not an axis itself.
+    """Return the axes of the common refinement, and an alias for each mesh dim whose name is not the name of an axis.
 
-    An axis with the ranks of a mesh dim gets the name of the first such dim, and other names of it become aliases. Any
-    other axis is named after the first dim of which it is a factor, with its position in that dim: ``data_1``.
+    If a mesh dim is one axis, the axis has the name of the dim. If several mesh dims are the same axis, the axis has
+    the name of the first dim, and the names of the other dims become aliases. If an axis is only a part of mesh dims,
+    its name is the name of the first such dim and its position in that dim: ``data_1``.
 
     Args:
         views: Per global rank, the dims of the meshes that contain this rank, as `agreed_dims` returns them.
-        name_of: Returns the name of an axis that is a factor of no mesh dim, from the ranks of the axis's first group. None
-            (default): such an axis is an error.
+        name_of: Function that names an axis that is part of no mesh dim. Its argument is the tuple of the ranks of the
+            axis's first group. None: such an axis is an error.
     Returns:
-        Size per axis, slowest axis first, mesh dims of size 1 last; and axes per alias, in order.
+        Size per axis, slowest axis first, with mesh dims of size 1 at the end; and per alias its axes, slowest first.
     Raises:
         ValueError: The groups along a dim have different sizes or strides, or are not a grid; a bound of a dim does not
-            divide the next larger bound; two dims with the same name consist of different axes; or an axis is a factor of
+            divide the next larger bound; two dims with the same name consist of different axes; or an axis is part of
             no mesh dim, and ``name_of`` is None.
     """
     world = len(views)
@@ -138,7 +140,7 @@ def refined(
     atoms = list(pairwise(digits))[::-1]  # slowest first
 
     def atoms_of(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Return the indices of the axes (atoms) that a dim with these (size, stride) pairs consists of, in order."""
+        """Return the indices in ``atoms`` of the axes that form a dim with these (size, stride) pairs."""
         parts = (
             i
             for size, stride in found
@@ -171,7 +173,7 @@ def refined(
 
 
 def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list[Ranks]]:
-    """Return the distinct groups of ranks per (mesh index, dim name)."""
+    """Return, per (mesh index, dim name), the list of the distinct groups of ranks along this dim."""
     found: dict[tuple[int, str], list[Ranks]] = {}
     for dims in views:
         for mesh, name, ranks in dims:
@@ -182,8 +184,11 @@ def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list
 
 
 def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int, int]]:
-    """Return the (size, stride) pairs of the grid that the groups along a dim form, slowest pair first.
+    """Return the (size, stride) pairs of the grid that a group along a mesh dim forms, slowest pair first.
 
+    Args:
+        dim: Mesh index and name of the dim.
+        groups: The distinct groups of ranks along the dim.
     Raises:
         ValueError: The groups have different sizes or strides, or are not a grid.
     """
@@ -205,7 +210,10 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
 
 
 def steps_of(ranks: Ranks) -> list[tuple[int, int]] | None:
-    """Return the (size, stride) pairs, slowest first, of a grid with ``ranks`` in row-major order; None: no such grid."""
+    """Return the (size, stride) pairs of the grid whose row-major order is ``ranks``, slowest pair first.
+
+    None: there is no such grid. A group of one rank has no pairs.
+    """
     offsets = [rank - ranks[0] for rank in ranks]
     steps: list[tuple[int, int]] = []
     done = 1

@@ -1,13 +1,13 @@
-"""The process groups of a topology: created at first use, and shared by axes with the same members.
+"""The process groups of a topology. A group is created at first use, and axes with the same members share one group.
 
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         registry.coordinate                # {'data': 1, 'tensor': 0} on rank 2
         registry.ranks("tensor")           # (2, 3)
         dist.all_reduce(x, group=registry.group("tensor"))
 
-A group exists only on the ranks that request it. A rank creates its handle of a group without communication (see
-`new_local_group`). Ranks may therefore request different groups, in different orders, without waiting for each other. The
-members of a group connect in its first collective, or earlier in `ProcessGroupRegistry.connect`.
+A rank creates its `ProcessGroup` object without communication (see `new_local_group`). Ranks may therefore request
+different groups, in different orders, without waiting for each other. The members of a group connect in the first
+collective of the group, or earlier in `ProcessGroupRegistry.connect`.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ from .topology import Role, Topology
 
 # Create a process group without waiting for its other members ---------------------------------------------------------
 
-# `torch.distributed.new_group` synchronizes ranks: gloo connects all members before it returns, NCCL splits the parent when
-# a device is bound to it, and `use_local_synchronization=True` only limits the synchronization to the members. This is safe
-# only if all ranks create groups in the same order. Ranks that need different groups have no such order:
+# `torch.distributed.new_group` synchronizes ranks: gloo connects all members before the function returns, and NCCL
+# splits the default group if a device is bound to it. `use_local_synchronization=True` only limits the synchronization
+# to the members. This is safe only if all ranks create their groups in one common order. Ranks that need different
+# groups have no common order:
 #
-# * ranks that create groups in different orders deadlock (torch's documentation warns about it);
-# * members of a group connect in the store under the group's name. In torch 2.13 and 2.15 this name is a hash that includes
-#   the number of groups that *this rank* created before. Members that created different numbers of groups therefore wait
-#   under different names, even if every rank creates its groups in the same order.
+# * Ranks that create groups in different orders deadlock.
+# * Members of a group find each other in the store under the group's name. With `use_local_synchronization=True` this
+#   name is a hash that includes the number of groups that *this rank* created before. Members that created different
+#   numbers of groups wait under different names, even if every rank creates its groups in the same order.
 #
 # An agreed order, such as a ticket per request in the store, would not be safe either. A rank would first have to create
 # groups that other ranks requested, while a member of these groups may wait for this rank in another collective.
 #
-# Therefore creation does not synchronize. The caller passes the name, gloo connects each pair of ranks at its first
-# message, and an option makes NCCL create its communicator at the first collective (by default torch 2.15 creates it with
-# the group). The other steps of the creation need no other rank: they take under a millisecond, in any order.
+# Therefore creation does not synchronize. The caller passes the name. gloo connects each pair of ranks at the first
+# message between them. The option ``lazy_init`` makes NCCL create its communicator in the first collective. The other
+# steps of the creation need no other rank.
 #
 # Members connect in the first collective of the group. If a member never calls it, the collective fails after the group's
-# timeout. The first collectives of several groups must have the same order on all ranks: over NCCL a rank can create only
-# one communicator at a time, which also takes GPU memory. `ProcessGroupRegistry.connect` runs the first collectives early,
-# in the same order on all ranks.
+# timeout. The first collectives of several groups must have the same order on all ranks, because over NCCL a rank
+# creates one communicator after the other. `ProcessGroupRegistry.connect` runs the first collectives early, in one
+# order on all ranks.
 
-# Disables two settings that synchronize at creation: gloo's eager full mesh, and torch's optional barrier.
+# Disables two features that synchronize ranks when a group is created: gloo's connection of all members, and a barrier.
 _LAZY_ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "0"}
 
 
@@ -70,18 +71,17 @@ def new_local_group(
     backend: str | None = None,
     device: torch.device | None = None,
 ) -> dist.ProcessGroup:
-    """Create this rank's handle of a process group, without communication.
+    """Create the `ProcessGroup` object of this rank for a group of ranks, without communication.
 
-    Not thread-safe if another thread creates process groups at the same time.
+    Each member must call this function, at any time. No other thread may create process groups during the call.
 
     Args:
         ranks: Global ranks of the members, ascending; this rank is one of them.
         name: Name of the group: the same on every member, and never used before in the store of the default group.
         timeout: Timeout of the group's collectives. None: the timeout of the default group.
-        backend: As in `torch.distributed.new_group`. None: the backend of the default group.
-        device: Device of the group's tensors; a CUDA device is bound to the group. None: torch chooses the device by
-            LOCAL_RANK, or by the rank modulo the number of devices. With Slurm's cyclic placement this is the device of
-            another process.
+        backend: Name of the backend, as in `torch.distributed.new_group`. None: the backend of the default group.
+        device: Device of the group's tensors; a CUDA device is bound to the group. None: no device is bound, and torch
+            chooses NCCL's device by LOCAL_RANK or the global rank.
     Returns:
         The process group.
     Raises:
@@ -111,11 +111,11 @@ def new_local_group(
 
 
 def end_local_group(group: dist.ProcessGroup, *, abort: bool = False) -> None:
-    """Destroy a process group of `new_local_group`.
+    """Destroy a process group that `new_local_group` returned.
 
     Args:
         group: The group.
-        abort: True: abort pending NCCL collectives. False: wait for them. Other backends never wait.
+        abort: True: abort pending NCCL collectives. False: wait for them. Other backends ignore this argument.
     """
     end = distributed_c10d._abort_process_group if abort and "nccl" in dist.get_backend_config(group) else None
     (end or dist.destroy_process_group)(group)
@@ -128,15 +128,15 @@ def cuda_device(world: dist.ProcessGroup | None) -> torch.device:
 
 
 def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | None:
-    """Return options that make NCCL create the communicator in the group's first collective; None if none are needed.
+    """Return options that make NCCL create the communicator in the group's first collective.
 
-    By default torch 2.15 creates the communicator together with the group, which synchronizes all members.
+    None: the group does not use NCCL, or this version of torch has no such option.
     """
     if "nccl" not in str(backend or dist.get_backend_config()) or not dist.is_nccl_available():
         return None
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options, "lazy_init"):
-        return None  # older torch always creates the communicator at the first collective
+        return None  # torch without this option creates the communicator in the first collective
     options.lazy_init = True
     if timeout is not None:
         options._timeout = timeout
@@ -144,9 +144,10 @@ def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | No
 
 
 def _default_timeout() -> timedelta | None:
-    """Return the longest timeout of the default group's backends; None if none has one, as torch's fake backend.
+    """Return the longest timeout of the default group's backends; None if no backend has a timeout.
 
-    Without an explicit timeout, torch would give new groups the backend's default of several minutes.
+    torch's fake backend has no timeout. If no timeout is passed, torch gives new groups the default of their backend,
+    instead of the timeout of the default group.
     """
     world = dist.group.WORLD
     backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
@@ -156,7 +157,8 @@ def _default_timeout() -> timedelta | None:
 
 @contextmanager
 def _environment(device: torch.device | None) -> Iterator[None]:
-    # NCCL's group reads its device from LOCAL_RANK. With device_id=, new_group would connect the members immediately.
+    # NCCL reads the device of a new group from LOCAL_RANK. With device_id=, new_group would connect the members
+    # immediately.
     wanted = _LAZY_ENVIRONMENT if device is None else {**_LAZY_ENVIRONMENT, "LOCAL_RANK": str(device.index)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -172,8 +174,9 @@ def _environment(device: torch.device | None) -> Iterator[None]:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    # torch has no public way to name a group: only this function determines the name. Replacing it also keeps torch's own
-    # counter unchanged. If the counter advanced on some ranks only, the next ordinary new_group would deadlock.
+    # torch has no public way to name a group: `_process_group_name` returns the name. While it is replaced, torch's
+    # counter of groups stays unchanged. If the counter increased on some ranks only, the next ordinary `new_group`
+    # would deadlock.
     before = distributed_c10d._process_group_name
     setattr(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)  # noqa: B010 (mypy)
     try:
@@ -184,7 +187,8 @@ def _named(name: str) -> Iterator[None]:
 
 @contextmanager
 def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
-    # If a device is bound to the default group, NCCL splits that group, which is a collective over the world.
+    # If a device is bound to the default group, NCCL creates a group by splitting the default group, which is a
+    # collective.
     device = world.bound_device_id if world is not None else None
     if world is None or device is None:
         yield
@@ -198,8 +202,8 @@ def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
 
 # Default group --------------------------------------------------------------------------------------------------------
 
-# A registry has as many ranks as the default process group. A job may have several registries. Each registry has a name,
-# which is the same on all ranks.
+# The topology of a registry has as many ranks as the default process group. A job may have several registries. Each
+# registry has a name, which is the same on all ranks.
 
 _fake_registries = itertools.count()
 
@@ -240,17 +244,20 @@ def _suggestion(topology: Topology, world_size: int) -> str:
 
 
 def agreed_name(topology: Topology, rank: int) -> str:
-    """Return the name of the next registry of global rank ``rank``. It is the same on all ranks.
+    """Return the name of the registry that this rank is constructing. The name is the same on all ranks.
 
-    Each rank numbers its registries in the order of construction. The first rank that constructs a registry with a number
-    writes its topology into the store of the default group. Every other rank compares its own topology with it.
-    In a fake world, which has only this process, nothing is compared.
+    Each rank numbers its registries in the order of construction, and the name contains the number. The first rank that
+    constructs a registry with this number writes its topology into the store of the default group. Each other rank
+    compares its own topology with the stored one. In a fake world, which has only this process, nothing is compared.
 
+    Args:
+        topology: Topology of the registry.
+        rank: Global rank of this process.
     Raises:
         ValueError: Another rank constructed the registry with the same number for another topology.
     """
     if is_fake():
-        # The store of a fake world may not respond.
+        # Not all stores of fake worlds respond.
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
     number = store.add(f"meshstep/registries/{rank}", 1)
@@ -291,7 +298,7 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
 
     Args:
         registry: Provides ranks and process groups.
-        dims: Per dim of the mesh, the axes of which it consists. The process groups along these dims are created.
+        dims: Per dim of the mesh, the axes of which the dim consists. The process group along each dim is created.
     Raises:
         ValueError: The axes of a dim are not in the order of the topology; or as in `ProcessGroupRegistry.group`.
         RuntimeError: As in `ProcessGroupRegistry.group`.
@@ -312,7 +319,7 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     atoms = [axis for dim in by_dim for axis in dim]
     ordered = [axis for axis in topology.axes if axis in atoms]
     grid = torch.tensor(ranks, dtype=torch.int).reshape([topology.size(axis) for axis in ordered])
-    # Contiguous, because torch reads the strides of the mesh tensor in memory.
+    # Contiguous, because torch uses the strides of the mesh tensor.
     grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
     grid = grid.reshape([topology.size(*dim) for dim in by_dim])
     return DeviceMesh.from_group(groups, registry.device.type, mesh=grid, mesh_dim_names=names)
@@ -320,17 +327,17 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
 
 # Exit of a process with live groups: gloo's threads must finish before the interpreter does ---------------------------
 
-# After a collective, a thread of gloo frees the collective's tensors, and may need the interpreter lock for it. If the
+# After a collective, a gloo thread frees the tensors of the collective, which may need the interpreter lock. If the
 # interpreter has already exited, torch aborts the process with "terminate called without an active exception" (SIGABRT),
 # although all work was done. torch waits for gloo's threads when the last reference to a group is dropped. But the
 # registry, optimizer and layers of a script hold references to groups until the script ends.
 
-MOMENT = 0.05  # seconds; enough for a waiting thread to get the interpreter lock
+MOMENT = 0.05  # seconds; in this time a waiting thread gets the interpreter lock
 
 
 @cache
 def let_threads_finish() -> None:
-    """Register an exit handler that sleeps for `MOMENT`, so that gloo's threads get the interpreter lock.
+    """Register an exit handler that sleeps for 0.05 seconds, so that gloo's threads get the interpreter lock.
 
     Further calls have no effect.
     """
@@ -346,7 +353,7 @@ _alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
 
 def check_registry(registry: object) -> None:
-    """Raise TypeError if ``registry`` is a process group or a `DeviceMesh` of torch instead of a registry."""
+    """Raise TypeError if ``registry`` is a `ProcessGroup` or a `DeviceMesh` of torch. Other types are not checked."""
     if isinstance(registry, dist.ProcessGroup):
         raise TypeError(
             "the registry is a ProcessGroup of torch, which has no named axes: give "
@@ -361,29 +368,31 @@ def check_registry(registry: object) -> None:
 class ProcessGroupRegistry:
     """This rank's coordinate in a topology, and the process groups of this rank along the axes.
 
-    Every rank of the world must construct its registries in the same order, with the same topologies. The constructor
-    compares the topology with that of other ranks in the store of the default process group, without waiting for them.
+    Every rank of the world must construct its registries in the same order, with the same topologies. If there are
+    several ranks, the constructor compares the topology with the topology of the first rank that constructed this
+    registry. It reads that topology from the store of the default process group, so no rank waits for another.
 
         registry = ProcessGroupRegistry(Topology(data=2, tensor=4))
         dist.all_reduce(x, group=registry.group("tensor"))
 
     Args:
-        topology: The mesh axes, with as many ranks in all as the default process group. A topology of one rank does not
-            need ``torch.distributed``.
-        timeout: Timeout of collectives on the groups created here. None: the timeout of the default group. The default
-            group itself always keeps its timeout.
-        backend: Backend of the groups created here. None: the backend of the default group.
-        exclusive_groups: True: use only groups that this registry creates, for example for collectives in another thread.
-            False: use the default group as the group of all ranks, if ``backend`` is None or the backend of that group.
+        topology: The mesh axes. The topology must have as many ranks as the default process group. A topology of one
+            rank does not need ``torch.distributed``.
+        timeout: Timeout of collectives on the groups that this registry creates. None: the timeout of the default
+            group. The timeout of the default group does not change.
+        backend: Backend of the groups that this registry creates. None: the backend of the default group.
+        exclusive_groups: True: create a group of all ranks, for example for collectives in another thread. False: use
+            the default group as the group of all ranks, if ``backend`` is None or the backend of the default group.
 
     Attributes:
-        topology: As passed.
+        topology: The ``topology`` argument.
         global_rank: Rank of this process in the world.
         coordinate: Coordinate of this rank on every axis.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, and the topology has more than one rank.
-        ValueError: The topology has another number of ranks than the world, or differs from another rank's topology.
+        ValueError: The topology has another number of ranks than the default process group, or differs from the
+            topology of another rank.
     Collectives: none.
     Host synchronization: none.
     """
@@ -400,9 +409,9 @@ class ProcessGroupRegistry:
         self._timeout = timeout
         self._backend = backend
         self._closed = False
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: all groups
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # all groups, by members
         self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # cache of `group`, avoids listing the members
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: groups that `close` destroys
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups that `close` destroys, by members
         self._met: set[tuple[int, ...]] = set()  # members of groups that `connect` has connected
         self._world = default_group(topology)
         self.global_rank = 0 if self._world is None else dist.get_rank()
@@ -417,10 +426,10 @@ class ProcessGroupRegistry:
 
     @property
     def device(self) -> torch.device:
-        """Return the device that tensors must be on for this registry's collectives.
+        """Return the device of the tensors of this registry's collectives.
 
-        For NCCL this is the CUDA device bound to the default group (`init_distributed` binds it), or the current CUDA
-        device if none is bound. For other backends it is the CPU.
+        Without NCCL this is the CPU. With NCCL it is the CUDA device that is bound to the default group;
+        `init_distributed` binds one. If no device is bound, it is the current CUDA device.
         """
         backend = self._backend or (dist.get_backend_config(self._world) if self._world is not None else "")
         return cuda_device(self._world) if "nccl" in backend else torch.device("cpu")
@@ -431,29 +440,31 @@ class ProcessGroupRegistry:
         Args:
             axes: Names of axes or aliases, at least one.
         Raises:
-            ValueError: No axes, an unknown axis, or the same axis twice.
+            ValueError: There are no axes; a name is unknown; or an axis is named twice, directly or by an alias.
         """
         self._check_named(axes)
         return self.topology.size(*axes)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Return the global ranks of this rank's group along ``axes``, ascending, in the order of the group.
+        """Return the global ranks of this rank's group along ``axes``, ascending.
 
         Args:
             axes: Names of axes or aliases, at least one.
         Raises:
-            ValueError: As in `size`.
+            ValueError: There are no axes; a name is unknown; or an axis is named twice, directly or by an alias.
         """
         self._check_named(axes)
         return tuple(self.topology.peers(self.global_rank, *axes))
 
     def rank(self, *axes: str) -> int:
-        """Return this rank's index in its group along ``axes``: row-major over the axes in the topology's order.
+        """Return this rank's index in its group along ``axes``.
+
+        The index is row-major over the axes in the order of the topology, whatever the order of the arguments.
 
         Args:
             axes: Names of axes or aliases, at least one.
         Raises:
-            ValueError: As in `size`.
+            ValueError: There are no axes; a name is unknown; or an axis is named twice, directly or by an alias.
         """
         self._check_named(axes)
         index, atoms = 0, self.topology.expand_aliases(*axes)
@@ -468,8 +479,9 @@ class ProcessGroupRegistry:
         Args:
             axes: Names of axes or aliases, at least one.
         Raises:
-            ValueError: As in `size`.
-            RuntimeError: The registry is closed, or ``torch.distributed`` is not initialised (a world of one rank).
+            ValueError: There are no axes; a name is unknown; or an axis is named twice, directly or by an alias.
+            RuntimeError: The registry is closed; the world has one rank, and ``torch.distributed`` is not initialised;
+                or this version of torch can't create the group.
         Collectives: none.
         """
         if axes not in self._by_axes:
@@ -480,8 +492,10 @@ class ProcessGroupRegistry:
         """Create this rank's process group along each axis now, so that `torch.compile` needs no graph break to create it.
 
         Args:
-            axes: Names of axes or aliases. Axes of size 1 get no group.
-        Raises: As `group`.
+            axes: Names of axes or aliases. No group is created for an axis of size 1.
+        Raises:
+            ValueError: A name is unknown.
+            RuntimeError: The registry is closed.
         Collectives: none.
         """
         for axis in axes:
@@ -494,11 +508,13 @@ class ProcessGroupRegistry:
         Args:
             ranks: Global ranks in any order; this rank must be one of them.
         Raises:
-            ValueError: ``ranks`` does not contain this rank, contains a rank outside the world, or a rank twice.
-            RuntimeError: As in `group`.
+            ValueError: The registry has no group of these ranks, and ``ranks`` does not contain this rank, contains a
+                rank outside the world, or contains a rank twice.
+            RuntimeError: The registry is closed; the world has one rank, and ``torch.distributed`` is not initialised;
+                or this version of torch can't create the group.
         Collectives: none.
         """
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes most of a second
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import is slow
             return self._known_or_new_group(ranks)
         group: dist.ProcessGroup = torch.compiler.disable(self._known_or_new_group)(ranks)
         return group
@@ -515,7 +531,7 @@ class ProcessGroupRegistry:
                 "the group has size 1 and torch.distributed isn't initialised, so there is no process group; call group() "
                 "only if size(...) > 1, or call torch.distributed.init_process_group first"
             )
-        # A digest, because the name is a prefix of keys in the store and the list of members can be long.
+        # A digest, because the name is a prefix of keys in the store, and the list of members can be long.
         digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
         group = new_local_group(
             members, f"{self._name}/{digest}", timeout=self._timeout, backend=self._backend, device=self.device
@@ -524,26 +540,27 @@ class ProcessGroupRegistry:
         return group
 
     def connect(self, *groups: str | tuple[str, ...]) -> None:
-        """Connect the members of process groups now, by an all-reduce of one element per group that is not connected yet.
+        """Connect the members of process groups now, by one all-reduce of one element per group.
 
             registry.connect("tensor", ("row", "col"))
 
         Without this call a group connects in its first collective. Over NCCL, ``connect`` creates the communicators early,
         while memory is available, and in the same order on all ranks. With any backend, an unreachable rank causes an error
-        here instead of in the first step. `ParallelOptimizer` calls ``connect`` for its own groups and for the axes of its
-        specs.
+        here instead of in the first step.
 
-        Every rank of the world must call ``connect``. It connects the groups that all of their members have created, in the
-        sorted order of the members. This order is the same on all ranks, so the all-reduces cannot deadlock.
+        Every rank of the world must call ``connect``. It connects all groups of the registry that every member has
+        created, and that no earlier call has connected. All ranks connect the groups in the same order, so they cannot
+        deadlock.
 
         Args:
-            groups: Groups to create first, if they do not exist: an axis, or a tuple of axes for a group along several
-                axes. Pass the same on every rank. Groups that were created earlier are connected too.
+            groups: Groups to create first, if they do not exist: an axis or alias, or a tuple of axes for a group along
+                several axes. Pass the same groups on every rank.
         Raises:
-            ValueError: As in `group`.
+            ValueError: A tuple is empty; a name is unknown; or a tuple names an axis twice, directly or by an alias.
             RuntimeError: The registry is closed, or another rank did not call ``connect`` within the timeout.
-        Collectives: those of `all_gather_objects` over the world, then one all-reduce per group.
-        Host synchronization: yes.
+        Collectives: over the world one object all-gather, which may take two messages; then one all-reduce per group.
+        None with one rank.
+        Host synchronization: yes, except with one rank.
         """
         requested = [(axes,) if isinstance(axes, str) else axes for axes in groups]
         for axes in sorted(requested, key=lambda axes: self.ranks(*axes)):
@@ -560,37 +577,41 @@ class ProcessGroupRegistry:
                     self._met.add(members)
 
     def device_mesh(self, *axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Return torch's `DeviceMesh` of this rank's group along ``axes``, on this registry's process groups.
+        """Return torch's `DeviceMesh` of this rank's group along ``axes``. It uses the process groups of this registry.
 
             mesh = registry.device_mesh("data", "tensor")
 
-        The mesh can be used until the registry is closed. The call creates the process group of each dim, and no other.
+        The mesh can be used until the registry is closed. The process group of each dim is created if it does not
+        exist.
 
         Args:
-            axes: One entry per dim of the mesh: an axis, or a tuple of axes that form one dim. A dim of several axes is
-                named as torch names it: ``("edp", "mid")`` gives ``"edp_mid"``.
+            axes: One entry per dim of the mesh: an axis, or a tuple of axes that form one dim. The name of a dim of
+                several axes joins their names: ``("edp", "mid")`` gives ``"edp_mid"``.
         Raises:
-            ValueError: As in `group`, or the axes of a dim are not in the order of the topology.
-            RuntimeError: As in `group`.
+            ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the
+                axes of a dim are not in the order of the topology.
+            RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` is not
+                initialised.
         """
         return sub_mesh(self, [(dim,) if isinstance(dim, str) else dim for dim in axes])
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
-        """Return a registry whose axes are the dims of ``mesh``. It uses the process groups of the mesh for these axes.
+        """Return a registry whose axes are the dims of ``mesh``.
 
-        For a dim of all ranks it uses the default group. `close` does not destroy these groups.
+        The group along an axis is the mesh's process group, or the default group if the axis has all ranks. `close`
+        does not destroy these groups.
 
             mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
             registry = ProcessGroupRegistry.from_device_mesh(mesh)
 
         Args:
             mesh: A mesh of all ranks of the world in row-major order, with dim names, as `init_device_mesh` returns it.
-            roles: As in `Topology`. None: roles by the names of the dims.
+            roles: Role per dim, as in `Topology`. None: the default roles of the names of the dims.
 
         Raises:
-            ValueError: The mesh has no dim names, or does not hold all ranks of the world in row-major order; or as in
-                `Topology` and the constructor.
+            ValueError: The mesh has no dim names, or does not hold all ranks of the world in row-major order; ``roles``
+                has an unknown dim or role; or another rank constructed this registry with another topology.
         """
         if mesh.mesh_dim_names is None:
             raise ValueError(
@@ -610,21 +631,20 @@ class ProcessGroupRegistry:
     def adopt(self, *groups: dist.ProcessGroup) -> None:
         """Use existing process groups instead of creating groups with the same members.
 
-        A group is ignored if the registry already has a group with its members.
+        If the registry already has a group with the same members, it keeps that group.
 
         Args:
-            groups: Process groups that contain this rank. `close` does not destroy them.
+            groups: Process groups that contain this rank, with ascending members. `close` does not destroy them.
         """
         for group in groups:
             self._groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
     def close(self, *, abort: bool = False) -> None:
-        """Destroy the process groups that this registry created; not the default group, nor groups passed to `adopt`.
+        """Destroy the process groups that this registry created.
 
-        A closed registry returns no groups. A second call has no effect. If the default group was destroyed or replaced
-        after this registry was constructed, no group is destroyed.
-
-        Groups are destroyed in the sorted order of their members, which is the same order on all ranks.
+        The default group, and groups that were passed to `adopt`, are not destroyed. A closed registry returns no
+        groups. A second call has no effect. If the default group was destroyed or replaced after this registry was
+        constructed, no group is destroyed. All ranks destroy their groups in the same order.
 
         Args:
             abort: True: abort pending NCCL collectives, because other ranks may never call them. False: wait for them. A
@@ -641,10 +661,10 @@ class ProcessGroupRegistry:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the topology, the timeout and the backend.
+        """Pickle the topology, the timeout and the backend; process groups and ``exclusive_groups`` are not pickled.
 
-        Unpickling returns an open registry of this process with the same topology, timeout and backend, or else constructs
-        a new registry.
+        Unpickling returns an open registry of this process with the same topology, timeout and backend. If there is
+        none, it constructs a new registry.
         """
         return _of_topology, (self.topology, self._timeout, self._backend)
 

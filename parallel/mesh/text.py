@@ -19,7 +19,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
     Args:
         rows: Cells of each row, the header included. All rows have the same number of cells.
-        right: Indices, from 0, of right-aligned columns. By default all columns are left-aligned.
+        right: Indices, from 0, of right-aligned columns. Default: all columns are left-aligned.
     Raises:
         ValueError: The numbers of cells differ between rows.
     """
@@ -58,7 +58,9 @@ def printable(text: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """Return a text such as ``"a, b and 7 more"``: the first names, made `printable`, and the number of omitted names.
+    """Return a text such as ``"a, b and 7 more"``: the first names, and the number of omitted names.
+
+    Unprintable characters are replaced by escapes, as in `printable`.
 
     Args:
         names: The names. Without names the text is empty.
@@ -76,8 +78,8 @@ def some(names: Iterable[str], most: int = 5) -> str:
 #     row 0     0 1    row 0     4 5
 #     row 1     2 3    row 1     6 7
 #
-# The two fastest axes span a block, and there is one block per coordinate of the slower axes. Axes of size 1 are not shown.
-# Of long axes only some coordinates are shown, so that the text fits on a screen and takes no longer for a million ranks.
+# The two fastest axes span a block, and there is one block per coordinate on the slower axes. Axes of size 1 are not
+# shown. Only some coordinates of long axes are shown. The text therefore fits on a screen, even for a million ranks.
 
 _WIDTH = 100
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
@@ -89,7 +91,8 @@ def render(topology: Topology, rank: int | None = None) -> str:
 
     Args:
         topology: The topology to show.
-        rank: Mark this rank, and show only the groups that contain it. None: show the groups of all ranks.
+        rank: A rank to mark; the text then has only the groups that contain this rank. None: no rank is marked, and the
+            text has the groups of all ranks.
     """
     place = topology.coordinate(rank) if rank is not None else {}
     ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
@@ -106,9 +109,10 @@ def render(topology: Topology, rank: int | None = None) -> str:
 
 
 def _grid(topology: Topology, rank: int | None, place: dict[str, int]) -> list[str]:
-    """Return the lines of the blocks; of more than `_BLOCKS` blocks, only the first two, the last and that of ``rank``.
+    """Return the lines of all blocks of the grid of ranks.
 
-    If all blocks are shown, blocks that differ only along the third-fastest axis are side by side, if they fit.
+    If there are more than `_BLOCKS` blocks, only some are shown: the first two, the last, and the block with ``rank``.
+    Otherwise blocks that differ only along the third-fastest axis are side by side, as far as they fit into the width.
     """
     axes = _grid_axes(topology)
     slow, fast = axes[:-2], axes[-2:]
@@ -131,7 +135,10 @@ def _grid_axes(topology: Topology) -> tuple[str, ...]:
 
 
 def _block(topology: Topology, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
-    """Return the lines of one grid over the two fastest axes, at the coordinate ``where`` of the slower axes."""
+    """Return the lines of one block of the grid: the ranks at the coordinate ``where`` of the slower axes.
+
+    ``place`` is the coordinate of the marked ``rank``, whose row and column are always shown. Without a rank it is empty.
+    """
     axes = _grid_axes(topology)
     column_axis = axes[-1] if axes else "rank"
     row_axis = axes[-2] if len(axes) > 1 else None
@@ -149,7 +156,7 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
             here = topology.rank(**fixed | ({column_axis: column} if axes else {}))
             line.append(f"[{here}]" if here == rank else str(here))
         cells.append(line)
-    if rank is not None:  # keeps numbers aligned with the number in brackets
+    if rank is not None:  # aligns the other numbers with the marked rank, which is in brackets
         cells = [[cell if cell.endswith("]") else cell + " " for cell in line] for line in cells]
     width = max(len(cell) for line in cells for cell in line)
     heads = [f"{row_axis} {_ELIDED if row is None else row} " if row_axis else "" for row in rows]
@@ -162,9 +169,11 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
 
 
 def _groups(topology: Topology, rank: int | None) -> list[str]:
-    """Return the lines of the table of groups: a header, a line per axis and per alias of several axes, and lines by role.
+    """Return the lines of the table of groups.
 
-    The line of an axis also has its aliases. The lines by role are for several axes together, such as all data axes.
+    The table has a header, one line per axis with the aliases of this single axis, and one line per alias of several
+    axes. Further lines are for all data axes together, for all model axes together, and for all pipeline and model axes
+    together.
     """
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}
@@ -199,13 +208,13 @@ def _members(group: Sequence[int], rank: int | None = None) -> str:
 
 
 def _elide(size: int, limit: int, keep: int | None = None, head: int | None = None) -> list[int | None]:
-    """Return the indices 0..size-1; if there are more than ``limit``, only some of them, with None for each gap.
+    """Return the indices 0..size-1. If ``size`` exceeds ``limit``, return only some indices, with None for each gap.
 
     Args:
         size: Number of indices.
-        limit: Largest number of indices to return without gaps.
+        limit: Largest ``size`` for which all indices are returned.
         keep: Index that is always included. None: no such index.
-        head: Number of first indices to include, in addition to the last one. None: ``limit - 3``.
+        head: Number of indices to include from the start. The last index is always included. None: ``limit - 3``.
     """
     if size <= limit:
         return list(range(size))
@@ -227,7 +236,7 @@ def _shorten(text: str, width: int) -> str:
 
 
 def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
-    """Return the lines of all blocks, with at most ``side_by_side`` blocks in a row if they fit into the width."""
+    """Return the lines of all blocks, with ``side_by_side`` blocks in a row, or with fewer if the page is too narrow."""
     gap = "    "
     width = max(len(line) for block in blocks for line in block)
     side_by_side = max(1, min(side_by_side, (_WIDTH + len(gap)) // (width + len(gap))))
@@ -239,12 +248,12 @@ def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
     return lines
 
 
-# Attributes under which torch.compile, activation checkpointing, FSDP and Lightning Fabric keep the module that they wrap.
+# Attributes in which torch.compile, activation checkpointing, FSDP and Lightning Fabric store a wrapped module.
 _WRAPPED = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(?=\.|$)")
 
 
 def without_wrappers(name: str) -> str:
-    """Remove the components in `_WRAPPED`, which wrapper modules add, from a module or parameter name.
+    """Return a module or parameter name without the components that wrapper modules add, such as ``_orig_mod``.
 
     >>> without_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'

@@ -1,15 +1,16 @@
 """Named mesh axes: the coordinate of each rank, and the groups of ranks along axes.
 
-This module is arithmetic on a few integers, without processes and without torch. Ranks are row-major over the axes in the
-order of their declaration, so the last axis is the fastest, as in ``torch.arange(world_size).reshape(sizes)``::
+A topology is computed from the sizes of the axes. Except for `Topology.of_meshes`, this needs no process group. Ranks
+are row-major over the axes in the order of the arguments: the last axis varies fastest, as in
+``torch.arange(world_size).reshape(sizes)``::
 
     >>> t = Topology(data=2, row=2, col=2)
     >>> t.coordinate(6)
     {'data': 1, 'row': 1, 'col': 0}
-    >>> t.peers(6, "row")          # the group that differs from rank 6 only along `row`
+    >>> t.peers(6, "row")          # the ranks that differ from rank 6 only along `row`
     (4, 6)
 
-Costs do not grow with the world: a query about one rank takes O(axes), and a group takes O(members).
+The time to compute a coordinate does not depend on the number of ranks. Listing a group takes O(members).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _RESERVED = ("self", "roles", "aliases")
 
 
 def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Parse a text such as ``"row=2,col=2,grid=row+col"``.
+    """Return the sizes of the axes and the aliases in a text such as ``"row=2,col=2,grid=row+col"``.
 
     Args:
         text: ``axis=size`` and ``alias=axis+axis`` entries, separated by commas or white space.
     Returns:
         Size per axis, and axes per alias.
     Raises:
-        ValueError: An entry has another form, a name is used twice, or an axis has a reserved name (``self``, ``roles``,
-            ``aliases``).
+        ValueError: An entry has neither form; two entries have the same name; or an axis is named ``self``, ``roles``
+            or ``aliases``.
     """
     axes: dict[str, int] = {}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -68,10 +69,11 @@ def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]
 # The role of each axis, from the arguments and from usual names -------------------------------------------------------
 
 Role = Literal["pipe", "data", "model"]
-"""The role of a mesh axis; the docstring of `Topology` has the meaning of each role."""
+"""Role of a mesh axis. ``"pipe"``: ranks along the axis are pipeline stages. ``"data"``: ranks along the axis process
+different samples, or parts of samples. ``"model"``: parameters are sharded or replicated over the axis, by their specs."""
 
 _DATA = ("data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp")
-_SEQUENCE = ("cp", "context")  # each sample's sequence is sharded over them, so the model communicates along them
+_SEQUENCE = ("cp", "context")  # axes that shard the sequence of each sample; the model communicates along them
 _EXPERT = ("expert", "experts", "ep")
 _ROLE_BY_NAME: Mapping[str, Role] = {
     **dict.fromkeys(("pipe", "pipeline", "pp"), "pipe"),
@@ -83,17 +85,19 @@ Aliases = Mapping[str, tuple[str, ...]]
 
 
 def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]) -> tuple[Role, ...]:
-    """Return the role of each axis.
+    """Return the role of each axis, in the order of ``axes``.
 
-    An axis has the role that ``explicit`` has for its name or for an alias that contains it. Otherwise it has the default
-    role of these names (see `Topology`), and if they have none, ``"model"``.
+    The names of an axis are its own name and the aliases that contain it. The role of an axis is the entry of
+    ``explicit`` for one of these names. If there is none, it is the default role of one of these names (see
+    `Topology`). If they have no default role, it is ``"model"``.
 
     Args:
         axes: Names of all axes.
         aliases: Axes per alias.
         explicit: Role per axis or alias, as passed to `Topology`.
     Raises:
-        ValueError: ``explicit`` has an unknown role or an unknown axis; or an axis has two roles.
+        ValueError: ``explicit`` has an unknown role, or a name that is neither an axis nor an alias; or the names of an
+            axis have different roles.
     """
     axes = tuple(axes)
     for name, role in explicit.items():
@@ -119,17 +123,20 @@ def _role(axis: str, names: tuple[str, ...], explicit: Mapping[str, Role]) -> Ro
 
 
 def names_of(axis: str, aliases: Aliases) -> tuple[str, ...]:
-    """Return the axis and all aliases that contain it."""
+    """Return the name of the axis and all aliases that contain the axis."""
     return (axis, *(alias for alias, atoms in aliases.items() if axis in atoms))
 
 
 def has_default_role(axis: str, aliases: Aliases) -> bool:
-    """Return True if the name or an alias of an axis has a role without ``roles=``."""
+    """Return True if the name of an axis, or an alias that contains the axis, is a name with a default role."""
     return any(name in _ROLE_BY_NAME for name in names_of(axis, aliases))
 
 
 def default_role(axis: str, aliases: Aliases) -> Role | None:
-    """Return the role that an axis has without ``roles=``; None if its name and aliases have different default roles."""
+    """Return the role of an axis in a topology without ``roles=``.
+
+    None: the name of the axis and the aliases that contain it have different default roles.
+    """
     try:
         return _role(axis, names_of(axis, aliases), {})
     except ValueError:
@@ -137,7 +144,7 @@ def default_role(axis: str, aliases: Aliases) -> Role | None:
 
 
 class ByRole:
-    """Properties that select the axes of a topology by role."""
+    """Base class of `Topology`, with the properties that select axes by role."""
 
     axes: tuple[str, ...]
     roles: tuple[Role, ...]
@@ -149,20 +156,20 @@ class ByRole:
 
     @property
     def pipe_axes(self) -> tuple[str, ...]:
-        """Return the pipeline axes: each coordinate is a stage with its own parameters."""
+        """Return the pipeline axes: each coordinate on such an axis is a stage with its own parameters."""
         return self._axes_with("pipe")
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Return the data-parallel axes: coordinates hold replicas that see different samples, or parts of samples."""
+        """Return the data-parallel axes: ranks along them process different samples, or different parts of samples."""
         return self._axes_with("data")
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
-        """Return the data-parallel axes whose coordinates see different samples.
+        """Return the data-parallel axes along which ranks process different samples.
 
-        Axes whose name or alias is ``cp`` or ``context`` are left out: their coordinates see different parts of the same
-        samples.
+        An axis is left out if it is named ``cp`` or ``context``, or if an alias with this name contains it. Ranks along
+        such an axis process different parts of the same samples.
         """
         return tuple(axis for axis in self.data_axes if {*self._names(axis)}.isdisjoint(_SEQUENCE))
 
@@ -173,12 +180,13 @@ class ByRole:
 
     @property
     def expert_axes_without_role(self) -> tuple[str, ...]:
-        """Return the expert axes larger than 1 whose role is not given.
+        """Return the expert axes larger than 1 that have neither an explicit nor a default role.
 
-        The name or an alias of an expert axis is ``expert``, ``experts`` or ``ep``. The axis is returned if ``roles=`` does
-        not name it, and neither its name nor an alias has a default role. Such an axis is a model axis: gradients of
-        replicas are not averaged over it, which is correct only if its ranks see the same samples. If its ranks see
-        different samples, as in most expert-parallel models, pass ``roles={axis: "data"}``.
+        An expert axis is named ``expert``, ``experts`` or ``ep``, or an alias with one of these names contains it. It
+        has an explicit role if ``roles=`` has an entry for the axis or for an alias that contains it. Without a role,
+        the axis is a model axis: gradients are not averaged over it. This is correct only if the ranks along the axis
+        process the same samples. If they process different samples, as in most expert-parallel models, pass
+        ``roles={axis: "data"}``.
         """
         names = {axis: {*self._names(axis)} for axis in self.axes if axis not in self._explicit}
         experts = (axis for axis, own in names.items() if not own.isdisjoint(_EXPERT) and own.isdisjoint(_ROLE_BY_NAME))
@@ -187,8 +195,8 @@ class ByRole:
     def is_batch_only_axis(self, axis: str) -> bool:
         """Return True if the name of ``axis`` implies that ranks along it differ only in their samples.
 
-        The name must be a default name of data-parallel axes, and neither the axis nor an alias of it may be ``cp`` or
-        ``context``. A model then issues no collectives over the axis, unless a spec names the axis.
+        The name must have the default role ``"data"``, such as ``dp``. Neither the axis nor an alias that contains it
+        may be named ``cp`` or ``context``.
         """
         return _ROLE_BY_NAME.get(axis) == "data" and {*self._names(axis)}.isdisjoint(_SEQUENCE)
 
@@ -201,21 +209,21 @@ class ByRole:
 
 # Aliases, names for several axes: for example ``data`` for ``edp x mid``, and ``expert`` for ``mid x tensor`` ---------
 
-# With aliases one topology describes two meshes of the same ranks: each dim of a mesh is an axis, or an alias for several
-# axes. The first axis of an alias is the slowest, as in ``torch.arange(n).reshape(sizes)``.
+# With aliases one topology describes several meshes of the same ranks: each dim of a mesh is an axis, or an alias for
+# several axes. The first axis of an alias varies slowest, as in ``torch.arange(n).reshape(sizes)``.
 
 
 def resolve_aliases(
     aliases: Mapping[str, str | tuple[str, ...]], axes: tuple[str, ...]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Check aliases and return them as (alias, axes) pairs.
+    """Check the aliases of a topology and return them as (alias, tuple of axes) pairs.
 
     Args:
         aliases: Per alias, an axis or a tuple of axes.
         axes: All axes, slowest first.
     Raises:
-        ValueError: An alias is not an identifier, or is the name of an axis; or it has no axes, an unknown axis, an axis
-            twice, or axes in another order than ``axes``.
+        ValueError: An alias is not an identifier, or is the name of an axis; or its axes are empty, unknown, repeated,
+            or in another order than in ``axes``.
     """
     checked = []
     for alias, entry in aliases.items():
@@ -243,11 +251,12 @@ def resolve_aliases(
 class Coordinate(dict[str, int]):
     """Coordinate of a rank: its index on every axis, in the order of the axes.
 
-    An alias is a valid key too, and gives the row-major index over the axes of the alias.
+    ``coordinate[alias]`` is the row-major index over the axes of an alias. ``in``, ``get`` and iteration ignore
+    aliases.
 
     Args:
         by_axis: Index per axis.
-        sizes_by_alias: Per alias, the sizes of its axes.
+        sizes_by_alias: Per alias, the size of each of its axes, slowest axis first.
     """
 
     def __init__(self, by_axis: Mapping[str, int], sizes_by_alias: Mapping[str, Mapping[str, int]]) -> None:
@@ -262,18 +271,18 @@ class Coordinate(dict[str, int]):
 
 
 def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Convert a set of coordinates of an alias to one set of coordinates per axis, of which it must be the product.
+    """Return the coordinates on each axis of an alias whose product is a given set of coordinates of the alias.
 
         >>> by_axis((2, 3), {"edp": 2, "mid": 2})
         [('edp', (1,)), ('mid', (0, 1))]
 
     Args:
-        where: Coordinates of the alias; negative ones count from the end.
-        sizes: Size per axis of the alias.
+        where: Coordinates of the alias; negative coordinates count from the end.
+        sizes: Size per axis of the alias, slowest axis first.
     Returns:
         (axis, coordinates) pairs in the order of ``sizes``.
     Raises:
-        ValueError: The coordinates are not a product of coordinates of the axes.
+        ValueError: ``where`` is empty, or is not a product of coordinates of the axes.
     """
     size = prod(sizes.values())
     points = dict(enumerate(product(*map(range, sizes.values()))))
@@ -287,7 +296,7 @@ def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, t
     return list(zip(sizes, found, strict=True))
 
 
-# The ranks of one group as a lazy sequence, because a group along a data axis may have 131,072 members ----------------
+# The ranks of a group as a lazy sequence, because a group of a large job may have 131,072 members ---------------------
 
 
 class Peers(Sequence[int]):
@@ -296,12 +305,12 @@ class Peers(Sequence[int]):
         peers = Topology(data=131072, tensor=8).peers(5, "data")
         len(peers), peers[2], peers.index(21), 22 in peers      # 131072, 21, 2, False
 
-    The operations above take O(axes). Iteration, ``==`` and ``hash`` take O(ranks).
+    The operations above take O(axes). Iteration, ``hash`` and comparisons may take O(ranks).
 
     Args:
-        base: The first rank. Each rank is ``base`` plus, for each axis, a multiple 0..size-1 of the stride.
-        dims: (size, stride) per axis, largest stride first. Each stride is larger than the sum of the largest multiples of
-            all strides after it, so that ranks ascend.
+        base: The first rank. Each rank is ``base + sum(index * stride)``, with an index in 0..size-1 per axis.
+        dims: (size, stride) per axis, largest stride first. The ranks ascend if each stride is larger than the sum of
+            ``(size - 1) * stride`` over all axes after it.
     """
 
     __slots__ = ("_base", "_dims", "_len")
@@ -315,7 +324,7 @@ class Peers(Sequence[int]):
         return self._len
 
     def __iter__(self) -> Iterator[int]:
-        # itertools.product stores its ranges in memory. Their lengths add up to the sum of the sizes, not to their product.
+        # itertools.product stores each range in memory: as many numbers as the sum of the sizes, not their product.
         steps = (range(0, size * stride, stride) for size, stride in self._dims)
         return map(sum, itertools.product((self._base,), *steps))
 
@@ -340,10 +349,10 @@ class Peers(Sequence[int]):
 
         Args:
             value: A global rank.
-            start: First index to consider.
-            stop: Index after the last index to consider. None: the end.
+            start: First index to consider. Default: 0.
+            stop: Index after the last index to consider. None: the length of the sequence.
         Raises:
-            ValueError: ``value`` is not in the sequence between these indices.
+            ValueError: ``value`` is not at an index from ``start`` to ``stop - 1``.
         """
         rest, at = value - self._base, 0
         for size, stride in self._dims:
@@ -397,7 +406,7 @@ _REGISTRY_ATTRIBUTES = frozenset(
 
 
 class _Axis(NamedTuple):
-    """Size, stride and role of an axis. The stride is the difference of the ranks at neighbouring coordinates."""
+    """Size, stride and role of an axis. The stride is the difference between neighbouring ranks along it."""
 
     size: int
     stride: int
@@ -426,18 +435,21 @@ class Topology(ByRole):
     ```text
     role       meaning of a coordinate                         default for the names
     "pipe"     a stage with its own parameters                 pipe, pipeline, pp
-    "data"     replicas, whose gradients are averaged          data, replica, dp, ddp, dp_replicate, dp_shard, fsdp,
-                                                               hsdp, edp, efsdp, cp, context
+    "data"     other samples, or other parts of samples;       data, replica, dp, ddp, dp_replicate, dp_shard, fsdp,
+               gradients are averaged                          hsdp, edp, efsdp, cp, context
     "model"    parameters sharded or replicated by their spec  all others: tensor, tp, sp, row, col, ...
     ```
 
-    An axis with another name has the default role of an alias that contains it. Give the role of an ``expert`` axis
-    yourself: by default it is a model axis (see `expert_axes_without_role`).
+    If the name of an axis is not in the table, but an alias that contains the axis is, the axis has the default role of
+    the alias. Pass the role of an ``expert`` axis yourself: by default it is a model axis (see
+    `expert_axes_without_role`).
 
     Args:
-        roles: Role per axis, or per alias for all of its axes. Axes that are not named here, and None: the default roles.
-        aliases: Names for several axes, valid wherever an axis is: ``{"data": ("edp", "mid")}``. The axes of an alias are
-            in the topology's order. An axis may be in several aliases. By default there are none.
+        roles: Role per axis, or per alias for all axes of the alias. Axes without an entry have their default roles.
+            None: all axes have their default roles.
+        aliases: Names for one or several axes, valid wherever an axis is: ``{"data": ("edp", "mid")}``. The axes of an
+            alias must be in the order of the topology. An axis may be in several aliases. By default there are no
+            aliases.
         **axes: Number of coordinates per axis, slowest axis first. Without axes the world has one rank.
 
     Attributes:
@@ -448,8 +460,8 @@ class Topology(ByRole):
 
     Raises:
         ValueError: A size is not an integer >= 1; a name is not an identifier; ``roles`` or ``aliases`` names an unknown
-            axis; a role is unknown; an axis has two roles by its names or by ``roles``; or an alias is the name of an axis,
-            or has no axes, an axis twice, or axes in another order.
+            axis; a role is unknown; the name of an axis and its aliases give it different roles; an alias has the name
+            of an axis; or the axes of an alias are empty, repeated, or in another order.
     """
 
     axes: tuple[str, ...]
@@ -498,30 +510,30 @@ class Topology(ByRole):
 
         Args:
             text: ``axis=size`` and ``alias=axis+axis`` entries, separated by commas or white space. Empty: one rank.
-            roles: As in the constructor. None: default roles.
+            roles: Role per axis or alias, as in the constructor. None: default roles.
         Raises:
-            ValueError: An entry has another form, a name is used twice, or an axis has the name ``self``, ``roles`` or
-                ``aliases``; or as in the constructor.
+            ValueError: An entry has neither form; two entries have the same name; an axis is named ``self``, ``roles``
+                or ``aliases``; or as in the constructor.
         """
         axes, aliases = parse_topology(text)
         return cls(roles=roles, aliases=aliases, **axes)
 
     @classmethod
     def of_meshes(cls, *meshes: DeviceMesh, roles: Mapping[str, Role] | None = None) -> Topology:
-        """Return the topology whose axes are the common refinement of device meshes.
+        """Return one topology in which each dim of several device meshes is an axis or an alias for several axes.
 
-        A mesh dim that is a product of several axes becomes an alias:
+        The topology has as few axes as possible. A mesh dim that consists of several axes becomes an alias:
 
             Topology.of_meshes(dense, experts)      # meshes (data=4, tensor=2) and (edp=2, expert=4)
             # Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})
 
-        The axes are the largest such that every mesh dim is a product of axes. An axis with the ranks of a mesh dim gets
-        the name of the first such dim, and other names of it become aliases. Any other axis is named after the first dim
-        of which it is a factor, with its position in that dim.
+        If a mesh dim is one axis, the axis has the name of the dim. If several mesh dims are the same axis, the axis
+        has the name of the first dim, and the names of the other dims become aliases. If an axis is only a part of mesh
+        dims, its name is the name of the first such dim and its position in that dim: ``data_1``.
 
         Args:
             meshes: torch's device meshes with dim names, in the same order on all ranks of the world.
-            roles: As in the constructor. None: default roles.
+            roles: Role per axis or alias, as in the constructor. None: default roles.
         Raises:
             ValueError: On every rank: a mesh has no dim names; the groups along a dim have different sizes or strides, or
                 are not a grid; no common axes exist; dims with the same name have different ranks; an axis is part of no
@@ -535,7 +547,7 @@ class Topology(ByRole):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError, with advice if a topology was passed instead of a registry."""
+            """Raise AttributeError. For an attribute of registries, the message advises to pass a registry."""
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if name in _REGISTRY_ATTRIBUTES:
                 message += f": a topology has no process groups; give ProcessGroupRegistry({self!r}) instead"
@@ -543,16 +555,16 @@ class Topology(ByRole):
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes per alias."""
+        """Return a dict from each alias to its axes, slowest axis first."""
         return dict(self._aliases)
 
     def expand_aliases(self, *names: str) -> tuple[str, ...]:
-        """Replace aliases by their axes and return all axes, in the order of ``names``.
+        """Return ``names`` with every alias replaced by its axes.
 
         Args:
             names: Names of axes or aliases.
         Raises:
-            ValueError: An unknown axis, or the same axis twice.
+            ValueError: A name is unknown, or an axis is named twice, directly or by an alias.
         """
         atoms = tuple(atom for name in names for atom in self._atoms(name))
         if len(set(atoms)) != len(atoms):
@@ -567,9 +579,9 @@ class Topology(ByRole):
         Args:
             axes: Names of axes or aliases.
         Raises:
-            ValueError: An unknown axis, or the same axis twice.
+            ValueError: A name is unknown, or an axis is named twice, directly or by an alias.
         """
-        return prod([self._by_axis[axis].size for axis in self.expand_aliases(*axes)])  # torch.compile traces lists
+        return prod([self._by_axis[axis].size for axis in self.expand_aliases(*axes)])  # a list, for torch.compile
 
     def role(self, axis: str) -> Role:
         """Return the role of an axis or alias: ``"pipe"``, ``"data"`` or ``"model"``.
@@ -577,7 +589,7 @@ class Topology(ByRole):
         Args:
             axis: Name of an axis, or of an alias whose axes have the same role.
         Raises:
-            ValueError: An unknown axis, or an alias whose axes have several roles.
+            ValueError: The name is unknown, or the axes of the alias have different roles.
         """
         found = {atom: self._by_axis[atom].role for atom in self._atoms(axis)}
         if len({*found.values()}) > 1:
@@ -590,7 +602,8 @@ class Topology(ByRole):
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of ``rank``: a dict of its index per axis, in the order of the axes.
 
-        The dict also accepts an alias as key, and returns the row-major index over the axes of the alias.
+        ``coordinate[alias]`` is the row-major index over the axes of an alias. ``in``, ``get`` and iteration ignore
+        aliases.
 
         Args:
             rank: A global rank.
@@ -602,13 +615,13 @@ class Topology(ByRole):
         return Coordinate({name: axis.coordinate(rank) for name, axis in self._by_axis.items()}, sizes_by_alias)
 
     def coordinate_of(self, rank: int, axis: str) -> int:
-        """Return the index of ``rank`` on one axis, or for an alias the row-major index over its axes.
+        """Return the index of ``rank`` on an axis. For an alias, return the row-major index over the axes of the alias.
 
         Args:
             rank: A global rank.
             axis: Name of an axis or alias.
         Raises:
-            ValueError: The rank is not in the world, or the axis is unknown.
+            ValueError: The rank is not in the world, or the name is unknown.
         """
         self._check_rank(rank)
         index = 0
@@ -617,12 +630,12 @@ class Topology(ByRole):
         return index
 
     def expand_coordinate(self, coordinate: Mapping[str, int]) -> dict[str, int]:
-        """Convert coordinates of axes and aliases to coordinates of axes.
+        """Return a coordinate with every alias replaced by its axes, as a dict of the index per axis.
 
         Args:
-            coordinate: Index per axis or alias.
+            coordinate: Index per axis or alias. The index of an alias is the row-major index over its axes.
         Raises:
-            ValueError: An unknown axis, the same axis twice, or an index out of range.
+            ValueError: A name is unknown; an axis is named twice, directly or by an alias; or an index is out of range.
         """
         self.expand_aliases(*coordinate)
         found = {}
@@ -642,7 +655,7 @@ class Topology(ByRole):
         Args:
             coordinate: Index per axis or alias. Every axis must be named, directly or by an alias that contains it.
         Raises:
-            ValueError: An axis is missing, unknown or named twice; or an index is out of range.
+            ValueError: An axis is missing or named twice; a name is unknown; or an index is out of range.
         """
         by_axis = self.expand_coordinate(coordinate)
         missing = [axis for axis in self.axes if axis not in by_axis]
@@ -660,9 +673,11 @@ class Topology(ByRole):
             rank: A global rank.
             axes: Names of axes or aliases, in any order.
         Returns:
-            A lazy sequence that compares equal to the tuple of the ranks. Creating it takes O(axes).
+            A lazy sequence that compares equal to the tuple of the ranks. The time to create it does not depend on
+            their number.
         Raises:
-            ValueError: The rank is not in the world; an unknown axis, or the same axis twice.
+            ValueError: The rank is not in the world; a name is unknown; or an axis is named twice, directly or by an
+                alias.
         """
         self._check_rank(rank)
         atoms = self.expand_aliases(*axes)
@@ -670,22 +685,24 @@ class Topology(ByRole):
         return Peers(base, self._dims(atoms))
 
     def filter(self, **coordinate: int) -> Iterator[int]:
-        """Iterate over the ranks at ``coordinate``, ascending; without arguments, over all ranks.
+        """Return an iterator over the ranks at ``coordinate``, ascending; without arguments, over all ranks.
 
         >>> list(Topology(data=2, tensor=2).filter(tensor=1))
         [1, 3]
 
         Args:
-            coordinate: Index per axis or alias, for some of the axes.
+            coordinate: Index per axis or alias. The iterator has ranks with every index on the axes that are not named.
         Raises:
-            ValueError: An unknown axis, the same axis twice, or an index out of range.
+            ValueError: A name is unknown; an axis is named twice, directly or by an alias; or an index is out of range.
         """
         by_axis = self.expand_coordinate(coordinate)
         free = tuple(axis for axis in self.axes if axis not in by_axis)
         return iter(Peers(self._offset(by_axis), self._dims(free)))
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
-        """Iterate over the groups along ``axes``, which partition the world, in the order of their first rank.
+        """Return an iterator over all groups of ranks along ``axes``, in the order of their first rank.
+
+        A group consists of ranks that differ only along ``axes``. Every rank is in one group.
 
         >>> list(Topology(data=2, tensor=2).groups("data"))
         [(0, 2), (1, 3)]
@@ -693,7 +710,7 @@ class Topology(ByRole):
         Args:
             axes: Names of axes or aliases.
         Raises:
-            ValueError: An unknown axis, or the same axis twice.
+            ValueError: A name is unknown, or an axis is named twice, directly or by an alias.
         """
         atoms = self.expand_aliases(*axes)
         offsets = tuple(Peers(0, self._dims(atoms)))
@@ -701,12 +718,13 @@ class Topology(ByRole):
         return (tuple(base + offset for offset in offsets) for base in Peers(0, self._dims(rest)))
 
     def table(self, rank: int | None = None) -> str:
-        """Return a text with the grid of ranks and the groups along each axis. Long lists are shortened with ``...``.
+        """Return a text with the grid of ranks and the groups along each axis. Long lists are shortened by ``...``.
 
             print(Topology(data=2, tensor=4).table())
 
         Args:
-            rank: Mark this rank, and show only the groups that contain it. None: show the groups of all ranks.
+            rank: A rank to mark; the text then has only the groups that contain this rank. None: no rank is marked, and
+                the text has the groups of all ranks.
         Raises:
             ValueError: The rank is not in the world.
         """
@@ -724,18 +742,18 @@ class Topology(ByRole):
             raise ValueError(f"unknown axis {name!r}{self.hint(name)} ({self.named()})")
         return atoms
 
-    def hint(self, name: str) -> str:  # for errors
+    def hint(self, name: str) -> str:  # part of error messages
         close = difflib.get_close_matches(str(name), (*self.axes, *self.aliases), n=1)
         return f"; did you mean {close[0]!r}?" if close else ""
 
-    def named(self) -> str:  # for errors
+    def named(self) -> str:  # part of error messages
         return f"axes: {_join_names(self.axes)}" + (f"; aliases: {_join_names(self.aliases)}" if self._aliases else "")
 
     def _offset(self, coordinate: Mapping[str, int]) -> int:
         return sum(value * self._by_axis[axis].stride for axis, value in coordinate.items())
 
     def _dims(self, axes: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return (size, stride) per axis, in the topology's order, so that ranks are ascending."""
+        """Return (size, stride) of each of ``axes``, in the order of the topology."""
         return [(axis.size, axis.stride) for name, axis in self._by_axis.items() if name in axes]
 
     def __repr__(self) -> str:
@@ -753,14 +771,14 @@ def _join_names(names: Iterable[str]) -> str:
 
 
 def axes_along(ranks: tuple[int, ...], topology: Topology) -> tuple[str, ...] | None:
-    """Return the axes of a process group that another library created, slowest axis first.
+    """Return the axes along which the ranks of a process group are ordered, slowest axis first.
 
     Args:
         ranks: Global ranks in the order of the group.
         topology: Provides the axes.
     Returns:
-        The axes larger than 1 whose row-major order gives exactly ``ranks``, or None if there are no such axes; () for one
-        rank. They need not be in the order of the topology.
+        The axes larger than 1 for which the row-major order of the group is exactly ``ranks``, possibly in another
+        order than in the topology. () for a group of one rank. None: there are no such axes.
     """
     strides = {topology.peers(0, axis)[1]: axis for axis in topology.axes if topology.size(axis) > 1}
     found: tuple[str, ...] = ()

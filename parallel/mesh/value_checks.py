@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor
 
 MAX_COUNT = 2**53
-"""Largest valid count. Devices count steps in float64, which represents every integer up to 2^53 exactly."""
+"""Largest valid count: float64 represents every integer from 0 to 2^53 exactly."""
 
 Check = Callable[[object, str], None]
-"""A function ``check(value, field)``. It raises a ValueError that names ``field`` if ``value`` is not as expected."""
+"""A function ``check(value, field)``. If ``value`` is not valid, it raises a ValueError that contains ``field``."""
 
 
 def wrong(field: str, value: object, expected: str) -> ValueError:
-    """Return, without raising it, a ValueError that names ``field``, ``value`` and a description of a correct value.
+    """Return a ValueError for the caller to raise: ``{field} is {value}; expected {expected}``.
 
     Args:
-        field: Name of the field.
+        field: Name of the field with the incorrect value.
         value: The incorrect value.
         expected: Description of a correct value, for example ``"an integer"``.
     """
@@ -28,19 +28,19 @@ def wrong(field: str, value: object, expected: str) -> ValueError:
 
 
 def check_count(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is an int from 0 to `MAX_COUNT`."""
+    """Raise ValueError unless ``value`` is an int from 0 to `MAX_COUNT`, and not a bool."""
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
         raise wrong(field, value, f"an integer from 0 to {MAX_COUNT}")
 
 
 def check_number(value: object, field: str) -> None:
-    """Raise ValueError unless `is_number` is True for ``value``."""
+    """Raise ValueError unless ``value`` is an int in the range of float64, or a float that is not NaN."""
     if not is_number(value):
         raise wrong(field, value, "a number that is not NaN")
 
 
 def is_number(value: object) -> bool:
-    """Return True if ``value`` is an int in the range of float64, or a float that is not NaN; a bool is not a number."""
+    """Return True for an int in the range of float64 and for a float that is not NaN. Return False for a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -56,7 +56,7 @@ def check_text(value: object, field: str) -> None:
 
 
 def check_finite(value: object, field: str, shape: Sequence[int] | None = None) -> None:
-    """Raise ValueError unless ``value`` is a tensor of finite floats.
+    """Raise ValueError unless ``value`` is a floating-point tensor without NaN and infinity, of the expected shape.
 
     Args:
         value: Any object.
@@ -71,11 +71,11 @@ def check_finite(value: object, field: str, shape: Sequence[int] | None = None) 
 
 
 def anything(value: object, field: str) -> None:
-    """Accept any value."""
+    """Raise no error, whatever the value is: the `Check` that accepts everything."""
 
 
 def list_of(check: Check, *, least: int = 0) -> Check:
-    """Return a check for a list or tuple.
+    """Return a check for a list or tuple whose items all pass another check.
 
     Args:
         check: Check of every item.
@@ -92,7 +92,7 @@ def list_of(check: Check, *, least: int = 0) -> Check:
 
 
 def items(*checks: Check) -> Check:
-    """Return a check for a list or tuple with exactly one item per check, in the order of ``checks``."""
+    """Return a check for a list or tuple with as many items as there are ``checks``. Item i must pass check i."""
 
     def check_items(value: object, field: str) -> None:
         if not isinstance(value, (list, tuple)) or len(value) != len(checks):
@@ -104,11 +104,11 @@ def items(*checks: Check) -> Check:
 
 
 def dict_of(check: Check, *, key: Check = check_text) -> Check:
-    """Return a check for a dict.
+    """Return a check for a dict whose keys and values all pass other checks.
 
     Args:
         check: Check of every value.
-        key: Check of every key. By default keys must be strings.
+        key: Check of every key. Default: keys must be strings.
     """
 
     def check_dict(value: object, field: str) -> None:
@@ -144,21 +144,24 @@ def check_like(value: object, like: object, field: str) -> None:
 
         like                                  accepted value
         bool                                  a bool or None
-        None                                  any value except a dict; `is_number` must be True for numbers in it
-        number, or tensor of one element      a number or a tensor with one number; NaN only if like is NaN
+        None                                  any value except a dict; numbers, alone or in a list, must be valid
+        number, or tensor of one element      a valid number, or a tensor with one valid number; NaN if like is NaN
         string                                a string
         tensor                                a tensor of the same shape
-        dict with string keys                 a dict with at least these keys; values are checked key by key, and
-                                              `is_number` must be True for numbers at other keys
-        any other dict                        a dict; keys and values that are not in like are checked like its first item
-        list or tuple                         a list or tuple of the same length, checked item by item
+        dict with string keys                 a dict with at least these keys; each value is checked against the value
+                                              of like at this key; numbers at keys that like lacks must be valid
+        any other dict                        a dict; the key and the value of an item whose key is not in like are
+                                              checked against the first item of like
+        list or tuple                         a list or tuple of the same length; item i is checked against item i
         any other type                        an object of the same type
+
+    A number is valid if `is_number` is True: it is not NaN, and an int is in the range of float64.
 
     Args:
         value: The new value.
         like: The current value.
         field: Name of the field in the error.
-    Host synchronization: yes, for a tensor of one element on a device.
+    Host synchronization: yes, if ``value`` has a tensor of one element on a device.
     """
     if isinstance(like, bool):
         if not (value is None or isinstance(value, bool)):
@@ -199,7 +202,7 @@ def check_like(value: object, like: object, field: str) -> None:
 
 
 def _check_plain(value: object, field: str) -> None:
-    """Raise ValueError if ``value`` is or contains a number that is NaN or outside the range of float64."""
+    """Raise ValueError if ``value`` is or contains a number that `is_number` rejects, such as NaN."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         check_number(value, field)
     elif isinstance(value, (list, tuple)):
@@ -213,12 +216,12 @@ def _is_nan(value: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a text for ``value`` in an error: a tensor's shape and dtype, else the first 80 characters of its `ascii`."""
+    """Return a text of up to 80 characters for ``value`` in an error; for a tensor, return its shape and dtype."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype)[6:]}"
     try:
         text = ascii(value)
-    except (ValueError, RecursionError):  # an int with too many digits, or nested lists
+    except (ValueError, RecursionError):  # raised for an int with too many digits, or for deeply nested lists
         text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -229,12 +232,12 @@ def _shown(value: object) -> str:
 def check_scalar(value: object, name: str, write: str = "a number") -> None:
     """Raise TypeError unless ``value`` is a 0-dim tensor or a `numbers.Real`, such as an int, a float or a NumPy float.
 
-    A bool is rejected, but a 0-dim tensor may have any dtype.
+    A bool is rejected. A 0-dim tensor may have any dtype.
 
     Args:
         value: Any object.
         name: Name of the argument in the error.
-        write: Description of a correct value in the error.
+        write: Description of a correct value in the error. Default: ``"a number"``.
     Host synchronization: none.
     """
     if isinstance(value, Tensor):

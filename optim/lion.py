@@ -1,6 +1,7 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675) with torch's foreach kernels.
+"""The Lion optimizer (Chen et al. 2023, arXiv:2302.06675) with torch's foreach kernels.
 
-The skip flag and the gradient scale remain on the device.
+It reads the skip flag (``found_inf``) and the gradient scale (``grad_scale``) on the device, without host
+synchronization.
 """
 
 from __future__ import annotations
@@ -13,39 +14,40 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion optimizer: subtracts ``lr`` times the sign of an average of momentum and gradient from every weight.
+    """Lion optimizer: subtracts ``lr`` times the sign of a weighted average of momentum and gradient from every weight.
 
     ```text
-    m, w: momentum (state ``"exp_avg"``), weight
+    w: weight, g: gradient, m: momentum (state ``"exp_avg"``), b1 and b2: betas
     w <- w (1 - lr weight_decay) - lr sign(b1 m + (1 - b1) g)
     m <- b2 m + (1 - b2) g
     ```
 
         optimizer = ParallelOptimizer(Lion(model.parameters(), lr=1e-4), registry, max_norm=1.0)
 
-    Like torch's fused optimizers, it reads its attributes ``grad_scale`` and ``found_inf`` on the device. It divides
-    gradients by ``grad_scale``. If ``found_inf`` is 1, weights and momenta stay unchanged, even if gradients are
-    non-finite. Weights may be sharded, because the update is elementwise. Clipping does not reduce the size of an
-    update. It reduces the weight of a gradient with a large norm in the momentum.
+    Like torch's fused optimizers, it reads its attributes ``grad_scale`` and ``found_inf`` (0-dim tensors, or None) on
+    the device. It divides gradients by ``grad_scale``. If ``found_inf`` is positive, weights and momenta stay
+    unchanged, even if gradients are non-finite. Weights may be sharded, because the update is elementwise. Gradient
+    clipping does not reduce the size of an update, which is a sign times ``lr``. It only reduces the share of a large
+    gradient in the momentum.
 
     Sparse gradients, complex gradients and ``maximize`` are not supported. A step makes about ten foreach calls per
-    device, dtype and param group. With ``found_inf`` it makes one more call per parameter. A step needs temporary
-    memory for three tensors of each parameter's shape in float32 (float64 for float64 parameters), or five for
-    parameters in half precision. Weights and momenta in bfloat16 and float16 are computed in float32 and rounded to
-    nearest, so small updates are lost; use float32 master weights. This library has no compiled loops and no Triton
-    kernels for Lion.
+    device, dtype and param group, and with ``found_inf`` also one call per parameter. Its temporary memory is three
+    float32 tensors per parameter of a param group (float64 for float64 parameters), or five for half-precision
+    parameters. Weights and momenta in bfloat16 and float16 are computed in float32 and rounded to nearest, so small
+    updates are lost; use float32 master weights. meshstep has no compiled loops and no Triton kernels for Lion.
 
     Args:
-        params: Parameters or param groups.
-        lr: A number or a 0-dim tensor, >= 0. Default: 1e-4.
+        params: Parameters or param groups, as for torch's optimizers.
+        lr: Learning rate: a number or a 0-dim tensor, >= 0. Default: 1e-4.
         betas: (b1, b2), each >= 0 and < 1. Default: (0.9, 0.99).
         weight_decay: Decoupled weight decay, >= 0. Default: 0, no weight decay.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: ``lr``, ``betas`` or ``weight_decay`` is out of range, or ``params`` is empty.
+        TypeError: ``params`` is a tensor, or has items that torch's optimizers reject.
 
     Collectives: none.
-    Host synchronization: none in a step.
+    Host synchronization: one in the constructor if ``lr`` is a tensor on a GPU.
     """
 
     elementwise = True
@@ -63,21 +65,24 @@ class Lion(torch.optim.Optimizer):
                 f"lr={lr}, weight_decay={weight_decay}, betas={betas}: lr and weight_decay must be >= 0, and both betas in "
                 "[0, 1)"
             )
-        # "fused" in a param group: the update engine passes `found_inf` and `grad_scale` to the optimizer
+        # Because of the option "fused", `ParallelOptimizer` sets the attributes ``found_inf`` and ``grad_scale`` before
+        # a step.
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "fused": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
+        """Update the parameters that have a gradient.
 
         Args:
-            closure: Called once before the step, with gradients enabled. None (default): not called.
+            closure: Function that computes gradients. It is called once before the update, with autograd enabled. None
+                (default): the current gradients are used.
 
         Returns:
-            The result of ``closure``, or None.
+            The result of ``closure``; None without a closure.
 
         Collectives: none.
-        Host synchronization: none.
+        Host synchronization: none, if the tensors ``lr``, ``found_inf`` and ``grad_scale`` are on the parameters'
+        device.
         """
         loss = None
         if closure is not None:
@@ -94,13 +99,13 @@ class Lion(torch.optim.Optimizer):
         return loss
 
     def _step(self, group: Mapping[str, Any], params: list[Tensor], skip: Tensor | None, scale: Tensor | None) -> None:
-        """Step parameters of one device and dtype, whose gradients have one dtype.
+        """Update parameters that have the same device, dtype and gradient dtype.
 
         Args:
-            group: Their param group.
+            group: The param group that contains ``params``.
             params: The parameters, each with a gradient.
-            skip: 0-dim: 1 leaves weights and momenta unchanged. None: 0.
-            scale: 0-dim divisor of the gradients. None: 1.
+            skip: 0-dim tensor: a positive value leaves weights and momenta unchanged. None: the update is not skipped.
+            scale: 0-dim tensor by which the gradients are divided. None: 1.
         """
         (b1, b2), lr, device = group["betas"], group["lr"], params[0].device
         for param in params:
@@ -112,7 +117,7 @@ class Lion(torch.optim.Optimizer):
         skips = None if skip is None else skip.to(device) > 0
 
         def number(value: float | Tensor, if_skipped: float) -> Tensor:
-            # torch.full does not synchronize, unlike a copy of a tensor from the host
+            # torch.full does not synchronize with the host; a copy of a CPU tensor to the GPU would
             made = (
                 value.to(device, work)
                 if isinstance(value, Tensor)
@@ -127,11 +132,11 @@ class Lion(torch.optim.Optimizer):
             for grad in grads:
                 grad.masked_fill_(skips, -0.0)  # x + -0.0 is bitwise x; 0 times NaN would be NaN
         weights, momenta = _in(work, params), _in(work, states)
-        # Separate products and sums: a kernel may fuse them into a multiply-add, but not in the last elements of a
-        # shard, so the rounding would depend on the sharding.
+        # Products and sums are separate calls. A kernel that computes both may use fused multiply-add for some elements
+        # and not for the last elements of a shard. Then the rounding of an element would depend on the sharding.
         updates = torch._foreach_mul(momenta, number(b1, 0.0))
         torch._foreach_add_(updates, torch._foreach_mul(grads, 1 - b1))
-        torch._foreach_sign_(updates)  # +0 in a skipped step; times -0 it is -0, which changes no weight when added
+        torch._foreach_sign_(updates)  # in a skipped step +0; the product with -0 is -0, and w + -0 is bitwise w
         torch._foreach_mul_(updates, number(-lr, -0.0))
         if group["weight_decay"]:
             torch._foreach_mul_(weights, number(1 - lr * group["weight_decay"], 1.0))

@@ -6,15 +6,16 @@ for batch in loader:
     optimizer.step()
     schedule.step()
 
-To move a schedule means to advance it by one step; to hold it means to leave it unchanged. `schedule.step()` holds the
-schedule in the middle of an accumulation window, and after a skipped step. Otherwise it moves the schedule. The step
-decision (skipped or not) is computed on the device. The host reads it late, so that it does not have to wait::
+In this file, to move a schedule means to advance it by one step, and to hold it means to leave it unchanged.
+`schedule.step()` holds the schedule in the middle of an accumulation window (the micro-batches of one optimizer step),
+and after a skipped step. Otherwise it moves the schedule. The step decision (skipped or not) is computed on the device.
+The host reads it late, so that it does not have to wait::
 
     host     step k      schedule.step()             step k + 1             schedule.step()
     device   ...step k computes... decision k                 ...step k + 1 computes... decision k + 1
                                   ^ copy to the host starts ^ the host reads the copy, before the rate is used
 
-On a CPU the decision is read at once.
+On a CPU the host reads the decision at once.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from .parallel_optimizer import ParallelOptimizer
 
 
 def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable[..., None]) -> None:
-    """Register a bound method as a step hook without keeping the method's object alive.
+    """Register a bound method as a step hook that does not keep the method's object alive.
 
-    The hook is removed when the object is garbage-collected.
+    The hook is removed when that object is garbage-collected.
 
     Args:
         register: ``register_step_pre_hook`` or ``register_step_post_hook`` of an optimizer.
-        method: The bound method.
+        method: The bound method, which gets the arguments of the hook.
     """
     owner: Any = method.__self__  # type: ignore[attr-defined]
     finalize(owner, register(weakly(method)).remove).atexit = False
@@ -67,18 +68,19 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TakenSteps:
-    """Observes through step hooks whether a `ParallelOptimizer` took or skipped its steps.
+    """Records through step hooks whether a `ParallelOptimizer` took or skipped its steps.
 
-    A period begins with `start_over` and lasts until the next `start_over`. A replayed CUDA graph runs no hooks, but it
-    overwrites the captured step's `GradStats.skipped`, to which `all_skipped` refers.
+    A period is the time from one call of `start_over` (or the constructor) to the next. A call of the optimizer's
+    `step` ends an accumulation window if it updates `last_stats` of the optimizer; a call in the middle of a window
+    does not. A replayed CUDA graph runs no hooks. It overwrites the tensor ``GradStats.skipped`` of the captured step,
+    which `all_skipped` may be.
 
     Attributes:
         called: True if the optimizer's `step` was called in this period.
-        in_window: True if `step` was called in this period, and every call was in the middle of an accumulation window
-            or raised before it measured the gradients.
-        all_skipped: 0-dim float32 on the device: 1 if all steps of this period that ended a window were skipped, else 0.
-            If no window ended in this period, the value of the last period in which one ended. None before the first
-            window ended.
+        in_window: True if the optimizer's `step` was called in this period, and no call ended a window.
+        all_skipped: 0-dim float32 on the device: 1 if all steps of this period that ended a window were skipped, else
+            0. If no window ended in this period, the value of the last period in which one ended. None until the first
+            window ends.
     """
 
     def __init__(self, optimizer: ParallelOptimizer) -> None:
@@ -91,12 +93,12 @@ class TakenSteps:
 
     @property
     def in_window(self) -> bool:
-        """Return True if `step` was called in this period, but ended no window."""
-        self._look()  # a call that raised did not run the post hook
+        """Return True if the optimizer's `step` was called in this period, but no call ended an accumulation window."""
+        self._look()  # a call of `step` that raised an error did not run the post hook
         return self.called and not self._ended
 
     def start_over(self) -> None:
-        """Begin a new period: later values of the attributes ignore earlier calls of `step`."""
+        """Begin a new period: `called` becomes False, and `all_skipped` keeps its value until a window ends."""
         self.called = self._ended = False
 
     def _before_call(self, *_: object) -> None:
@@ -113,31 +115,31 @@ class TakenSteps:
 
 
 class FlagCopy:
-    """Asynchronous copy of a 0-dim flag from its device to the host.
+    """Copy of a 0-dim flag on the host. The copy from a CUDA device is asynchronous.
 
     Attributes:
-        is_here: True if the flag was on the CPU from the start, so that `read` does not wait.
+        is_here: True if the flag was not on a CUDA device. Then `read` does not wait.
     """
 
     def __init__(self, flag: Tensor) -> None:
         self.is_here = not flag.is_cuda
-        # torch pins the memory of an asynchronous copy
+        # for an asynchronous copy to the CPU, torch allocates pinned memory
         self._flag = flag.to("cpu", non_blocking=flag.is_cuda)
         self._arrived: torch.cuda.Event | None = None
         if flag.is_cuda:
             self._arrived = torch.cuda.Event()
-            # the stream of the flag's device, which may not be the current device
+            # The flag's device may not be the current device.
             self._arrived.record(torch.cuda.current_stream(flag.device))
 
     @property
     def may_wait(self) -> bool:
-        """Return True if `read` is allowed. During a CUDA graph capture it is not: waiting for an event is forbidden."""
+        """Return True if `read` is allowed: during a CUDA graph capture, only if it need not wait for a CUDA event."""
         return self._arrived is None or not torch.cuda.is_current_stream_capturing()
 
     def read(self) -> bool:
         """Return the flag as a bool.
 
-        Host synchronization: waits until the device has computed the flag; none if `is_here`.
+        Host synchronization: waits until the copy has arrived; none if `is_here`.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -148,24 +150,25 @@ class FlagCopy:
 
 
 class Hold:
-    """Moves a schedule in each call of `step`, except in the middle of an accumulation window and after a skipped step.
+    """Advances a schedule in each call of `step`, except in an accumulation window and after a skipped optimizer step.
 
-    A call of `step` without a step of the optimizer since the last call uses the decision of the optimizer's last step.
+    The step decision is whether the optimizer took or skipped its step. If the optimizer was not called since the last
+    call of `step`, the flag of its last step is read again.
 
-    On a GPU the step decision (skipped or not) is not on the host yet when `step` is called. With ``take_back``, `step`
-    moves the schedule at once, and `settle` undoes the move if the decision is "skipped". Without ``take_back``, `settle`
-    moves the schedule if the decision is "taken". `settle` runs before the optimizer's next `step`. A replayed CUDA graph
-    does not run the hook that calls `settle`. So without ``take_back``, `step` waits for the decision if no hook of the
-    optimizer ran since the last call.
+    On a GPU the step decision is not on the host yet when `step` is called. With ``take_back``, `step` moves the
+    schedule at once, and `settle` undoes the move if the optimizer's step was skipped. Without ``take_back``, `settle`
+    moves the schedule if the step was taken. A hook of the optimizer calls `settle` before the optimizer's next step. A
+    replayed CUDA graph does not run this hook. So without ``take_back``, `step` waits for the decision if no hook ran
+    since the last call of `step`.
 
     Args:
         optimizer: The optimizer. Its hooks keep neither this object nor the schedule alive.
-        move: Moves the schedule by one step.
-        take_back: Undoes the last move. None: a move cannot be undone.
+        move: Function that moves the schedule by one step.
+        take_back: Function that undoes the last move. None (default): a move cannot be undone.
         hold_on_skip: False: the schedule also moves after skipped steps, without host synchronization. Default: True.
 
-    Collectives: none; all ranks see the same skipped steps.
-    Host synchronization: with ``hold_on_skip``, one per step.
+    Collectives: none; all ranks skip the same steps.
+    Host synchronization: with ``hold_on_skip``, one per step on a GPU.
     """
 
     def __init__(
@@ -177,15 +180,16 @@ class Hold:
         hold_on_skip: bool = True,
     ) -> None:
         self._move, self._take_back, self._hold_on_skip = move, take_back, hold_on_skip
-        self._verdict: FlagCopy | None = None  # the pending decision: true if the last period's steps were skipped
-        self._has_moved = False  # True if the schedule moved before the pending decision was read
+        self._verdict: FlagCopy | None = None  # the decision that is not yet read: True if the step was skipped
+        self._has_moved = False  # True if the schedule moved before the decision was read
         self._taken = TakenSteps(optimizer)
         hook_weakly(optimizer.register_step_pre_hook, self._before_step)
 
     def step(self) -> None:
         """Move the schedule by one step, or hold it, depending on the optimizer's last steps.
 
-        Host synchronization: see the class.
+        Host synchronization: on a GPU, one if the previous decision is still pending. Another one if ``take_back`` is
+        None and no hook of the optimizer ran since the last call.
         """
         if self._taken.in_window:
             return
@@ -203,9 +207,12 @@ class Hold:
             self._move()
 
     def settle(self) -> None:
-        """Read the pending decision if there is one, and move the schedule or undo its last move accordingly.
+        """Read the pending step decision, if there is one, and correct the schedule's position.
 
-        Host synchronization: one if a decision is pending.
+        If the schedule moved in advance and the step was skipped, the move is undone. If the schedule did not move in
+        advance and the step was taken, the schedule moves.
+
+        Host synchronization: one if a decision is pending on a GPU.
         """
         verdict, self._verdict = self._verdict, None
         if verdict is None:
@@ -218,11 +225,11 @@ class Hold:
             self._move()
 
     def forget(self) -> None:
-        """Discard the pending decision. Call it when the schedule is set to another position."""
+        """Discard the pending step decision. Call it when the schedule is set to another position."""
         self._verdict = None
 
     def start_over(self) -> None:
-        """Discard the pending decision, and ignore earlier steps of the optimizer."""
+        """Discard the pending step decision, and begin a new period of `TakenSteps`."""
         self.forget()
         self._taken.start_over()
 
@@ -242,16 +249,17 @@ class Hold:
 #                polynomial   (1 - x) ** power
 #                cosine       (1 + cos(pi x)) / 2           with x(t) = min(1, max(0, t - W) / max(1, T - W))
 #
-# The first step has the rate b * decay(0) / (W + 1), because a rate of 0 would waste the step. At t = W the rate is
-# b * decay(W), and it is never above b. A warm-up may be as long as the run or longer. For W < T the rate remains constant
-# after T steps. Otherwise the warm-up goes on until t = W. From t = W + 1, the rate of polynomial and cosine is the
-# floor.
+# The warm-up begins with the factor 1 / (W + 1), because a rate of 0 would waste the first step. It ends at t = W with
+# the factor 1. A rate is never above b. For polynomial and cosine with W < T, the rate is constant after T steps. A
+# warm-up may be as long as the run or longer (W >= T). Then polynomial and cosine end at t = W and have the floor as
+# rate from t = W + 1 on.
 
 
 def progress(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Return x(t) for t = ``step``: 0 until the end of the warm-up, then linear up to 1 at the end of the run, then 1.
+    """Return the progress of the decay after ``step`` taken steps, from 0 to 1.
 
-    If the warm-up is as long as the run or longer, it is 1 from the first step after the warm-up.
+    It is 0 until the warm-up ends, rises linearly to 1 at ``total_steps``, and remains 1. If the warm-up is as long as
+    the run or longer, it jumps from 0 to 1 in the first step after the warm-up.
     """
     return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
 
@@ -260,28 +268,31 @@ def progress(step: int, total_steps: int, warmup_steps: int) -> float:
 
 
 class WarmupLR(LRScheduler):
-    """Base class of the schedules: a warm-up, a decay to a floor, and moves only when the optimizer took a step.
+    """Base class of schedules with a linear warm-up and a decay to a floor, which advance only after a taken step.
 
-    With a `ParallelOptimizer`, `step` holds the schedule in the middle of an accumulation window, and after a skipped step
-    (for example because the gradient norm was not finite). Otherwise it moves the schedule. Call it once after each call
-    of ``optimizer.step``. On a GPU `step` does not wait for the step decision. It moves the schedule at once. If the
-    optimizer's step was skipped, the move is undone before the optimizer's next `step`. So the host can be one step ahead
-    of the device. `get_last_lr` and `state_dict` wait for the decision. Until then, ``"lr"`` in the param groups is the
-    rate for a step that was taken. On a CPU the decision is read at once. With any other optimizer, each call of `step`
-    moves the schedule.
+    Subclasses define `decay`. Call `step` once after each call of ``optimizer.step``. With a `ParallelOptimizer`,
+    `step` leaves the rates unchanged in the middle of an accumulation window, and after a skipped optimizer step (for
+    example because the gradient norm was not finite). Otherwise it advances the schedule by one step. With any other
+    optimizer, each call advances the schedule.
+
+    On a CPU `step` reads at once whether the optimizer's step was skipped. On a GPU it does not wait for this decision,
+    so the host can be one step ahead of the device. It advances the schedule at once. If the optimizer's step was
+    skipped, the schedule goes back before the optimizer's next `step`. Until then, ``"lr"`` in the param groups is the
+    rate after a taken step. `get_last_lr` and `state_dict` wait for the decision.
 
     torch's `SequentialLR` may contain schedules of this class. `SequentialLR` counts calls, so wrap it in `HoldOnSkip`;
     otherwise its milestones are early by the number of skipped steps. A `ChainedScheduler` of several schedules must
     not contain schedules of this class: it multiplies the current rate by factors, and this class overwrites the rate.
 
     Args:
-        optimizer: A `ParallelOptimizer`, or any torch optimizer (see `watch`). The base rates are the param groups'
-            ``"lr"``, or ``"initial_lr"`` if a schedule has set it; numbers or 0-dim tensors.
-        warmup_steps: W, an integer >= 0. Default 0: no warm-up.
-        floor: Absolute rate >= 0 at which the decay ends; the warm-up may start below it. Default: 0.
-        hold_on_skip: False: `step` also moves after skipped steps, without host synchronization. Default: True.
-        last_epoch: As in torch. -1: start a run. n >= 0: continue a run after n + 1 taken steps; the base rates are then
-            the param groups' ``"initial_lr"``. Default: -1.
+        optimizer: A `ParallelOptimizer`, or any torch optimizer. The base rates are the param groups' ``"lr"``, or
+            ``"initial_lr"`` if a schedule has set it; numbers or 0-dim tensors.
+        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
+        floor: Absolute rate at which the decay ends, >= 0 and at most every base rate. The warm-up may start below it.
+            Default: 0.
+        hold_on_skip: False: `step` also advances after skipped steps, without host synchronization. Default: True.
+        last_epoch: As in torch. -1: start a run. n >= 0: continue a run after n + 1 taken steps; the base rates are
+            then the param groups' ``"initial_lr"``. Default: -1.
 
     Raises:
         ValueError: An argument is out of range, or the floor is above a base rate; the optimizer is unchanged.
@@ -289,7 +300,7 @@ class WarmupLR(LRScheduler):
         TypeError: ``optimizer`` is no torch optimizer.
 
     Collectives: none. All ranks skip the same steps, so their schedules agree.
-    Host synchronization: with ``hold_on_skip`` and a `ParallelOptimizer`, one per step.
+    Host synchronization: with ``hold_on_skip`` and a `ParallelOptimizer` on a GPU, one per step.
     """
 
     def __init__(
@@ -313,9 +324,10 @@ class WarmupLR(LRScheduler):
             self.watch(optimizer)
 
     def watch(self, optimizer: ParallelOptimizer) -> None:
-        """Let `step` move the schedule only if ``optimizer`` took a step.
+        """Let `step` take accumulation windows and skipped steps of a `ParallelOptimizer` into account.
 
-        Call `watch` if the schedule was created before its torch optimizer was wrapped.
+        The constructor calls it for a `ParallelOptimizer`. Call it yourself if the schedule was created with a torch
+        optimizer that was wrapped afterwards.
 
         Args:
             optimizer: The `ParallelOptimizer` that wraps the schedule's optimizer.
@@ -338,16 +350,16 @@ class WarmupLR(LRScheduler):
     def rate(self, base: float | Tensor, step: int) -> float | Tensor:
         """Return the learning rate of a param group with base rate ``base`` after ``step`` taken steps."""
         warm, left = min(1.0, (step + 1) / (self.warmup_steps + 1)), self.decay(step)
-        return warm * (base * left + self.floor * (1 - left))  # exactly the base rate for a decay factor of 1
+        return warm * (base * left + self.floor * (1 - left))  # without rounding errors if warm and left are 1
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the learning rate after ``last_epoch`` taken steps, per param group.
+        """Return the learning rate at the schedule's current position (``last_epoch`` taken steps), per param group.
 
-        A param group that was added to the optimizer later gets the base rate ``"initial_lr"``, or ``"lr"`` if it has no
-        ``"initial_lr"``; this method then writes ``"initial_lr"``.
+        The base rate of a param group that was added to the optimizer later is its ``"initial_lr"``. If it has none,
+        the base rate is its ``"lr"``, which this method also writes to ``"initial_lr"``.
 
         Raises:
-            ValueError: The base rate of an added param group is below the floor.
+            ValueError: A param group was added, and a base rate is below the floor.
         """
         self._see_new_groups()
         return self._rates_after(self.last_epoch)
@@ -356,17 +368,18 @@ class WarmupLR(LRScheduler):
         return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Move the schedule by one step, unless the optimizer's step was skipped or ended no accumulation window.
+        """Advance the schedule by one step, unless the optimizer's step was skipped or ended no accumulation window.
 
         Args:
-            epoch: None: move by one step. A number: move to this position, even if the optimizer took no step, as in
-                torch.
+            epoch: None (default): advance by one step. A number: set the schedule to this position, even if the
+                optimizer took no step; torch warns that this argument is deprecated.
 
         Raises:
             TypeError: The caller is a `ChainedScheduler` with other schedules, whose rates would be overwritten.
+            ValueError: A param group was added to the optimizer, and a base rate is below the floor.
 
         Collectives: none.
-        Host synchronization: see the class.
+        Host synchronization: on a GPU, one if the decision on the previous step is still pending.
         """
         _check_not_chained(self, receiver_of_caller(ChainedScheduler.step))
         if self._hold is None or epoch is not None:
@@ -388,9 +401,9 @@ class WarmupLR(LRScheduler):
         super().step()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without the hooks on the optimizer.
+        """Return the attributes for copying and pickling, without the hooks on the optimizer.
 
-        Host synchronization: one if a decision is pending.
+        Host synchronization: on a GPU, one if a step decision is pending.
         """
         self._settle()
         return {key: value for key, value in self.__dict__.items() if key != "_hold"}
@@ -400,7 +413,8 @@ class WarmupLR(LRScheduler):
         self._hold = None
         if self._watched is not None:
             if self.optimizer is not self._watched:
-                self.optimizer = self._watched.optimizer  # the copied wrapper wraps a copy of the optimizer
+                # `_watched` is a copy of the `ParallelOptimizer`; use the torch optimizer inside this copy
+                self.optimizer = self._watched.optimizer
             self.watch(self._watched)
 
     def _settle(self) -> None:
@@ -415,7 +429,7 @@ class WarmupLR(LRScheduler):
         """Write learning rates to the param groups.
 
         Args:
-            rates: None: the rates of the formula.
+            rates: The rate of each param group. None: the rates of the schedule's formula at its current position.
         """
         rates = self.get_lr() if rates is None else rates
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -426,9 +440,9 @@ class WarmupLR(LRScheduler):
         self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of the next step, per param group.
+        """Return the learning rate of the next optimizer step, per param group.
 
-        Host synchronization: one if a decision is pending.
+        Host synchronization: on a GPU, one if a step decision is pending.
         """
         self._settle()
         return super().get_last_lr()
@@ -436,10 +450,10 @@ class WarmupLR(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the schedule, the base rates and the current rates.
 
-        The state does not include the constructor's other arguments, such as ``total_steps``. So a run can be extended
-        by another value of ``total_steps``.
+        The state does not include the constructor's other arguments, such as ``total_steps``. So you can load it into a
+        schedule with another ``total_steps``, to extend a run.
 
-        Host synchronization: one if a decision is pending.
+        Host synchronization: on a GPU, one if a step decision is pending.
         """
         self._settle()
         return {
@@ -451,12 +465,12 @@ class WarmupLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of `state_dict`, and write the learning rates to the optimizer.
+        """Load a state, and write the learning rates to the optimizer's param groups.
 
-        A schedule that its `SequentialLR` had not started when the state was saved writes no rates. Load before or
-        after the optimizer loads its own state. The rates are those of this schedule's formula at the saved position, with
-        one exception: the saved rates are used if another schedule of a `SequentialLR` had set them, and if this
-        schedule's formula gives the same rates as when the state was saved.
+        You may call it before or after the optimizer loads its own state. The written rates are those of this
+        schedule's formula at the saved position. Inside a `SequentialLR`, another schedule may have set the rates that
+        were saved. Then the saved rates are written instead, if this schedule's formula gives the same rates as when it
+        was saved. A schedule that its `SequentialLR` had not started when the state was saved writes no rates.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -474,18 +488,19 @@ class WarmupLR(LRScheduler):
             self._hold.forget()
         self.last_epoch, self.base_lrs = state_dict["last_epoch"], [_copied(base) for base in bases]
         self._step_count = state_dict["_step_count"]
-        if self.last_epoch >= 0:  # a `SequentialLR` has started this schedule
+        if self.last_epoch >= 0:  # else this schedule is in a `SequentialLR` that had not started it
             same_formula = state_dict.get("formula") == self.get_lr()
-            # The initial rates don't count as another schedule's: creating any schedule writes its initial rates.
+            # Saved rates that equal this schedule's initial rates are not taken for rates of another schedule: the
+            # constructor of a schedule writes its initial rates.
             others = same_formula and state_dict["rates"] != self._rates_after(0)
             self._write_rates(state_dict["rates"] if others else None)
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
-    """Return ``value``, a number of steps, as an int. ``name`` is the name of the argument in errors.
+    """Return ``value``, a number of steps, as an int. ``name`` is the name of the argument in the error.
 
     Raises:
-        ValueError: ``value`` is no integer >= ``least``, or a bool.
+        ValueError: ``value`` is not an integer, is less than ``least``, or is a bool.
     """
     try:
         number = -math.inf if isinstance(value, bool) else operator.index(value)
@@ -497,7 +512,8 @@ def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
 
 
 def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) -> None:
-    # A schedule has no reference to the ChainedScheduler that contains it, so the caller of `step` is inspected.
+    # ``chained`` is the ChainedScheduler whose `step` calls the schedule's `step`, found on the call stack: a schedule
+    # has no reference to the ChainedScheduler that contains it.
     if chained is not None and len(chained._schedulers) > 1:
         raise TypeError(
             f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} overwrites the rates "
@@ -529,7 +545,13 @@ class ConstantLR(WarmupLR):
         schedule = ConstantLR(optimizer, warmup_steps=50)
 
     Args:
-        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
+        optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
+        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
+        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
+
+    Raises:
+        ValueError, KeyError, TypeError: As in `WarmupLR`; nothing is changed.
     """
 
     def __init__(
@@ -538,24 +560,32 @@ class ConstantLR(WarmupLR):
         super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip, last_epoch=last_epoch)
 
     def decay(self, step: int) -> float:
-        """Return 1."""
+        """Return 1, the decay factor after any number of steps."""
         return 1.0
 
 
 class MultiStepLR(WarmupLR):
-    """Schedule that multiplies the rate by gamma at each milestone, and by the warm-up factor until the warm-up ends.
+    """Schedule with a linear warm-up that multiplies the rate by gamma at each milestone.
 
         schedule = MultiStepLR(optimizer, milestones=[300, 600], warmup_steps=50)
+
+    After t taken steps the base rate is multiplied by the warm-up factor and by:
 
     ```text
     decay(t) = gamma ** |{m in milestones: m <= t}|
     ```
 
     Args:
-        milestones: Numbers of taken steps since the start of the run, >= 0, in any order. At a milestone that is given n
-            times, the rate is multiplied by gamma ** n.
-        gamma: Factor in (0, 1]. Default: 0.1.
-        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
+        milestones: Numbers of taken steps since the start of the run, >= 0, in any order. If a number is given n times,
+            the rate is multiplied by gamma ** n there.
+        gamma: Factor on the rate per milestone, in (0, 1]. Default: 0.1.
+        optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
+        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
+        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
+
+    Raises:
+        ValueError, KeyError, TypeError: As in `WarmupLR`; nothing is changed.
     """
 
     def __init__(
@@ -575,24 +605,33 @@ class MultiStepLR(WarmupLR):
         super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip, last_epoch=last_epoch)
 
     def decay(self, step: int) -> float:
-        """Return gamma to the power of the number of milestones reached."""
+        """Return the decay factor after ``step`` taken steps: gamma ** (number of milestones <= ``step``)."""
         return float(self.gamma ** sum(milestone <= step for milestone in self.milestones))
 
 
 class PolynomialLR(WarmupLR):
-    """Schedule with a linear warm-up, then a polynomial decay: (1 - x(t)) ** power.
+    """Schedule with a linear warm-up, then a polynomial decay from the base rate to ``eta_min``.
 
         schedule = PolynomialLR(optimizer, total_steps=1000, warmup_steps=50, power=2.0)
 
+    After t taken steps the decay factor (1 for the base rate, 0 for ``eta_min``) is:
+
     ```text
+    decay(t) = (1 - x(t)) ** power
     x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
     ```
 
     Args:
         total_steps: Number of steps in the run, >= 1, including the warm-up.
-        power: Exponent > 0. Default 1: linear.
-        eta_min: Absolute final rate, >= 0 and at most every base rate. Default: 0.
-        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
+        power: Exponent > 0. Default 1: linear decay.
+        eta_min: Final rate, not multiplied by a base rate; >= 0 and at most every base rate. Default: 0.
+        optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
+        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
+        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
+
+    Raises:
+        ValueError, KeyError, TypeError: As in `WarmupLR`; nothing is changed.
     """
 
     def __init__(
@@ -615,7 +654,7 @@ class PolynomialLR(WarmupLR):
         )
 
     def decay(self, step: int) -> float:
-        """Return (1 - x) ** power."""
+        """Return the decay factor after ``step`` taken steps: (1 - x(step)) ** power."""
         return float((1 - progress(step, self.total_steps, self.warmup_steps)) ** self.power)
 
 
@@ -626,7 +665,13 @@ class LinearWarmupLR(PolynomialLR):
 
     Args:
         total_steps: Number of steps in the run, >= 1, including the warm-up.
-        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
+        optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
+        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
+        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
+
+    Raises:
+        ValueError, KeyError, TypeError: As in `WarmupLR`; nothing is changed.
     """
 
     def __init__(
@@ -642,21 +687,30 @@ class LinearWarmupLR(PolynomialLR):
 
 
 class CosineAnnealingLR(WarmupLR):
-    """Schedule with a linear warm-up, then a decay along half a cosine: (1 + cos(pi x(t))) / 2.
+    """Schedule with a linear warm-up, then a decay from the base rate to ``eta_min`` along half a cosine.
 
         schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50, eta_min=1e-5)
 
+    After t taken steps the decay factor (1 for the base rate, 0 for ``eta_min``) is:
+
     ```text
+    decay(t) = (1 + cos(pi x(t))) / 2
     x(t) = min(1, max(0, t - warmup_steps) / max(1, total_steps - warmup_steps))
     ```
 
-    Without warm-up, the rates equal those of torch's CosineAnnealingLR with ``T_max=total_steps``, except for rounding, up
-    to t = total_steps. After that, torch's rate rises again, and this rate remains constant.
+    Without warm-up, the rates up to t = total_steps equal those of torch's CosineAnnealingLR with
+    ``T_max=total_steps``, except for rounding. After that, torch's rate rises again, and this rate remains constant.
 
     Args:
         total_steps: Number of steps in the run, >= 1, including the warm-up.
-        eta_min: Absolute final rate, >= 0 and at most every base rate. Default: 0.
-        optimizer, warmup_steps, hold_on_skip, last_epoch: As in `WarmupLR`, with its errors and host synchronization.
+        eta_min: Final rate, not multiplied by a base rate; >= 0 and at most every base rate. Default: 0.
+        optimizer: A `ParallelOptimizer` or a torch optimizer, whose param groups have the base rates.
+        warmup_steps: Number of taken steps until the rate reaches the base rate, >= 0. Default 0: no warm-up.
+        hold_on_skip: False: the schedule also advances after skipped steps. Default: True.
+        last_epoch: -1 (default): start a run. n >= 0: continue a run after n + 1 taken steps.
+
+    Raises:
+        ValueError, KeyError, TypeError: As in `WarmupLR`; nothing is changed.
 
     Reference: Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983, without restarts.
     """
@@ -677,7 +731,7 @@ class CosineAnnealingLR(WarmupLR):
         )
 
     def decay(self, step: int) -> float:
-        """Return (1 + cos(pi x)) / 2."""
+        """Return the decay factor after ``step`` taken steps: (1 + cos(pi x(step))) / 2."""
         return (1 + math.cos(math.pi * progress(step, self.total_steps, self.warmup_steps))) / 2
 
 
@@ -689,23 +743,24 @@ class HoldOnSkip(LRScheduler):
 
         schedule = HoldOnSkip(OneCycleLR(optimizer, max_lr=0.1, total_steps=1000))
 
-    `step` holds the schedule in the middle of an accumulation window, and after a skipped step (for example because the
-    gradient norm was not finite). On a GPU `step` does not wait for the step decision. The schedule moves later: before
-    the optimizer's next `step`, or when `step`, `get_last_lr` or `state_dict` of this object is called. Until then the
-    param groups have the learning rates of the previous step. If a CUDA graph replays the optimizer's steps, `step`
-    waits for the decision.
+    `step` leaves the schedule unchanged in the middle of an accumulation window, and after a skipped optimizer step
+    (for example because the gradient norm was not finite). On a GPU `step` does not wait for the device to decide
+    whether the optimizer's step is skipped. The schedule advances later: before the optimizer's next `step`, or when
+    `step`, `get_last_lr` or `state_dict` of this object is called, or the object is copied. Until then the param groups
+    have the learning rates of the previous step. If a CUDA graph replays the optimizer's steps, `step` waits for the
+    decision.
 
     Args:
-        schedule: A torch schedule whose ``step`` needs no argument. Create it with the `ParallelOptimizer` (with a
-            `Booster`: the optimizer that `boost` returned). meshstep's schedules do not need this wrapper. Afterwards
-            call ``step`` of the wrapper only.
+        schedule: A torch schedule whose ``step`` needs no argument, created with the `ParallelOptimizer` (with a
+            `Booster`: the optimizer that `boost` returned). Afterwards call ``step`` of the wrapper only. meshstep's
+            own schedules do not need this wrapper.
 
     Raises:
-        ValueError: The schedule's optimizer is no `ParallelOptimizer`.
+        ValueError: The schedule's optimizer is not a `ParallelOptimizer`.
         TypeError: The schedule's ``step`` needs an argument, such as ``step(metrics)`` of `ReduceLROnPlateau`.
 
     Collectives: none. All ranks skip the same steps, so their schedules agree.
-    Host synchronization: one per step.
+    Host synchronization: on a GPU, one per step.
     """
 
     def __init__(self, schedule: LRScheduler) -> None:
@@ -731,9 +786,9 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(schedule.optimizer, schedule.step)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without the hooks on the optimizer.
+        """Return the attributes for copying and pickling, without the hooks on the optimizer.
 
-        Host synchronization: one if a decision is pending.
+        Host synchronization: on a GPU, one if a step decision is pending.
         """
         self._hold.settle()
         return {key: value for key, value in self.__dict__.items() if key != "_hold"}
@@ -744,13 +799,18 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Move the wrapped schedule by one step, unless the optimizer's step was skipped or ended no window."""
+        """Advance the wrapped schedule by one step, except in an accumulation window and after a skipped optimizer
+        step.
+
+        Host synchronization: on a GPU, one if an earlier step decision is pending, or if a CUDA graph replayed the
+        step.
+        """
         self._hold.step()
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of the next step, per param group.
+        """Return the learning rate of the next optimizer step, per param group.
 
-        Host synchronization: one if a decision is pending.
+        Host synchronization: on a GPU, one if a step decision is pending.
         """
         self._hold.settle()
         return self.schedule.get_last_lr()
@@ -758,13 +818,13 @@ class HoldOnSkip(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped schedule's state.
 
-        Host synchronization: one if a decision is pending.
+        Host synchronization: on a GPU, one if a step decision is pending.
         """
         self._hold.settle()
         return self.schedule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped schedule, and discard a pending move."""
+        """Load a state into the wrapped schedule. If a step decision is pending, it is discarded."""
         self._hold.forget()
         self.schedule.load_state_dict(state_dict)
 
@@ -773,13 +833,18 @@ class HoldOnSkip(LRScheduler):
 
 
 def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
-    """Set a schedule's optimizer to ``optimizer``, in place of the torch optimizer that ``optimizer`` wraps.
+    """Replace a schedule's optimizer, a torch optimizer, by the `ParallelOptimizer` that wraps it.
 
-    The schedules inside ``scheduler`` are changed too. torch's schedules warn if the `step` of their optimizer was not
-    called, and a `ParallelOptimizer` does not call the wrapped optimizer's `step` in every step.
+    Without this, torch's schedules may warn that ``optimizer.step`` was not called, because a `ParallelOptimizer` does
+    not call the wrapped optimizer's `step` in every step.
+
+    Args:
+        scheduler: The schedule. Schedules inside it (in a `SequentialLR` or `ChainedScheduler`) are changed too.
+        optimizer: The `ParallelOptimizer`.
 
     Raises:
-        TypeError, ValueError: As in `followers`; nothing is changed.
+        TypeError: ``scheduler`` is not a torch schedule; nothing is changed.
+        ValueError: A schedule was created with another optimizer than the wrapped one; nothing is changed.
     """
     held = followers(scheduler, optimizer.optimizer)
     _StepNoted(optimizer)
@@ -790,10 +855,14 @@ def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:
 
 
 def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]:
-    """Return the schedule, and the schedules that it contains if it is a `SequentialLR` or a `ChainedScheduler`.
+    """Return ``scheduler`` and all schedules inside it, for example in a `SequentialLR` or a `ChainedScheduler`.
+
+    Args:
+        scheduler: The schedule. Its attributes, and lists and tuples in them, are searched for schedules.
+        optimizer: The optimizer with which all schedules must have been created.
 
     Raises:
-        TypeError: ``scheduler`` is no torch schedule.
+        TypeError: ``scheduler`` is not a torch schedule.
         ValueError: A schedule was created with another optimizer.
     """
     if not isinstance(scheduler, LRScheduler):
@@ -812,10 +881,10 @@ def followers(scheduler: LRScheduler, optimizer: Optimizer) -> list[LRScheduler]
 
 
 class _StepNoted(LRScheduler):
-    """A schedule that changes no learning rate.
+    """Schedule that changes no learning rate.
 
-    Its constructor lets torch's `LRScheduler` wrap ``optimizer.step``. torch looks for that before it warns about the order
-    of the calls of `step`.
+    Its constructor makes torch's `LRScheduler` wrap ``optimizer.step``, so that the optimizer records whether it was
+    stepped. Other schedules of this optimizer use this record to warn about a wrong order of the calls of `step`.
     """
 
     def step(self, epoch: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: save a run atomically, and load it on any mesh."""
+"""Save a training run into checkpoint directories atomically, and load it on the same mesh or on another one."""
 
 from .directory import newest_checkpoint as newest_checkpoint
 from .load import load_checkpoint as load_checkpoint

@@ -1,16 +1,15 @@
 """The contents of a checkpoint: full tensors by key, which do not depend on the mesh, and one record per rank.
 
-Keys of full tensors:
+A piece is the shard of a parameter that the optimizer steps on one rank. Keys of full tensors:
 
     model/<parameter>               the model's parameters and declared buffers
-    state/<key>/<parameter>         optimizer state of the parameter's shape; shards without a state get initial values
+    state/<key>/<parameter>         optimizer state of the parameter's shape; pieces without a state get initial values
     whole/<key>/<parameter>         state of any shape that belongs to the full tensor: `WholeOptimizer.whole_states`
-    piece/<key>/<where>/<parameter> state of any other shape, which belongs to one shard of the parameter
+    piece/<key>/<where>/<parameter> state of any other shape, which belongs to one piece
     master/<parameter>              float32 master weights
     buffer/<digest>/<buffer>        undeclared buffers; equal buffers of several ranks are saved once
 
 A `RankRecord` holds the other data of a rank: hyper-parameters, hashes of buffers, and the numbers in optimizer states.
-A piece is a shard of a parameter, as one rank steps it.
 """
 
 from __future__ import annotations
@@ -61,20 +60,22 @@ if TYPE_CHECKING:
 class LogicalParameters:
     """This rank's parameters and declared buffers, with their logical names and their regions of the full tensors.
 
-    A logical name is equal on every rank. If pipeline stages use one name for different parameters, the stage is appended
-    to the name. A tied parameter has the name that the first rank uses.
+    A logical name identifies a parameter or buffer of the full model, and is the same on every rank that holds it. If
+    pipeline stages use one name for different parameters, the stage is appended to the name. The name of a tied
+    parameter is its name on the first rank that holds it.
 
     Args:
         model: This rank's part of the model.
         registry: The process groups.
     Raises:
-        ValueError: On every rank: a rank has an undeclared parameter on a mesh with model axes, a module has extra state,
-            declarations differ between ranks, or the shape of a shard does not fit its declaration.
-    Collectives: object all-gathers.
+        ValueError: On every rank: a parameter is undeclared although a model axis is larger than 1, a module has extra
+            state, declarations differ between ranks, or the shape of a shard does not fit its declaration.
+    Collectives: object all-gathers; none with one rank.
 
     Attributes:
-        names: The logical names of the full model's parameters and declared buffers, equal on every rank.
-        regions: (logical name, local tensor, region of the full tensor) of each parameter and declared buffer here.
+        names: The logical names of the full model's parameters and declared buffers. The list is equal on every rank.
+        regions: (logical name, local tensor, region of the full tensor) of each parameter and declared buffer of this
+            rank.
         buffers: This rank's undeclared persistent buffers, by name in the model.
         buffer_names: The names of all ranks' undeclared persistent buffers.
     """
@@ -109,16 +110,29 @@ class LogicalParameters:
         return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
 
     def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
-        """Return the region of the full tensor that ``local`` holds. Raise ValueError if its shape is wrong."""
+        """Return the region of the full tensor that the shard ``local`` holds.
+
+        Args:
+            tensor: The parameter or declared buffer.
+            local: ``tensor``, or its local tensor if it is a DTensor.
+            entry: The layout of the parameter.
+            plan: The plan with the layouts of all parameters.
+        Raises:
+            ValueError: The shape of ``local`` does not fit the layout.
+        """
         full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
         return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
 
     def writes(self) -> Iterator[tuple[str, Tensor, Region]]:
-        """Return the items of `regions` that this rank saves: all, except tied parameters that an earlier stage saves."""
+        """Iterate over the items of `regions`, except tied parameters that an earlier pipeline stage saves."""
         return (held for held, first in zip(self.regions, self._first, strict=True) if first)
 
     def is_first(self, param: Tensor) -> bool:
-        """Return True if this rank saves ``param``: it is not tied, or this is the first stage that holds it."""
+        """Return True if this rank saves ``param``: not if ``param`` is tied and an earlier pipeline stage holds it.
+
+        Raises:
+            ValueError: ``param`` is not a parameter of the model.
+        """
         return self._first[self._find(param)]
 
     def of(self, param: Tensor) -> tuple[str, Region]:
@@ -144,7 +158,7 @@ class LogicalParameters:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside `DistributedDataParallel`, ``torch.compile`` and similar wrappers.
 
-    Its parameters have names without a prefix.
+    The wrappers would prefix the names of its parameters.
     """
     while True:
         within = (model._modules.get(name) for name in ("_orig_mod", "_forward_module"))
@@ -180,15 +194,15 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
 
 
 def _is_empty(value: object) -> bool:
-    """Return True for empty extra state. Layers of Megatron and Transformer Engine have such state."""
+    """Return True if a module's extra state is empty: None, or a tensor without elements."""
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
 def _saves_tied_parameter(entry: ParameterEntry, plan: ReductionPlan) -> bool:
-    """Return True if this rank's stage is the first one that holds the parameter, or if the parameter is not tied.
+    """Return True if the parameter is not tied, or if this rank's stage is the first one that holds it.
 
-    Only the first stage saves a tied parameter: other stages may shard it differently, and shards of different layouts
-    must not be mixed.
+    Only the first stage saves a tied parameter. Other stages may shard it differently, and shards of different layouts
+    would overlap.
     """
     tied = ((axis, entry.spec.tied_coordinates(axis, plan.topology)) for axis, _ in entry.spec.tied)
     return all(plan.coordinate[axis] == where[0] for axis, where in tied)
@@ -204,7 +218,7 @@ class SavedTensor:
     Args:
         shape: Shape of the full tensor.
         dtype: Its dtype.
-        parts: Rectangular parts that do not overlap, by their offsets in the full tensor.
+        parts: This rank's rectangular parts, by their offsets in the full tensor. They do not overlap.
     """
 
     shape: Shape
@@ -231,35 +245,43 @@ class HeldTensor:
 
 
 def boxes_of(tensor: SavedTensor) -> HeldTensor:
-    """Return shape, dtype and part positions of ``tensor``, without the elements."""
+    """Return the shape and dtype of the full tensor, and the boxes of this rank's parts, without the elements."""
     boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
     return HeldTensor(tensor.shape, tensor.dtype, tuple(boxes))
 
 
 def part_of(region: Region, tensor: Tensor) -> SavedTensor:
-    """Return views of ``tensor`` as parts of the full tensor. ``tensor`` has the elements of ``region``, in its order."""
+    """Return the elements of a shard as rectangular parts of the full tensor. The parts are views of ``tensor``.
+
+    Args:
+        region: The region of the full tensor that the shard holds.
+        tensor: The elements of the region, in the order of the region.
+    """
     return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
 
 
 # The optimizer state of a shard, and its use when shards are combined on another mesh ---------------------------------
 
-# Step counts, and other states that are one number, are saved per shard: experts on different ranks may have different
-# step counts, and an expert that got no tokens has no state. When the checkpoint is loaded in the same layout, each shard
-# gets its own numbers back. In another layout, a new shard may combine several saved shards. If their numbers differ, the
-# new shard gets all numbers of the saved shard with the fewest steps. Elements without a saved state get initial values.
+# Step counts, and other optimizer states that are one number, are saved per shard: experts on different ranks may have
+# different step counts, and an expert that got no tokens has no state. When the checkpoint is loaded in the same
+# layout, each shard gets its own numbers back. In another layout, a new shard may combine several saved shards. If
+# their numbers differ, the new shard gets all numbers of the saved shard with the fewest steps. Elements without a
+# saved state get initial values.
 
 Place = tuple[tuple[tuple[Span, ...], ...], int, int]
-"""The region of a shard within its parameter, as plain tuples: spans, start and stop of `Region`, without full shape."""
+"""The region of a shard within its parameter, as a tuple of the fields ``spans``, ``start`` and ``stop`` of `Region`."""
 
 
 @dataclass(frozen=True)
 class PieceState:
-    """The optimizer state of one shard, without the elements of tensors.
+    """Description of the optimizer state of one shard: all of it except the elements of tensors.
+
+    A key is the name of a state, such as "exp_avg".
 
     Args:
-        tensors: Names of the dtypes of states with the shard's shape, by key of the state.
-        odd: Keys of states that are tensors of other shapes.
-        scalars: (name of the dtype, value) of states that are 0-dim tensors, by key.
+        tensors: Names of the dtypes of states with the shard's shape, by key.
+        odd: Keys of states that are tensors of other shapes and not scalars.
+        scalars: (name of the dtype, value) of states that are one number per shard as a 0-dim tensor, by key.
         values: States that are not tensors, by key.
     """
 
@@ -270,7 +292,14 @@ class PieceState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], piece: Tensor, region: Region) -> PieceState:
-        """Return the `PieceState` of a shard's optimizer state. Host synchronization: one per 0-dim tensor."""
+        """Return the description of a shard's optimizer state.
+
+        Args:
+            state: The optimizer state of the shard, by key.
+            piece: The shard, which the optimizer steps.
+            region: The region of the full tensor that the shard holds.
+        Host synchronization: one per 0-dim tensor on a device.
+        """
         found = cls()
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -284,7 +313,7 @@ class PieceState:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Return the states without elements as an optimizer has them: ``values``, and ``scalars`` as 0-dim CPU tensors."""
+        """Return the states that this object contains entirely: ``values``, and ``scalars`` as 0-dim CPU tensors."""
         scalars = {
             key: torch.tensor(number, dtype=getattr(torch, name)) for key, (name, number) in self.scalars.items()
         }
@@ -292,14 +321,14 @@ class PieceState:
 
     @property
     def steps(self) -> Any:
-        """Return the step count; None if the state has none."""
+        """Return the shard's step count; None if its state has no step count."""
         return self.scalars["step"][1] if "step" in self.scalars else self.values.get("step")
 
     @property
     def is_begun(self) -> bool:
-        """Return True if the shard was stepped: it has states, and not 0 steps.
+        """Return True if the optimizer has updated the shard: it has states, and its step count is not 0.
 
-        A fused optimizer creates states with 0 steps if its first step is skipped.
+        A fused optimizer creates states with a step count of 0 if its first step is skipped.
         """
         return not same(self, PieceState()) and self.steps != 0
 
@@ -317,7 +346,10 @@ def _check_scalar(value: object, field: str) -> None:
 
 
 def check_piece_state(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is a `PieceState` in plain containers with numbers in range."""
+    """Raise ValueError unless ``value`` is a dict with the fields of a `PieceState`, with numbers in their valid range.
+
+    ``field`` is the name of the value in the error.
+    """
     checks = {
         "tensors": dict_of(_check_dtype),
         "odd": list_of(check_text),
@@ -336,14 +368,14 @@ def check_piece_state(value: object, field: str) -> None:
 
 
 def check_place(value: object, field: str) -> None:
-    """Raise ValueError unless ``value`` is a `Place`."""
+    """Raise ValueError unless ``value`` is a `Place`. ``field`` is the name of the value in the error."""
     items(list_of(list_of(items(check_count, check_count))), check_count, check_count)(value, field)
 
 
 def is_scalar(key: str, value: Tensor, region: Region) -> bool:
-    """Return True if the state ``value`` is one number per shard, such as a step count.
+    """Return True if the optimizer state ``value`` named ``key`` is one number per shard, such as a step count.
 
-    If the parameter is 0-dim too, this holds only for keys in `SCALAR_STATE`, because other states may be moments.
+    A 0-dim state of a 0-dim parameter may be a moment. It counts as a number only if ``key`` is in `SCALAR_STATE`.
     """
     return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
 
@@ -355,15 +387,17 @@ def place_of(region: Region) -> Place:
 
 # The states of all ranks ----------------------------------------------------------------------------------------------
 
-RankStates = Mapping[str, Mapping[Place, PieceState]]  # one rank's states, by parameter and place
+RankStates = Mapping[str, Mapping[Place, PieceState]]  # the states of one rank's shards, by parameter and place
 
 
 def merge_states(ranks: Sequence[RankStates]) -> dict[str, list[tuple[dict[str, Any], dict[Place, list[int]]]]]:
-    """Merge the shard states of all ranks; shards with equal states share one entry.
+    """Merge the states of all ranks' shards. Shards of a parameter with equal states share one entry.
 
+    Args:
+        ranks: For each rank, the states of its shards, by parameter and place.
     Returns:
-        Per parameter, a list of (state as a dict, ranks that have this state, by place). The dict of ranks is empty if all
-            shards of the parameter have equal states.
+        Per parameter, a list of (fields of the `PieceState` as a dict, ranks whose shards have this state, by place).
+        If all shards of the parameter have equal states, the dict of ranks is empty.
     """
     found: dict[str, list[tuple[PieceState, dict[Place, list[int]]]]] = {}
     for rank, own in enumerate(ranks):
@@ -381,16 +415,15 @@ def merge_states(ranks: Sequence[RankStates]) -> dict[str, list[tuple[dict[str, 
 
 
 class PieceStates:
-    """Saved shard states, from which `of` makes the states of shards in any layout.
+    """The saved states of all shards. `of` returns the state of a shard in any layout.
 
     Args:
         content: The result of `merge_states`.
-        ranks: The ranks of the saved run that correspond to this rank. If replicas differ, the states of these ranks are
-            used.
+        ranks: The ranks of the saved run that correspond to this rank. If the saved replicas of a shard have different
+            states, the states of these ranks are used.
 
     Attributes:
-        combined: Messages about the parameters for which `of` combined saved shards with different step counts or other
-            numbers, or shards with and without a state.
+        combined: Messages about parameters for which `of` combined several different states.
     """
 
     def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
@@ -402,11 +435,18 @@ class PieceStates:
 
     @property
     def keys(self) -> set[tuple[str, str]]:
-        """Return (key of the state, parameter) of all states that have the parameter's shape."""
+        """Return (key of the state, name of the parameter) for all states that have the shape of their shard."""
         return {(key, name) for name, states in self._states.items() for state, _ in states for key in state.tensors}
 
     def missing(self, name: str, region: Region) -> Iterator[tuple[str, torch.dtype]]:
-        """Yield (key, dtype) of each state that other shards of the parameter have, but that no rank has for this shard."""
+        """Iterate over (key, dtype) of the states that other shards of the parameter have, but not this shard.
+
+        Yields a state only if no replica of this shard has it.
+
+        Args:
+            name: The name of the parameter.
+            region: The region of the parameter that the shard holds.
+        """
         states = self._states.get(name, [])
         here = {key for state, places in states if place_of(region) in places for key in state.tensors}
         known = {key: dtype for state, places in states for key, dtype in state.tensors.items() if places}
@@ -415,11 +455,12 @@ class PieceStates:
     def of(self, name: str, region: Region) -> PieceState:
         """Return the state of the shard ``region`` of parameter ``name``; an empty state if none was saved.
 
-        If the shard combines saved shards with different states, it gets the numbers of the saved shard with the fewest
-        steps, and a message is added to `combined`.
+        The shard may combine saved shards with different states. Then it gets the numbers of the saved shard with the
+        fewest steps. If any of the saved shards was stepped, a message is added to `combined`.
 
         Raises:
-            ValueError: The shard combines saved shards with different states that are not numbers, or without step counts.
+            ValueError: The shard combines saved shards with different states, and one of them has no step count, or the
+                difference is in a state that is neither a number nor a tensor.
         """
         states = self._states.get(name, [])
         if len(states) < 2:
@@ -469,7 +510,7 @@ def _is_number(state: PieceState, key: str) -> bool:
 
 
 def same(one: object, other: object) -> bool:
-    """Return ``one == other`` as a bool. Values whose comparison gives tensors of several elements count as different."""
+    """Return ``one == other`` as a bool; False if the comparison gives a tensor of several elements."""
     try:
         return bool(one == other)
     except RuntimeError:  # a tensor of several elements has no truth value
@@ -483,12 +524,14 @@ def _name(tensor: Tensor) -> str:
 # Contents -------------------------------------------------------------------------------------------------------------
 
 _FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
-# Entries of ``state_dict()["meshstep"]["weights"]`` that depend on the layout. Loading rebuilds them for the new layout.
+# Entries of ``state_dict()["meshstep"]["weights"]`` that depend on the layout. Loading makes them for the new layout.
 LAYOUT = ("masters", "shards", "dtypes")
 
 
 def parse_key(key: str) -> tuple[str, ...]:
-    """Return the parts of a checkpoint key; the first part is the kind, such as "state", the last one the name.
+    """Return the parts of a checkpoint key: first the kind, such as "state", last the name of the parameter or buffer.
+
+        parse_key("state/exp_avg/layer.weight")  # ("state", "exp_avg", "layer.weight")
 
     Raises:
         ValueError: ``key`` is not a key of this format.
@@ -518,14 +561,14 @@ class RankRecord:
 
 
 class Stepped(NamedTuple):
-    """A tensor that the optimizer steps, with its place in the checkpoint.
+    """A tensor that the optimizer steps, with its name and region in the checkpoint.
 
     Args:
         param: The model parameter.
-        tensor: The stepped tensor.
-        name: The name of the full tensor in the checkpoint.
+        tensor: The stepped tensor: ``param``, a shard of it, or the float32 master weight of one of these.
+        name: The logical name of the parameter, which is in the keys of the checkpoint.
         region: The region of the full tensor that ``tensor`` holds.
-        whole: The full-tensor optimizer that steps ``tensor``, which decides which states belong to the full tensor. None:
+        whole: The full-tensor optimizer that steps ``tensor``; some of its states belong to the full tensor. None:
             another optimizer steps it.
     """
 
@@ -537,7 +580,7 @@ class Stepped(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """The contents of an optimizer's state dict. Positions number the stepped tensors in the order of the param groups."""
+    """The contents of an optimizer's state dict. A position is the index of a stepped tensor over all param groups."""
 
     stepped: list[Stepped]  # by position
     tensors: dict[int, dict[str, Any]]  # optimizer states, by position and key
@@ -547,13 +590,18 @@ class OptimizerState(NamedTuple):
 
 
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
-    """Return the optimizer's state. Raise ValueError if the optimizer steps a tensor that is not in the model.
+    """Return the contents of the optimizer's state dict, with the name and region of each stepped tensor.
 
+    Args:
+        optimizer: The optimizer.
+        parameters: The parameters of the model.
+    Raises:
+        ValueError: The optimizer steps a tensor that is not in the model.
     Collectives: none.
-    Host synchronization: a few.
+    Host synchronization: yes.
     """
     state = optimizer.state_dict()
-    # The entry "coordinates" would make a load on a rank with other mesh coordinates fail.
+    # A state with the entry "coordinates" can't be loaded on a rank with other mesh coordinates.
     rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
     whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
@@ -566,7 +614,11 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
 
 
 def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Return the master weights by position. Search the nested dict ``state_dict()["meshstep"]["weights"]``."""
+    """Return the master weights by position.
+
+    Args:
+        weights: The nested dict ``state_dict()["meshstep"]["weights"]`` of the optimizer.
+    """
     found: dict[int, Tensor] = dict(weights.get("masters") or {})
     for key, value in weights.items():
         if key != "masters" and isinstance(value, Mapping):
@@ -575,7 +627,7 @@ def find_master_weights(weights: Mapping[str, Any]) -> dict[int, Tensor]:
 
 
 def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``weights`` that do not depend on the layout: all except those in `LAYOUT`."""
+    """Return the entries of ``weights`` that do not depend on the layout: all except those named in `LAYOUT`."""
     return {key: value for key, value in weights.items() if key not in LAYOUT}
 
 
@@ -585,8 +637,11 @@ def portable_entries(weights: Mapping[str, Any]) -> dict[str, Any]:
 def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
     """Return this rank's parts of all full tensors by key, as views, and its `RankRecord`.
 
+    Args:
+        parameters: The parameters and buffers of the model.
+        state: The contents of the optimizer's state dict.
     Raises:
-        ValueError: A state that belongs to the full tensor is not a tensor.
+        ValueError: A state that belongs to a full tensor (`WholeOptimizer.whole_states`) is not a tensor.
 
     Collectives: none.
     Host synchronization: one per undeclared buffer, and one per 0-dim optimizer state.
@@ -631,15 +686,15 @@ def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) 
 def initial_states(
     parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, SavedTensor]]:
-    """Yield (key, initial state) for this rank's shards, for states that only other shards of the parameter have.
+    """Yield (key of the checkpoint, initial values) for states that this rank's shards lack and other shards have.
 
-    Without them, the saved full tensor would have gaps. The values are those that torch's optimizers begin with.
+    Without them, the saved full tensors would have gaps. The values are those with which torch's optimizers begin.
 
     Args:
         parameters: The model's parameters.
-        state: This rank's optimizer state.
-        pieces: The shard states of all ranks.
-        optimizer: The wrapped optimizer. Some initial values depend on the hyper-parameters of its param groups.
+        state: The contents of this rank's optimizer state dict.
+        pieces: The states of all ranks' shards.
+        optimizer: The wrapped torch optimizer. Some initial values depend on the hyper-parameters of its param groups.
     """
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}
@@ -651,12 +706,15 @@ def initial_states(
 
 
 def whole(tensor: Tensor) -> SavedTensor:
-    """Return ``tensor``, which is a full tensor, as a `SavedTensor` with one part."""
+    """Return the full tensor ``tensor`` as a `SavedTensor` with one part."""
     return SavedTensor(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor.detach()})
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash of dtype, shape and elements, as a hexadecimal text. Host synchronization: copies all elements."""
+    """Return a hash of the tensor's dtype, shape and elements, as a hexadecimal text.
+
+    Host synchronization: copies all elements to the host.
+    """
     local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
     return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()
@@ -670,11 +728,12 @@ Variants = list[tuple[T, list[int]]]
 
 
 def check_content(content: object, world_size: int) -> None:
-    """Raise ValueError with the name of the wrong field, unless ``content`` has the structure of the file `SHARED_FILE`.
+    """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of the file
+    ``shared.pt``.
 
     Args:
-        content: The content of the file.
-        world_size: The number of ranks that saved.
+        content: The content of the file, which has the data for all ranks.
+        world_size: The number of ranks that saved the checkpoint.
     """
     ranks = list_of(partial(_check_rank, world_size=world_size))
     fields(
@@ -701,13 +760,14 @@ def _check_rank(value: object, field: str, world_size: int) -> None:
 
 
 class SharedRecord:
-    """The saved records of all ranks, from which each rank chooses its values, also on another mesh.
+    """The saved records of all ranks, from which this rank chooses its values, also on another mesh.
 
-    Some values differ between saved ranks. For example, batch norm statistics differ between data-parallel ranks, and
-    learning rates may differ between pipeline stages. This rank uses the values of the saved ranks with its own
-    coordinate along every axis that both meshes have with equal size, and with coordinate 0 along other data-parallel
-    axes. On the same mesh, this is the saved rank with the same coordinates. If a value differs between these saved ranks,
-    reading it raises ValueError. If none of them has the value, it is taken from all saved ranks.
+    Some values differ between the ranks that saved. For example, batch norm statistics differ between data-parallel
+    ranks, and learning rates may differ between pipeline stages. This rank uses the values of the similar saved ranks.
+    Along an axis that both meshes have with equal size, a similar rank has this rank's coordinate. Along any other
+    data-parallel axis of the saved mesh, it has coordinate 0. On the same mesh, the only similar rank is the one with
+    the same coordinates. If no similar rank has the value, all saved ranks are used. If the ranks that are used have
+    different values, reading the value raises ValueError.
 
     Args:
         content: The result of `merge`.
@@ -716,8 +776,8 @@ class SharedRecord:
         rank: This rank's global rank.
 
     Attributes:
-        groups: (names of the parameters, `Variants` of the hyper-parameters) per param group.
-        buffers: `Variants` of the hash of each undeclared buffer, by name.
+        groups: Per param group, (names of the parameters, different hyper-parameters with the ranks that have them).
+        buffers: The different hashes of each undeclared buffer with the ranks that have them, by name.
         pieces: The optimizer states of the shards.
     """
 
@@ -729,12 +789,13 @@ class SharedRecord:
 
     @staticmethod
     def merge(records: Sequence[RankRecord]) -> dict[str, Any]:
-        """Merge the records of all ranks into the constructor's ``content``, in plain containers."""
+        """Merge the records of all ranks into lists and dicts, as the constructor's argument ``content``."""
         groups = []
         for index in range(max(len(record.groups) for record in records)):
             found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
             names = sorted({name for own, _ in found.values() for name in own})
-            # The hyper-parameters of a rank without parameters do not count: torch requires a param group on every rank.
+            # A rank without parameters of the group has the group too, because torch's optimizers need at least one.
+            # Its hyper-parameters do not count.
             groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
         return {
             "groups": groups,
@@ -743,11 +804,19 @@ class SharedRecord:
         }
 
     def hyper(self, index: int) -> dict[str, Any]:
-        """Return this rank's hyper-parameters of a param group. Raise ValueError if they are ambiguous."""
+        """Return this rank's hyper-parameters of param group ``index``.
+
+        Raises:
+            ValueError: The saved ranks that are used for this rank have different hyper-parameters.
+        """
         return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
 
     def buffer(self, name: str) -> str:
-        """Return the hash of an undeclared buffer for this rank. Raise ValueError if it is ambiguous."""
+        """Return the hash of this rank's value of the undeclared buffer ``name``.
+
+        Raises:
+            ValueError: The saved ranks that are used for this rank have different values.
+        """
         return self._choose(self.buffers[name], f"the buffer {name}")
 
     def _choose(self, variants: Variants[T], what: str) -> T:
@@ -770,7 +839,11 @@ def _similar_ranks(saved: Topology, now: Topology, rank: int) -> set[int]:
 
 
 def _by_name(by_rank: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
-    """Return the `Variants` of each name, from the values by name of each rank."""
+    """Return, for each name, the different values and the ranks that have them.
+
+    Args:
+        by_rank: For each rank, its values by name.
+    """
     names = sorted({name for own in by_rank for name in own})
     return {name: _variants({rank: own[name] for rank, own in enumerate(by_rank) if name in own}) for name in names}
 

@@ -1,12 +1,13 @@
-"""Checkpoint directories: they become complete atomically, and damage is detected when they are read.
+"""Checkpoint directories, which become complete atomically. Damage is detected when they are read.
 
     path/meshstep-00000007              complete
     path/meshstep-00000008.5f0c.writing being written, or left by a crash
     path/meshstep-00000006.removing     being removed, or left by a crash
 
-A checkpoint is written into a directory with a temporary name. When all of its files are on disk, one rename makes it
-complete. Older checkpoints are removed after that. Each checkpoint has a manifest, ``meshstep.json``. It contains the size
-and the checksums of every other file, and a checksum of its own content.
+A checkpoint is written into a directory with a temporary name. When all of its files are on disk, the directory is
+renamed to its final name, which makes the checkpoint complete. Then older checkpoints are removed. Each checkpoint has
+a manifest, ``meshstep.json``. It contains the size and the checksums of each other file, and a checksum of its own
+content.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from ..parallel_optimizer import ParallelOptimizer
 
 # Checksums per block of a file: computed while a file is written, and compared while it is read -----------------------
 
-# Writing a file needs no second pass for its checksums, and reading a part of a file checks only the blocks of this part.
+# Writing a file needs no second pass for its checksums. Reading a part of a file checks only the blocks of this part.
 
 BLOCK = 2**20
 EARLIER = "load an earlier checkpoint (save_checkpoint(..., keep=2) keeps one)"
-_KEPT = 4  # number of cached blocks; torch.load of a zip file jumps between the end and the beginning of the file
+_KEPT = 4  # number of cached blocks per open file; torch.load jumps between the end and the beginning of a zip file
 
 
 class FileRecord(NamedTuple):
@@ -51,7 +52,7 @@ class FileRecord(NamedTuple):
 
     @classmethod
     def of_json(cls, value: Sequence[object]) -> FileRecord:
-        """Return the record from its JSON form, [size, checksums]. Raise ValueError or TypeError for another value."""
+        """Return the record from its JSON form, [size, checksums]. Raise ValueError or TypeError for another form."""
         size, checksums = value
         if (
             not isinstance(size, int)
@@ -64,7 +65,7 @@ class FileRecord(NamedTuple):
 
 
 class SummingStream(io.RawIOBase):
-    """Stream that writes to another stream and computes block checksums. It does not support ``seek``."""
+    """Stream that passes written bytes on to a file, and computes the file's block checksums. It can't ``seek``."""
 
     def __init__(self, stream: io.BufferedWriter) -> None:
         self._stream, self._size, self._sums = stream, 0, list[int]()
@@ -86,7 +87,7 @@ class SummingStream(io.RawIOBase):
         return self._size
 
     def flush(self) -> None:
-        if not self._stream.closed:  # garbage collection calls flush() after the other stream was closed
+        if not self._stream.closed:  # garbage collection of this object calls flush() after the file was closed
             self._stream.flush()
 
     def fileno(self) -> int:
@@ -94,12 +95,12 @@ class SummingStream(io.RawIOBase):
 
     @property
     def record(self) -> FileRecord:
-        """Return the record of the bytes written so far."""
+        """Return the size and the checksums of the bytes written so far."""
         return FileRecord(self._size, tuple(self._sums))
 
 
 class CheckedStream(io.RawIOBase):
-    """Stream that reads a file, and raises ValueError if a block that it reads differs from its checksum."""
+    """Stream that reads a file, and raises ValueError if a block does not match its checksum in the file's record."""
 
     def __init__(self, stream: io.BufferedReader, file: Path, record: FileRecord) -> None:
         self._stream, self._file, self._record, self._at = stream, file, record, 0
@@ -120,7 +121,11 @@ class CheckedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read into ``buffer`` until it is full or the file ends, and return the number of bytes."""
+        """Read into ``buffer`` until it is full or the file ends, and return the number of bytes read.
+
+        Raises:
+            ValueError: A block does not match its checksum.
+        """
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._record.size - self._at)]
         for part in _split_at_blocks(view, self._at):
@@ -150,7 +155,12 @@ class CheckedStream(io.RawIOBase):
 
 
 def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
-    """Write a file by calling ``write(stream)``, synchronize it to disk, and return its record. Raises OSError."""
+    """Write a file, synchronize it to disk, and return its record. Raise OSError if it can't be written.
+
+    Args:
+        file: The path of the file. An existing file is replaced.
+        write: Function that writes the content to the stream it gets.
+    """
     with open(file, "wb") as stream:
         summing = SummingStream(stream)
         write(summing)
@@ -160,21 +170,21 @@ def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRe
 
 
 def record_of(file: Path) -> FileRecord:
-    """Read a file, and return its size and checksums. Raises OSError."""
+    """Read a file, and return its size and checksums. Raise OSError if it can't be read."""
     with open(file, "rb") as stream:
         sums = [(len(block), zlib.crc32(block)) for block in iter(lambda: stream.read(BLOCK), b"")]
     return FileRecord(sum(size for size, _ in sums), tuple(checksum for _, checksum in sums))
 
 
 def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) -> None:
-    """Compare files with their records.
+    """Raise ValueError unless all files match their records.
 
     Args:
         directory: The directory of the files.
         files: The record of each file, by name.
-        contents: True: read the files and compare checksums. False: compare sizes only.
+        contents: True: read the files and compare sizes and checksums. False: compare sizes only.
     Raises:
-        ValueError: A file is missing, or differs from its record.
+        ValueError: A file is missing, can't be read, or differs from its record.
     """
     for name, expected in files.items():
         file = directory / name
@@ -190,7 +200,7 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
 
 
 def _split_at_blocks(view: memoryview, start: int) -> list[memoryview]:
-    """Split ``view`` at the block boundaries of a file, in which it begins at byte ``start``."""
+    """Split ``view``, which has the bytes of a file from byte ``start`` on, at the block boundaries of the file."""
     first = min(len(view), -start % BLOCK)
     parts = [view[:first]] if first else []
     return parts + [view[at : at + BLOCK] for at in range(first, len(view), BLOCK)]
@@ -201,9 +211,9 @@ def _split_at_blocks(view: memoryview, start: int) -> list[memoryview]:
 FORMAT = 3
 MANIFEST = "meshstep.json"
 MAX_MANIFEST = 2**28
-"""Maximum size of a manifest in bytes. It fits checkpoints up to 20 TiB: a manifest has about 12 bytes per MiB of them."""
+"""Maximum size of a manifest in bytes. A manifest has about 12 bytes per MiB, so checkpoints may have 20 TiB."""
 _COMPLETE = re.compile(r"meshstep-(\d+)")
-# Number of attempts to list a directory: a listing may miss a checkpoint that is renamed while it runs.
+# Number of attempts to list a directory. A listing may miss a checkpoint directory that is renamed during the listing.
 _LISTINGS = 10
 _LEFT_BEHIND = re.compile(r"meshstep-\d+(\.\w+)?\.(writing|removing)")
 
@@ -214,11 +224,13 @@ def newest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
         if newest_checkpoint("checkpoints") is not None:
             extra = load_checkpoint("checkpoints", model, optimizer)
 
-    Only names are read, so damage is not detected. A running job that saves under ``path`` may remove the checkpoint at any
-    moment.
+    Only file names are read, so damage is not detected. A running job that saves under ``path`` may remove the
+    checkpoint at any moment.
 
     Args:
-        path: The ``path`` of `save_checkpoint`.
+        path: The directory that was passed to `save_checkpoint`. If it does not exist, the result is None.
+    Raises:
+        OSError: The directory can't be listed.
     Collectives: none.
     """
     complete = _complete(Path(path))
@@ -226,19 +238,21 @@ def newest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if ``path`` is the directory of one complete checkpoint."""
+    """Return True if ``path`` is the directory of one complete checkpoint: named meshstep-<number>, with a manifest."""
     return _COMPLETE.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
 
 
 def begin(path: Path, known: str | None) -> Path:
-    """Create a directory for the next checkpoint under ``path``, and return it. Remove directories that crashes left.
+    """Create and return the temporary directory for the next checkpoint under ``path``.
+
+    Temporary directories that are already under ``path`` are removed; crashes left them.
 
     Args:
-        path: The directory of the run's checkpoints.
+        path: The directory of the run's checkpoints. It is created if it does not exist.
         known: The name of the last checkpoint under ``path`` that this run saved or loaded. None: there is none.
     Raises:
-        ValueError: The newest checkpoint under ``path`` is not ``known``.
-        OSError: The directory can't be created.
+        ValueError: There is a complete checkpoint under ``path``, and the newest one is not ``known``.
+        OSError: A directory can't be created or listed.
     """
     newest = newest_checkpoint(path)
     if newest is not None and newest.name != known:
@@ -250,7 +264,7 @@ def begin(path: Path, known: str | None) -> Path:
     for entry in path.iterdir():
         if _LEFT_BEHIND.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-    # The random suffix separates the files of two runs that write under this path at the same time.
+    # With the random suffix, two runs that write under this path at the same time use different directories.
     directory = path / f"meshstep-{max(_complete(path), default=0) + 1:08}.{secrets.token_hex(4)}.writing"
     directory.mkdir()
     _synchronise_directory(path.parent)
@@ -260,16 +274,18 @@ def begin(path: Path, known: str | None) -> Path:
 def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any], keep: int) -> Path:
     """Write the manifest, rename the directory from `begin` to its final name, and remove the oldest checkpoints.
 
+    An error while old checkpoints are removed is ignored; the next save removes them.
+
     Args:
-        directory: The directory, with all files of the checkpoint.
-        files: The record of each file, by name. The files are on disk.
+        directory: The temporary directory from `begin`, with all files of the checkpoint synchronized to disk.
+        files: The record of each file, by name.
         about: Other entries of the manifest, as JSON values.
-        keep: Number of complete checkpoints to keep.
+        keep: Number of newest complete checkpoints to keep, including this one, >= 1.
     Returns:
         The directory of the complete checkpoint.
     Raises:
         ValueError: A file is missing or incomplete.
-        OSError: Writing failed.
+        OSError: The manifest can't be written, or the directory can't be renamed.
     """
     for name, record in files.items():
         file = directory / name
@@ -290,16 +306,18 @@ def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str
     with suppress(OSError):  # the new checkpoint is complete; the next save removes older ones
         for _, older in sorted(_complete(complete.parent).items())[:-keep]:
             removing = older.with_suffix(".removing")
-            os.rename(older, removing)  # else a crash during the removal leaves a partial directory that looks complete
+            # Without the rename, a crash during the removal would leave a partial directory that looks complete.
+            os.rename(older, removing)
             shutil.rmtree(removing)
     return complete
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
+    """Read, check and return the manifest of a checkpoint.
 
     Raises:
-        ValueError: The manifest is missing or damaged, or has another format than this version reads.
+        ValueError: The manifest is missing or damaged, or its format is not the one that this version reads.
+        OSError: The manifest can't be read for another reason.
     """
     file = directory / MANIFEST
     try:
@@ -331,7 +349,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _read_limited(file: Path) -> bytes:
-    """Return the bytes of a manifest. Raise ValueError if it is not a regular file, or larger than `MAX_MANIFEST`."""
+    """Return the bytes of a manifest.
+
+    Raises:
+        ValueError: The manifest is not a regular file, or is larger than `MAX_MANIFEST`.
+        OSError: The file is missing or can't be read.
+    """
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
         raise ValueError(f"{file} is damaged, or was tampered with: it is not a regular file; {EARLIER}")
@@ -394,12 +417,12 @@ def rank_file(rank: int) -> str:
 
 
 def plain_content(file: Path) -> Any:
-    """Return the content of a file of `torch.save`: CPU tensors, numbers and strings, in lists, tuples and dicts.
+    """Return the content of a file that `torch.save` wrote: numbers, strings and tensors, in lists, tuples and dicts.
 
-    Code in the file is not executed.
+    The tensors are loaded to the CPU. The file is loaded with ``weights_only=True``, so that no code in it is executed.
 
     Raises:
-        ValueError: The file contains other types, or is damaged.
+        ValueError: The file contains types that ``weights_only=True`` does not allow, or is damaged.
         OSError: The file can't be read.
     """
     try:
@@ -408,18 +431,18 @@ def plain_content(file: Path) -> Any:
         raise
     except Exception as problem:
         reason = printable((str(problem).splitlines() or [type(problem).__name__])[0])
-        # "from None", because the traceback of torch's error would print text of the file unescaped.
+        # "from None", because the traceback of torch's error would print unescaped text from the file.
         raise ValueError(f"{file} is damaged, or was tampered with: {reason}; {EARLIER}") from None
 
 
 def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """Call ``function``, which uses files, on every rank, and return its result; see `on_all_ranks`.
+    """Call ``function``, which uses files, and return its result on this rank. Every rank must call it.
 
-    An OSError on any rank becomes a RuntimeError on every rank. Control characters in error texts, which may come from a
-    file, are escaped by `printable`.
+    An error on any rank is raised on every rank, as in `on_all_ranks`. An OSError becomes a RuntimeError. Control
+    characters in the texts of OSError and ValueError are escaped, because the text may come from a file.
 
-    Collectives: as `on_all_ranks`.
-    Host synchronization: as `on_all_ranks`.
+    Collectives: an object all-gather over all ranks; none with one rank.
+    Host synchronization: yes, except with one rank.
     """
 
     def run() -> T:
@@ -436,18 +459,19 @@ def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry
 
 
 def files_on_first_rank(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """Call ``function`` on rank 0, and return its result on every rank.
+    """Call ``function``, which uses files, on rank 0, and return its result on every rank. Every rank must call it.
 
-    Raises: As `files_on_all_ranks`; an error of rank 0 is raised on every rank.
-    Collectives: those of `on_all_ranks` and `gather_objects`.
-    Host synchronization: yes.
+    An error on rank 0 is raised on every rank. An OSError becomes a RuntimeError.
+
+    Collectives: two object all-gathers over all ranks; none with one rank.
+    Host synchronization: yes, except with one rank.
     """
     first = registry.global_rank == 0
     found = files_on_all_ranks(lambda: function() if first else None, registry)
     return gather_objects(found, registry)[0]  # type: ignore[return-value]
 
 
-# The last checkpoint that a run saved or loaded, per path: a run must not remove checkpoints of another run -----------
+# The last checkpoint that this run saved or loaded, per path: a run must not remove checkpoints of another run --------
 
 _last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary()
 
@@ -463,7 +487,7 @@ def remember(optimizer: ParallelOptimizer, checkpoint: Path) -> None:
 
 
 def check_is_parallel(optimizer: object) -> None:
-    """Raise TypeError if ``optimizer`` is not a `ParallelOptimizer`."""
+    """Raise TypeError if ``optimizer`` has no attribute ``registry``, and so is not a `ParallelOptimizer`."""
     if not hasattr(optimizer, "registry"):
         raise TypeError(
             f"the optimizer is a {type(optimizer).__name__}; give the ParallelOptimizer that wraps it, which has the "

@@ -1,7 +1,7 @@
 """Continue a training run from a checkpoint, on the same mesh or on another one.
 
-The run is the model, optimizer and schedule into which a checkpoint is loaded. First, the checkpoint is read into separate
-memory and compared with the run. The run is changed only if the checkpoint fits on every rank.
+In this file, the run is the model, optimizer and schedule into which a checkpoint is loaded. First, the checkpoint is
+read into separate memory and compared with the run. The run is changed only if the checkpoint fits on every rank.
 """
 
 from __future__ import annotations
@@ -69,21 +69,22 @@ from .tensors import Reader, Stored, is_tensor_file
 class Restoration:
     """CPU memory for the data of a checkpoint that this rank needs.
 
-    The constructor compares the checkpoint with the run, and allocates `tensors`. It does not change the run. After
-    `Reader.read` has filled `tensors`, `state_dict` returns the optimizer's state, and `write_model` changes the model.
+    The constructor compares the checkpoint with the model and the optimizer, and allocates `tensors`. It changes
+    neither of them. After `Reader.read` has filled `tensors`, `state_dict` returns the saved state for the optimizer,
+    and `write_model` copies the saved values into the model.
 
     Args:
         parameters: The model's parameters and buffers.
-        own: The current state of the optimizer. None: only the model is loaded.
-        groups: The names of all ranks' parameters in each param group of the optimizer.
+        own: The contents of the optimizer's current state dict. None: only the model is loaded.
+        groups: For each param group of the optimizer, the names of its parameters on all ranks.
         stored: The index of the checkpoint's tensors, by key.
         shared: The saved records of all ranks.
     Raises:
-        ValueError: The checkpoint does not fit the model or the optimizer.
+        ValueError: The checkpoint does not fit the model or the optimizer, or its files contradict each other.
     Collectives: none.
 
     Attributes:
-        tensors: Uninitialized CPU tensors to be filled from the checkpoint, by key.
+        tensors: CPU tensors to be filled from the checkpoint, by key. They are uninitialized until then.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Restoration:
 
     @property
     def combined(self) -> list[str]:
-        """Return messages about parameters whose new shards combine saved shards with different step counts or states."""
+        """Return messages about parameters of which a shard combines saved shards with different states or step counts."""
         return self._shared.pieces.combined
 
     # Comparison with the run ------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class Restoration:
             _check_same("parameters", set(names), set(now), f"in param group {index}")
 
     def _check_states(self, own: OptimizerState) -> None:
-        """Raise ValueError if the checkpoint's index and its record list different states, or a step count is missing."""
+        """Raise ValueError if index and record of the checkpoint list different states, or if a step count is missing."""
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
@@ -160,7 +161,16 @@ class Restoration:
         return self._stored[key]
 
     def _allocate(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor of ``shape``, and add it to `tensors`, to be filled with ``region`` of tensor ``key``."""
+        """Return an uninitialized tensor for a region of a saved full tensor, and add it to `tensors`.
+
+        Args:
+            key: The key of the full tensor in the checkpoint.
+            region: The region to read.
+            shape: The shape of the returned tensor, which has as many elements as the region.
+            dtype: The dtype of the returned tensor. It must be the saved dtype.
+        Raises:
+            ValueError: The checkpoint has no such tensor, or the tensor has another full shape or dtype.
+        """
         room = torch.empty(shape, dtype=dtype)
         found = self._find(key)
         if found != Stored(region.full_shape, dtype):
@@ -189,7 +199,15 @@ class Restoration:
         return self._allocate_full(key)
 
     def _allocate_state(self, stepped: Stepped) -> dict[str, Any]:
-        """Return the saved optimizer state of a stepped tensor, with uninitialized tensors that are added to `tensors`."""
+        """Return the saved optimizer state of a tensor that the optimizer steps, by name of the state.
+
+        Step counts and other numbers have their saved values. Other tensors are uninitialized, and are added to
+        `tensors`.
+
+        Raises:
+            ValueError: A state of another shape than the parameter's belongs to a shard that does not exist on this
+                mesh.
+        """
         name, region = stepped.name, stepped.region
         kept = self._shared.pieces.of(name, region)
         state = kept.plain()
@@ -205,9 +223,10 @@ class Restoration:
         return state | {key: self._allocate_full(place) for key, place in places.items()}
 
     def _allocate_full_states(self, stepped: Stepped) -> dict[str, Any]:
-        """Return the saved full-tensor states that this rank keeps for a stepped tensor.
+        """Return the saved states of the full tensor that this rank keeps for a tensor that the optimizer steps.
 
-        They are uninitialized tensors, which are added to `tensors`. Empty if no full-tensor optimizer steps the tensor.
+        They are uninitialized tensors by name of the state, and are added to `tensors`. Empty if the tensor is not
+        stepped by a full-tensor optimizer.
         """
         part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
@@ -234,10 +253,13 @@ class Restoration:
     # Restoring the run ------------------------------------------------------------------------------------------------
 
     def state_dict(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state to pass to the optimizer's ``load_state_dict``.
+        """Return the saved state in the form that the optimizer's ``load_state_dict`` takes.
 
         Args:
-            rest: `OptimizerState.rest` of the saved run. Its ``"weights"`` has only the `portable_entries`.
+            rest: The saved entries of ``state_dict()["meshstep"]``. Its ``"weights"`` has only the entries that do not
+                depend on the layout.
+        Raises:
+            ValueError: Hyper-parameters of a param group differed between the saved ranks that correspond to this rank.
         """
         assert self._own is not None, "needs an optimizer"
         groups = [
@@ -258,14 +280,15 @@ class Restoration:
 def _rebuild_weights(
     weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the entry ``"weights"`` of a state to load: the loaded master weights, and the checkpoint's portable entries.
+    """Return the entry ``"weights"`` of a state to load: loaded master weights, and saved layout-independent entries.
 
-    Other entries that depend on the layout keep their current values.
+    Entries that depend on the layout, other than the master weights, keep their current values.
 
     Args:
         weights: The current entry ``"weights"`` of the optimizer's state.
-        masters: The loaded master weights by position, which replace the current ones.
-        portable: The saved `portable_entries`. If one is missing here, the optimizer raises an error when it loads.
+        masters: The loaded master weights by position, which replace the current master weights.
+        portable: The saved entries that do not depend on the layout. If an entry is missing, the result lacks it, and
+            the optimizer raises an error when it loads.
     """
     own = {key: dict(masters) if key == "masters" else weights[key] for key in LAYOUT if key in weights}
     return own | {key: portable[key] for key in weights if key in portable}
@@ -297,35 +320,40 @@ def load_checkpoint(
 
         extra = load_checkpoint("checkpoints", model, optimizer, lr_scheduler=scheduler)
 
-    On the mesh of the checkpoint, training continues bitwise identically. On another mesh, or with other sharding of
-    optimizer states, the saved full tensors are resharded. The differences are then:
+    On the mesh of the checkpoint, training continues bitwise identically. On another mesh, or if optimizer states are
+    sharded in another way, the saved full tensors are resharded. Then training continues with these differences:
 
-    * Random number generators keep their current states on another mesh.
-    * Batch norm statistics that differed between ranks come from data coordinate 0, as in `DistributedDataParallel`.
-    * A new shard may combine saved shards with different step counts (experts). It continues with the smallest step count.
-      Elements without optimizer state get initial values. A warning names such parameters.
+    * On another mesh, random number generators keep their current states.
+    * Undeclared buffers that differed between data-parallel ranks, such as batch norm statistics, come from data
+      coordinate 0, as in `DistributedDataParallel`.
+    * A new shard may combine saved shards with different step counts (experts). It continues with the smallest step
+      count. Elements without optimizer state get initial values. A warning names such parameters.
 
     Loading executes no code from the checkpoint. If another run saves under ``path`` and thereby removes the checkpoint
     while it is read, the newer checkpoint is loaded.
 
     Args:
-        path: As for `save_checkpoint`; or the directory of one checkpoint, ``path/meshstep-<number>``.
-        model: The model, with the same logical parameters as the saved model.
-        optimizer: The optimizer, with the same param groups, kind and precision mode as the saved optimizer. Its gradients
-            are cleared. None: load only parameters and buffers, whose dtypes must be the saved ones.
-        lr_scheduler: A schedule of the same kind as the saved one. None (default): the run was saved without a schedule.
-        registry: The process groups, only needed without an optimizer. None (default): those of the optimizer.
+        path: The directory that was passed to `save_checkpoint`; or the directory of one checkpoint,
+            ``path/meshstep-<number>``.
+        model: This rank's part of the model. All ranks together must have the parameters of the saved model, with the
+            same names and full shapes.
+        optimizer: The optimizer, with the same param groups, class and precision mode as the saved optimizer. Its
+            gradients are cleared. None: load only parameters and buffers, whose dtypes must be the saved ones.
+        lr_scheduler: A schedule of the same class as the saved schedule. None (default): the run was saved without a
+            schedule, or ``optimizer`` is None.
+        registry: The process groups, only used if ``optimizer`` is None. None (default): those of the optimizer.
     Returns:
         The ``extra`` of `save_checkpoint`, on every rank; its tensors are on the CPU.
     Raises:
-        ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; or the checkpoint does
-            not fit the model, optimizer or schedule, which are unchanged on all ranks.
-        RuntimeError: On every rank: a rank could not read. Model, optimizer and schedule are unchanged.
-        TypeError: Neither an optimizer nor a registry is given, or a schedule without an optimizer, or the optimizer is not
-            a `ParallelOptimizer`.
+        ValueError: On every rank: there is no checkpoint; a file is missing, truncated or changed; or the checkpoint
+            does not fit the model, optimizer or schedule, which are unchanged on all ranks.
+        RuntimeError: On every rank: a rank could not read, or the checkpoint was replaced in each of several attempts.
+            Model, optimizer and schedule are unchanged.
+        TypeError: Neither an optimizer nor a registry is given, or a schedule without an optimizer, or the optimizer is
+            not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks; with `Sharded` also all-gathers of weights.
     Host synchronization: yes.
-    Memory: a CPU copy of this rank's parameters and states.
+    Memory: a CPU copy of this rank's parameters, buffers, master weights and optimizer states.
     """
     if optimizer is not None:
         check_is_parallel(optimizer)
@@ -351,7 +379,8 @@ def load_checkpoint(
 def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
     """Load a checkpoint into the run, and return its directory and contents.
 
-    If the checkpoint is removed while it is read, try again with the newest one. Raises, collectives: as `load_checkpoint`.
+    If the checkpoint is removed while it is read, the newest checkpoint is tried, up to `_ATTEMPTS` times. Errors and
+    collectives as in `load_checkpoint`.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         directory, manifest = files_on_first_rank(lambda: _open(path, run.optimizer), run.registry)
@@ -371,7 +400,7 @@ def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
 
 
 class _LoadedCheckpoint(NamedTuple):
-    """A checkpoint in separate memory, after the check that it fits the run on this rank."""
+    """A checkpoint in CPU memory. It was compared with the model, optimizer and schedule of this rank, and fits."""
 
     content: dict[str, Any]
     restoration: Restoration
@@ -380,7 +409,7 @@ class _LoadedCheckpoint(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """The run into which a checkpoint is loaded."""
+    """The model, optimizer and schedule into which a checkpoint is loaded."""
 
     model: nn.Module
     optimizer: ParallelOptimizer | None
@@ -390,7 +419,13 @@ class _Run(NamedTuple):
     def read(self, directory: Path, manifest: Mapping[str, Any]) -> _LoadedCheckpoint:
         """Read a checkpoint and compare it with the run, without changing the run.
 
-        Raises, collectives: as `load_checkpoint`.
+        Args:
+            directory: The directory of the checkpoint.
+            manifest: The content of its manifest.
+        Raises:
+            ValueError: On every rank: a file is missing or damaged, or the checkpoint does not fit.
+            RuntimeError: On every rank: a rank could not read a file.
+        Collectives: gathers of Python objects over all ranks.
         """
         registry = self.registry
         files, saved = files_on_all_ranks(lambda: _parse_manifest(manifest, directory), registry)
@@ -421,10 +456,11 @@ class _Run(NamedTuple):
     def _content(
         self, directory: Path, parameters: LogicalParameters, saved: Topology
     ) -> tuple[dict[str, Any], OptimizerState | None]:
-        """Return the content of `SHARED_FILE`, and the optimizer's current state.
+        """Return the content of the file ``shared.pt``, and the contents of the optimizer's current state dict.
 
         Raises:
-            ValueError: The optimizer or the schedule is of another kind than the saved one, or the content is damaged.
+            ValueError: The optimizer or the schedule is of another class than the saved one, or the content is damaged.
+            OSError: The file can't be read.
         """
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
         with _name_file_in_errors(directory / SHARED_FILE):
@@ -448,14 +484,14 @@ class _Run(NamedTuple):
         return state
 
     def take(self, found: _LoadedCheckpoint) -> None:
-        """Copy the checkpoint ``found`` into the run. If the optimizer or schedule can't load it, the run is unchanged."""
+        """Copy a checkpoint into the run. If the optimizer or the schedule can't load it, the run stays unchanged."""
         if self.optimizer is not None and found.state is not None:
             self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
             on_all_ranks(self.optimizer.zero_grad, self.registry)
         found.restoration.write_model()
         if self.optimizer is not None and found.state is not None:
-            # Write the weights again from the loaded master weights: split master weights round ties away from zero, but
-            # the saved weights may come from a mode that rounds ties to even.
+            # Overwrite the model's weights with the rounded master weights. Split master weights round ties away from
+            # zero, but the saved weights may come from a mode that rounds ties to even.
             self.optimizer.transforms.load_state_dict(found.state["meshstep"]["weights"])
             self.optimizer.transforms.write_back()
 
@@ -509,7 +545,11 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
 
 
 def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
-    """Return the records of all files, and the mesh of the checkpoint. Raise ValueError if they contradict each other."""
+    """Return the records of all files by name, and the mesh of the checkpoint.
+
+    Raises:
+        ValueError: A record or the mesh is not valid, or the number of files is not that of the mesh.
+    """
     with _name_file_in_errors(directory / MANIFEST):
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
@@ -523,7 +563,7 @@ def _parse_manifest(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[
 
 @contextmanager
 def _name_file_in_errors(file: Path) -> Iterator[None]:
-    """Convert errors inside the context, which are about the content of ``file``, to a ValueError with the file's name."""
+    """Convert errors in the body of the context to a ValueError that says that ``file`` is damaged."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
@@ -532,9 +572,9 @@ def _name_file_in_errors(file: Path) -> Iterator[None]:
 
 
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
-    """Raise ValueError if a saved schedule's state does not have the structure of ``schedule``'s state.
+    """Raise ValueError if a saved state of a schedule does not have the structure of the state of ``schedule``.
 
-    An entry that would replace a method of ``schedule`` is rejected as well.
+    Also raise ValueError if an entry would replace a method of ``schedule``.
     """
     now = schedule.state_dict()
     check_like(saved, now, "schedule")
@@ -544,9 +584,9 @@ def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
 
 
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError if a file of this rank's share is missing or damaged. Each rank checks a part of all files.
+    """Raise ValueError if a file of this rank's share is missing or damaged. Each file is in the share of one rank.
 
-    Of files with tensors only the size is checked here; their contents are checked when they are read.
+    For a file with tensors, only the size is checked here. Its contents are checked when they are read.
     """
     share = dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size))
     tensors = {name: record for name, record in share.items() if is_tensor_file(name)}

@@ -9,10 +9,10 @@
         if step % 100 == 99:
             save_checkpoint(path, model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
-Checkpoints do not depend on the layout. Parameters, master weights and optimizer states are stored as full tensors. When
-saving, each rank writes its shards; when loading, each rank reads the parts that it needs. So a run that was saved on a
-mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one process. The names and full shapes of
-all ranks' parameters must be the same as in the saved model.
+Checkpoints do not depend on the layout. Parameters, master weights and optimizer states are stored as full tensors.
+When saving, each rank writes its shards; when loading, each rank reads the parts that it needs. So a run that was saved
+on a mesh tensor=2 can continue on row=2,col=2, with another number of shards, or in one process. The parameters of all
+ranks together must have the same names and full shapes as in the saved model.
 
 `torch.distributed.checkpoint` plans which rank writes which part. A checkpoint is a directory: files with the bytes of
 tensors, an index of these files, files with other data, and a manifest with checksums.
@@ -78,7 +78,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int = 1,
 ) -> Path:
-    """Write a checkpoint under ``path``, and then remove the oldest checkpoints there.
+    """Write a checkpoint under ``path``, and then remove all but the ``keep`` newest checkpoints there.
 
         save_checkpoint("checkpoints", model, optimizer, lr_scheduler=scheduler, extra={"step": step})
 
@@ -86,29 +86,31 @@ def save_checkpoint(
     crash at any moment, the newest complete checkpoint is the previous one or this one.
 
     It contains the model's parameters and persistent buffers, and the optimizer's state, hyper-parameters and float32
-    master weights. It also contains the loss scale, the number of skipped steps, the schedule, and the random states of
-    every rank. It does not contain gradients, so call it after `step`, at the beginning of an accumulation window.
+    master weights. It also contains the loss scale, the number of skipped steps, the state of the clipping rule, the
+    schedule, and the random states of every rank. It does not contain gradients, so save after the optimizer's `step`,
+    before the next micro-batch.
 
     Args:
         path: A directory that only this run uses, in a file system that all ranks share. It is created if it does not
             exist.
-        model: This rank's part of the model (``nn.Module()`` if it has none), with all of the optimizer's parameters. It
-            may be wrapped in `DistributedDataParallel`. Undeclared buffers are stored per rank; equal ones are stored once.
-            Declare a sharded buffer with ``annotate(buffer, P(...))``.
-        optimizer: The optimizer.
-        lr_scheduler: Any torch schedule. None (default): no schedule.
+        model: This rank's part of the model (``nn.Module()`` if it has none), with all parameters of the optimizer. It
+            may be wrapped in `DistributedDataParallel`. Each rank's undeclared buffers are stored; equal buffers are
+            stored once. Declare a sharded buffer with ``annotate(buffer, P(...))``.
+        optimizer: The optimizer that steps the model's parameters.
+        lr_scheduler: Any torch schedule. None (default): no schedule is saved.
         extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0 is
             stored. Default: None.
-        keep: Number of newest checkpoints to keep, including this one. `load_checkpoint` also accepts the directory of an
-            older checkpoint. Default: 1.
+        keep: Number of newest checkpoints to keep, including this one. `load_checkpoint` also accepts the directory of
+            an older checkpoint. Default: 1.
     Returns:
         The directory of the checkpoint, ``path/meshstep-<number>``.
     Raises:
-        ValueError: On every rank: ``keep`` is out of range, or gradients were accumulated since the last `step`. Or a
-            module has extra state (``get_extra_state``), or a parameter needs a declaration. Or the schedule's state or
-            ``extra`` contains an object that could not be read back. Or ranks disagree on the parameters, have shards
-            of unequal sizes, or don't share ``path``. Or the newest checkpoint under ``path`` belongs to another run:
-            this run has neither saved nor loaded it. The previous checkpoint is kept.
+        ValueError: On every rank: ``keep`` is out of range, or micro-batches were accumulated since the last `step`. Or
+            a module has extra state (``get_extra_state``), a parameter needs a declaration, or the optimizer steps a
+            tensor that is not in ``model``. Or the schedule's state or ``extra`` contains an object that could not be
+            read back, or a full-tensor optimizer has a state that is not a tensor. Or ranks disagree on the parameters,
+            have shards of unequal sizes, or don't share ``path``. Or the newest checkpoint under ``path`` belongs to
+            another run: this run has neither saved nor loaded it. The previous checkpoint is kept.
         RuntimeError: On every rank: a rank could not write. The previous checkpoint is kept.
         TypeError: The optimizer is not a `ParallelOptimizer`.
     Collectives: gathers of Python objects over all ranks.
@@ -127,11 +129,12 @@ class Snapshot(NamedTuple):
 
     Args:
         tensors: This rank's parts of the full tensors, by key.
-        record: The merged records of all ranks; see `SharedRecord.merge`.
-        random: This rank's states of random number generators.
+        record: The hyper-parameters, hashes of buffers and numbers in optimizer states of all ranks, from
+            `SharedRecord.merge`.
+        random: The states of this rank's random number generators.
         common: Data that rank 0 writes for all ranks: loss scale, kind of optimizer, schedule, ``extra``.
         facts: Entries of the manifest that describe the run: precision, mesh and torch's version.
-        keep: Number of checkpoints to keep.
+        keep: Number of newest checkpoints to keep, including this one.
     """
 
     tensors: dict[str, SavedTensor]
@@ -145,9 +148,12 @@ class Snapshot(NamedTuple):
 def make_snapshot(
     model: nn.Module, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any, keep: int
 ) -> Snapshot:
-    """Return the data that `write` writes. Most of its tensors share memory with the model and the optimizer.
+    """Return this rank's data for `write`. Most of its tensors share memory with the model and the optimizer.
 
-    Raises, collectives: as `save_checkpoint`.
+    Arguments and errors as in `save_checkpoint`, except for errors about the path.
+
+    Collectives: gathers of Python objects over all ranks.
+    Host synchronization: yes.
     """
     registry = optimizer.registry
     parameters = LogicalParameters(model, registry)
@@ -155,7 +161,8 @@ def make_snapshot(
     def collect_on_rank() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
         _check_window(optimizer)
-        # First the schedule: its state_dict may still change the optimizer's learning rates if the last step was skipped.
+        # Before the optimizer's state is read: the schedule's state_dict may undo a move after a skipped step, which
+        # changes the learning rates of the optimizer.
         schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         state = optimizer_state(optimizer, parameters)
         common = {
@@ -174,14 +181,19 @@ def make_snapshot(
 
 
 def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
-    """Write a checkpoint and return its directory. After an error, remove the incomplete directory.
+    """Write a checkpoint and return its directory. After an error, rank 0 removes the incomplete directory.
 
     Args:
         path: The directory of the run's checkpoints.
         snapshot: This rank's data.
         known: The name of the last checkpoint under ``path`` that this run saved or loaded. None: there is none.
         registry: The process groups.
-    Raises, collectives: as `save_checkpoint`.
+    Raises:
+        ValueError: On every rank: the newest checkpoint under ``path`` is not ``known``, ranks don't share ``path``, or
+            ranks have shards of unequal sizes.
+        RuntimeError: On every rank: a rank could not write.
+    Collectives: gathers of Python objects over all ranks.
+    Host synchronization: yes.
     """
     directory = files_on_first_rank(lambda: begin(path, known), registry)
     try:
@@ -212,7 +224,12 @@ def _check_window(optimizer: ParallelOptimizer) -> None:
 
 
 def _check_readable(value: Any, what: str) -> Any:
-    """Return ``value`` if ``torch.load(weights_only=True)`` can read it back from a file, else raise ValueError."""
+    """Return ``value`` if ``torch.load(weights_only=True)`` can read it back after `torch.save`, else raise ValueError.
+
+    Args:
+        value: The value.
+        what: The name of the value in the error.
+    """
     stream = BytesIO()
     try:
         torch.save(value, stream)
@@ -227,7 +244,10 @@ def _check_readable(value: Any, what: str) -> Any:
 
 
 def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, FileRecord]:
-    """Write this rank's files without tensors, synchronize them to disk, and return their records. Raises OSError."""
+    """Write this rank's random states, and on rank 0 the data for all ranks; return the records of the files by name.
+
+    The files are synchronized to disk. Raise OSError if a file can't be written.
+    """
     contents = {rank_file(rank): snapshot.random}
     if rank == 0:
         contents[SHARED_FILE] = {"record": snapshot.record, **snapshot.common}
@@ -249,7 +269,7 @@ def _manifest_entries(optimizer: ParallelOptimizer) -> dict[str, Any]:
 
 
 class AsyncSaver:
-    """Saves checkpoints in the background: `save` copies all tensors to the host, and a thread writes the copies.
+    """Saves checkpoints in the background: `save` copies all tensors to CPU memory, and a thread writes the copies.
 
         with AsyncSaver(path, registry, keep=3) as saver:
             for step in range(steps):
@@ -257,29 +277,32 @@ class AsyncSaver:
                 if step % 100 == 99:
                     saver.save(model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
 
-    A checkpoint becomes complete atomically, as with `save_checkpoint`, and `load_checkpoint` reads it. Only one checkpoint
-    is written at a time: `save` first waits for the previous one. If the thread of a rank fails, the next `save` or `wait`
-    raises the error on every rank. The end of the ``with`` block waits for the last checkpoint. The threads use separate
-    process groups, so they do not interfere with the collectives of training.
+    A checkpoint becomes complete atomically, as with `save_checkpoint`, and `load_checkpoint` reads it. Only one
+    checkpoint is written at a time: `save` first waits for the previous checkpoint. If the thread of a rank fails, the
+    next `save`, `wait` or `close` raises the error on every rank. The end of the ``with`` block waits for the last
+    checkpoint. The threads use separate process groups, so they do not interfere with the collectives of training.
 
-    Every rank must create an `AsyncSaver` at the same point of the program, and call the same methods in the same order.
-    Call `wait` before you destroy the process group.
+    Every rank must create an `AsyncSaver` at the same point of the program, and call the same methods in the same
+    order. Call `wait` before you destroy the process group.
 
     Args:
-        path: As for `save_checkpoint`.
+        path: A directory that only this run uses, in a file system that all ranks share. It is created if it does not
+            exist.
         registry: The optimizer's registry.
-        keep: As for `save_checkpoint`. Default: 1.
+        keep: Number of newest checkpoints to keep, including the new one, >= 1. Default: 1.
     Raises:
         ValueError: On every rank: ``keep`` is out of range.
-    Collectives: two object all-gathers in the constructor.
-    Memory: while a checkpoint is written, a CPU copy of this rank's parameters, master weights and states.
+    Collectives: two object all-gathers in the constructor; none with one rank.
+    Memory: while a checkpoint is written, a CPU copy of this rank's parameters, buffers, master weights and optimizer
+    states.
     """
 
     def __init__(self, path: str | os.PathLike[str], registry: ProcessGroupRegistry, *, keep: int = 1) -> None:
         on_all_ranks(lambda: check_keep(keep), registry)
         self.path, self.registry, self.keep = Path(path), registry, keep
         self._apart = ProcessGroupRegistry(registry.topology, backend="gloo", exclusive_groups=True)
-        gather_objects(None, self._apart)  # connects the ranks now: the thread must not use the store of other groups
+        # Connects the ranks now, because a thread must not connect them later through the store of the other groups.
+        gather_objects(None, self._apart)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshstep-checkpoint")
         self._pending: tuple[Future[Path], ParallelOptimizer] | None = None
 
@@ -294,16 +317,18 @@ class AsyncSaver:
     ) -> None:
         """Wait for the previous checkpoint, copy the current state of the run to the host, and start to write it.
 
+        If writing the previous checkpoint failed, this method raises the error and does not start a checkpoint.
+
         Args:
-            model: As for `save_checkpoint`.
-            optimizer: As for `save_checkpoint`.
-            lr_scheduler: As for `save_checkpoint`.
-            extra: As for `save_checkpoint`.
+            model: This rank's part of the model, with all parameters of the optimizer, as for `save_checkpoint`.
+            optimizer: The optimizer that steps the model's parameters.
+            lr_scheduler: Any torch schedule. None (default): no schedule is saved.
+            extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. The value of rank 0
+                is stored. Default: None.
         Raises:
             ValueError: On every rank: as `save_checkpoint`, for this checkpoint or for the previous one.
             RuntimeError: On every rank: the previous checkpoint could not be written.
             TypeError: The optimizer is not a `ParallelOptimizer`.
-            After an error of the previous checkpoint, this checkpoint is not started.
         Collectives: gathers of Python objects over all ranks.
         Host synchronization: yes, everything is copied to the host.
         """
@@ -325,9 +350,10 @@ class AsyncSaver:
         Returns:
             The directory of the checkpoint. None: no checkpoint was started since the last `wait`.
         Raises:
-            ValueError: On every rank: as `save_checkpoint`. The previous complete checkpoint is kept.
+            ValueError: On every rank: ranks don't share the path or have shards of unequal sizes, or the newest
+                checkpoint under the path belongs to another run. The previous complete checkpoint is kept.
             RuntimeError: On every rank: the checkpoint could not be written. The previous complete checkpoint is kept.
-        Collectives: one object all-gather, if a checkpoint was started.
+        Collectives: one object all-gather, if a checkpoint was started since the last `wait`; none with one rank.
         """
         if self._pending is None:
             return None
@@ -337,7 +363,12 @@ class AsyncSaver:
         return checkpoint
 
     def close(self) -> None:
-        """Call `wait`, then end the thread and close its process groups. Raises, collectives: as `wait`."""
+        """Call `wait`, then end the thread and close its process groups, even if `wait` raises an error.
+
+        Raises:
+            ValueError, RuntimeError: As in `wait`.
+        Collectives: as `wait`.
+        """
         try:
             self.wait()
         finally:
@@ -356,13 +387,18 @@ class AsyncSaver:
         if error is None:
             self.close()
             return
-        if self._pending is not None:  # waits without a collective, because other ranks may have no error
+        # After an error, wait without a collective, because other ranks may have no error.
+        if self._pending is not None:
             finished([self._pending[0]])
         self._end()
 
 
 def _copy_to_host(snapshot: Snapshot) -> Snapshot:
-    """Return a copy of ``snapshot`` on the CPU that shares no memory with the model and the optimizer."""
+    """Return a copy of ``snapshot`` that shares no memory with the model and the optimizer; its full tensors are on the
+    CPU.
+
+    Host synchronization: yes.
+    """
     tensors = {
         key: SavedTensor(
             tensor.shape,

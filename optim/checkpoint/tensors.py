@@ -1,9 +1,10 @@
-"""Write full tensors to files and read them: each rank writes and reads only its own parts, without gathering tensors.
+"""Write sharded tensors to files and read them, in any layout and without gathering full tensors on a rank.
 
-If several ranks hold the same part, one of them writes it, so that all ranks write about equally many bytes. A rank reads
-the parts that it needs from the files of all ranks, so the layout may differ between writing and reading. A file is the
-concatenation of parts in the machine's byte order. The index has the byte order and the position of each part. Checksums
-are computed while a file is written, and compared while it is read.
+A part is a rectangular region of a full tensor that a rank holds. If several ranks hold the same part, one of them
+writes it, so that all ranks write about equally many bytes. Each rank writes one file: its parts, one after the other,
+in the machine's byte order. An index has the byte order, and the file and position of each part. A rank reads the parts
+that it needs from the files of all ranks, so the layout may differ between writing and reading. Checksums are computed
+while a file is written, and compared while it is read.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_
 
 # Index ----------------------------------------------------------------------------------------------------------------
 
-# The index lists file and byte offset of each part of each tensor. It is JSON, so that reading it executes no code.
+# The index has the file and the byte offset of each part of each tensor. It is JSON, so that reading it executes no
+# code.
 
 INDEX_FILE = "index.json"
 
 
 class FilePlace(NamedTuple):
-    """The location of a part of a tensor: the elements of ``box``, row-major, from byte ``start`` of ``file`` on."""
+    """The location of a part of a tensor: the elements of ``box``, row-major, in ``file`` from byte ``start`` on."""
 
     box: Box
     file: str
@@ -46,7 +48,7 @@ class FilePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """The index entry of a full tensor: shape, dtype and the locations of its parts. Comparisons ignore the locations."""
+    """The index entry of a full tensor: shape, dtype and the locations of its parts. ``==`` ignores the locations."""
 
     shape: Shape
     dtype: torch.dtype
@@ -54,7 +56,7 @@ class Stored:
 
 
 def index_to_json(index: Mapping[str, Stored]) -> str:
-    """Return the index as JSON, which `index_of_json` reads."""
+    """Return the JSON text of an index (entries by key of the tensor), which `index_of_json` reads."""
     tensors = {
         key: [
             stored.shape,
@@ -67,15 +69,16 @@ def index_to_json(index: Mapping[str, Stored]) -> str:
 
 
 def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) -> dict[str, Stored]:
-    """Parse and check an index.
+    """Parse and check an index, and return its entries by key of the tensor.
 
     Args:
         content: The content of the index file.
-        files: The record of each file of the checkpoint.
+        files: The record of each file of the checkpoint, by name.
         where: Path of the index file, for the error.
     Raises:
-        ValueError: ``content`` is not an index, refers to bytes that are not in ``files``, or describes tensors with
-            another byte order than this machine's.
+        ValueError: ``content`` is not an index. Or it refers to bytes that are not in ``files``, or does not cover all
+            bytes of a file or all elements of a tensor exactly once. Or the byte order of the tensors is not this
+            machine's.
     """
     try:
         index = json.loads(content)
@@ -133,12 +136,12 @@ def _check_filled(index: Mapping[str, Stored], files: Mapping[str, FileRecord]) 
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return True if two of the boxes, which have the same number of dims, overlap."""
+    """Return True if any two of ``boxes`` overlap. The boxes must have the same number of dims, and not be empty."""
     if len(boxes) < 2:
         return False
     if not boxes[0].offsets:
         return True
-    # Sort along the dim with the most different offsets, so that each box must be compared with few others.
+    # Sort along the dim with the most distinct offsets, so that each box must be compared with few other boxes.
     dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     reached: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
@@ -171,7 +174,7 @@ def is_tensor_file(name: str) -> bool:
 def write_tensors(
     directory: Path, tensors: Mapping[str, SavedTensor], registry: ProcessGroupRegistry
 ) -> dict[str, FileRecord]:
-    """Write this rank's share of the tensors into a file, synchronize it to disk, and return the file's record by name.
+    """Write this rank's share of the tensors into a file, and synchronize the file to disk. Every rank must call it.
 
     Each part is written by one of the ranks that hold it. Rank 0 also writes the index.
 
@@ -180,11 +183,12 @@ def write_tensors(
         tensors: This rank's parts of the tensors, by key.
         registry: The process groups.
     Returns:
-        The records of the files that this rank has written.
+        The records of the files that this rank has written, by name.
     Raises:
         ValueError: On every rank: ranks disagree on a tensor's full shape or dtype, or parts leave gaps or overlap.
         RuntimeError: On every rank: a rank could not write.
     Collectives: gathers of Python objects over all ranks.
+    Host synchronization: yes, the written parts are copied to the host.
     """
     by_rank = gather_objects({key: boxes_of(tensor) for key, tensor in tensors.items()}, registry)
     share_of = plan_shares(by_rank)  # equal arguments give the same result, or the same error, on every rank
@@ -202,14 +206,14 @@ def write_tensors(
 
 
 def plan_shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
-    """Assign each part to one of the ranks that hold it, with about equally many bytes per rank.
+    """Assign each part of a tensor to one of the ranks that hold it, with about equally many bytes per rank.
 
     Args:
-        held: For each rank, its parts of the tensors, by key.
+        held: For each rank, the shape, dtype and boxes of the parts that it holds, by key of the tensor.
     Returns:
-        For each rank, the boxes of the parts that it writes, by key.
+        For each rank, the boxes of the parts that it must write, by key of the tensor.
     Raises:
-        ValueError: Ranks disagree on a tensor's shape or dtype, or its parts leave gaps or overlap.
+        ValueError: Ranks disagree on a tensor's full shape or dtype, or the parts of all ranks leave gaps or overlap.
     """
     # imported here, because the import takes a second
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -252,7 +256,12 @@ def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, Held
 def _index(
     held: Sequence[Mapping[str, HeldTensor]], share_of: Sequence[Mapping[str, Sequence[Box]]]
 ) -> dict[str, Stored]:
-    """Return the index of the tensor files that `_write` writes on all ranks."""
+    """Return the index of the tensor files of all ranks.
+
+    Args:
+        held: For each rank, the shape and dtype of the tensors, by key.
+        share_of: For each rank, the boxes of the parts that it writes, by key, in the order of the file.
+    """
     index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
     for rank, share in enumerate(share_of):
         start = 0
@@ -275,7 +284,7 @@ class Reader:
 
     Args:
         directory: The directory of the checkpoint.
-        files: The record of each file in it.
+        files: The record (size and checksums) of each file in it, by name.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, FileRecord]) -> None:
@@ -283,7 +292,12 @@ class Reader:
 
     @cached_property
     def index(self) -> dict[str, Stored]:
-        """Return the index entries by key, read from the file in the first call. Raise ValueError if it is damaged."""
+        """Return the index entries by key of the tensor. The file is read in the first access.
+
+        Raises:
+            ValueError: The index is missing or damaged, or the byte order of the tensors is not this machine's.
+            OSError: The file can't be read.
+        """
         file = self.directory / INDEX_FILE
         if INDEX_FILE not in self.files:
             raise ValueError(f"{self.directory} is damaged, or was tampered with: it has no {INDEX_FILE}; {EARLIER}")
@@ -292,12 +306,13 @@ class Reader:
         return index_of_json(content, self.files, file)
 
     def read(self, tensors: Mapping[str, SavedTensor]) -> None:
-        """Read the elements of the parts of ``tensors`` from the files, in place.
+        """Fill the parts of ``tensors`` in place with the elements in the checkpoint.
 
         Args:
-            tensors: Tensors on the CPU, by key of the index.
+            tensors: CPU tensors to fill, by key of the index. A part may have another size than the parts in the files.
         Raises:
             ValueError: A file is damaged, or the checkpoint does not have all elements.
+            KeyError: The index has no such key.
             OSError: A file can't be read.
         """
         wanted = [
@@ -317,7 +332,11 @@ class Reader:
 
 
 def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
-    """Return the stored parts that overlap with ``box``. Raise ValueError if they do not cover all of ``box``."""
+    """Return the stored parts of a tensor that overlap with ``box``.
+
+    Raises:
+        ValueError: They do not cover all of ``box``.
+    """
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
         raise ValueError(f"the checkpoint has only a part of {key}: it is damaged; {EARLIER}")
@@ -325,20 +344,20 @@ def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
 
 
 def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
-    """Read the elements that a stored part and ``part`` have in common, into ``part``.
+    """Read the elements that a part in a file and the tensor ``part`` have in common, into ``part``.
 
     Args:
-        stream: The file of the stored part.
-        place: The location of the stored part.
-        dtype: The dtype of the tensor.
-        box: The box of ``part`` in the full tensor.
-        part: The tensor to fill.
+        stream: The file.
+        place: The location of the part in the file.
+        dtype: The dtype of the elements.
+        box: The region of the full tensor that ``part`` holds.
+        part: The CPU tensor to fill.
     """
     common = box.common(place.box)
     target = part.detach()
     for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
         target = target.narrow(dim, offset - box.offsets[dim], size)
-    # Rows of the stored part are contiguous in the file. Read full rows, then select the columns of ``part``.
+    # Rows of the part in the file are contiguous. Read full rows, then select the columns that ``part`` needs.
     row = place.box.sizes[1:]
     before = common.offsets[0] - place.box.offsets[0] if common.offsets else 0
     direct = common.sizes[1:] == row and target.is_contiguous()

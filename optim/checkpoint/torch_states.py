@@ -1,4 +1,4 @@
-"""`TorchStates`, an adapter for `torch.distributed.checkpoint.state_dict`: optimizer states as DTensors, by parameter."""
+"""`TorchStates`: makes optimizer states DTensors, by parameter, for `torch.distributed.checkpoint.state_dict`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from .contents import find_master_weights, portable_entries
 
 # States of one parameter as DTensors ----------------------------------------------------------------------------------
 
-# Convert the optimizer states of a parameter's shards, on all ranks, to a DTensor of the parameter's full shape, and back.
+# Conversion between the optimizer states of a parameter's shards on all ranks and a DTensor of the parameter's full
+# shape.
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ParameterStates:
         local: ``param``, or its local tensor if it is a DTensor.
         entry: The layout of the parameter.
         held: (position in the param groups, stepped tensor) for each shard of ``local`` that this rank steps.
-        sharded_over: The axes over which `Sharded` divides ``local`` into shards. None: the optimizer steps ``local``.
+        sharded_over: The mesh axes over which `Sharded` (ZeRO) divides ``local`` into shards. None: it does not.
     """
 
     registry: ProcessGroupRegistry
@@ -50,10 +51,13 @@ class ParameterStates:
     sharded_over: tuple[str, ...] | None
 
     def spec_and_region(self) -> tuple[P, Region]:
-        """Return the spec of a state as a DTensor, and this rank's region of it.
+        """Return the layout of a state as a DTensor, and this rank's region of it.
+
+        With `Sharded`, the DTensor is sharded by rows over the axes of `Sharded`, in addition to the parameter's
+        layout.
 
         Raises:
-            ValueError: A DTensor does not support the layout of the parameter.
+            ValueError: A DTensor does not support the layout of the parameter, or the full shape is unknown.
         """
         entry, registry = self.entry, self.registry
         if entry.full_shape is None:
@@ -81,11 +85,13 @@ class ParameterStates:
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
 
     def whole(self, pieces: list[tuple[SteppedTensor, Any]]) -> Tensor:
-        """Return one optimizer state of the parameter: a DTensor of the full shape if it is sharded, else a plain tensor.
+        """Return one optimizer state of the parameter: a DTensor of the full shape if it is sharded, else a plain
+        tensor.
 
         Args:
-            pieces: (stepped tensor, its state) for each shard that this rank steps.
-
+            pieces: (stepped tensor, its state) for each shard that this rank steps. May be empty with `Sharded` only.
+        Raises:
+            ValueError: A DTensor does not support the layout of the parameter, or the full shape is unknown.
         Collectives: with `Sharded`, an object all-gather and an all-reduce over its axes.
         """
         from torch.distributed.tensor import DTensor, Shard
@@ -111,15 +117,15 @@ class ParameterStates:
         )
 
     def _cut_axes(self, spec: P) -> dict[tuple[str, ...], int]:
-        """Return the tensor dim that each dim of the DTensor's device mesh shards, by the mesh axes of that mesh dim.
+        """Return {mesh axes: tensor dim that is sharded over them}. Each item is one dim of the DTensor's device mesh.
 
-        Mesh dims of size 1 are left out.
+        Axes whose product of sizes is 1 are left out.
         """
         dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.joint_dim_axes(dim)}
         return {axes: dim for axes, dim in dims.items() if self.registry.size(*axes) > 1}
 
     def _first_row(self, region: Region) -> int:
-        """Return the index in this rank's local tensor of the first row of ``region``."""
+        """Return the index of the first row of ``region`` in this rank's local tensor; 0 for an empty region."""
         return region.offsets[0] - self._region().offsets[0] if region.numel else 0
 
     def _region(self) -> Region:
@@ -128,14 +134,15 @@ class ParameterStates:
         return region
 
     def _combine_shards(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Return a state of the entire local tensor, flattened, combined from the shards on all ranks of the axes.
+        """Return a state of the entire local tensor, flattened, from the shards on all ranks of the axes of `Sharded`.
 
         The elements are bitwise equal to the shards' elements.
 
         Args:
-            parts: The state of this rank's shards, by their offset in the flattened local tensor.
+            parts: The state of this rank's shards, by the shard's offset in the flattened local tensor.
 
-        Collectives: an object all-gather and an all-reduce over the axes.
+        Collectives: an object all-gather and an all-reduce over the axes of `Sharded`.
+        Host synchronization: yes.
         """
         assert self.sharded_over is not None
         group = self.registry.group(*self.sharded_over)
@@ -149,13 +156,15 @@ class ParameterStates:
         return flat
 
     def local_part(self, value: Tensor) -> Tensor:
-        """Return the part of a saved state that belongs to this rank's local tensor.
+        """Return the part of a saved state that belongs to this rank's local tensor of the parameter.
 
         Args:
             value: The saved state: a DTensor, a full tensor, or a tensor of the local shape.
 
-        Collectives: an all-gather if ``value`` is a DTensor of another layout. With `Sharded`, if ``value`` is a DTensor of
-            the same layout, an object all-gather and an all-reduce over its axes. Otherwise none.
+        Raises:
+            ValueError: ``value`` is a DTensor, and a DTensor does not support the parameter's layout in this run.
+        Collectives: if ``value`` is a DTensor of another layout, those of ``value.full_tensor()``. If it is a DTensor
+            of the same layout, with `Sharded` an object all-gather and an all-reduce over its axes. Otherwise none.
         """
         if not has_dtensors((value,)):
             return value if value.shape == self.entry.shape else self._region().of(value)
@@ -164,7 +173,8 @@ class ParameterStates:
         assert isinstance(value, DTensor)
         spec, region = self.spec_and_region()
         axes = self._cut_axes(spec)
-        # Mesh and placements are compared, not shapes, which may match on some ranks only: all ranks must decide equally.
+        # All ranks must take the same branch. So mesh and placements are compared, not shapes, which may match on some
+        # ranks only.
         same = axes and value.device_mesh == self.registry.device_mesh(*axes)
         if not same or list(value.placements) != [Shard(dim) for dim in axes.values()]:
             return self._region().of(value.full_tensor())
@@ -177,8 +187,8 @@ class ParameterStates:
 
 # The adapter ----------------------------------------------------------------------------------------------------------
 
-_OWN = "meshstep/"  # prefix of the library's entries in a param group
-_CLIP = _OWN + "clip"  # one JSON text, because torch saves every entry of a param group once per parameter
+_OWN = "meshstep/"  # prefix of meshstep's entries in a param group
+_CLIP = _OWN + "clip"  # the state of the clipping rule: one text, because torch saves each entry once per parameter
 
 
 class TorchStates(torch.optim.Optimizer):
@@ -191,12 +201,13 @@ class TorchStates(torch.optim.Optimizer):
         dcp.load(saved, checkpoint_id=path)
         set_optimizer_state_dict(model, states, saved["optim"])
 
-    Optimizer states and master weights (``"master"``) of sharded parameters become DTensors of the full shape, so
-    they can be loaded in another layout. This holds for sharding by a declaration, by `fully_shard` and by `Sharded`.
-    Weights of the model that only a declaration shards stay plain tensors, of which DCP saves one rank's: save them
-    with `save_checkpoint`. The loss scale, the numbers of skipped steps and similar values become numbers in the
-    param groups. The state of a clipping rule becomes a text there. If the optimizer has no states yet, the
-    constructor creates its initial states.
+    Optimizer states and master weights (state ``"master"``) of sharded parameters become DTensors of the full shape, so
+    that they can be loaded in another layout. This holds for parameters that are sharded by a declaration, by
+    `fully_shard` or by `Sharded`. The weights of the model do not go through this class. If only a declaration shards a
+    weight, it is a plain tensor, and torch.distributed.checkpoint (DCP) saves one rank's shard only: use
+    `save_checkpoint`. The loss scale, the numbers of skipped steps and similar values become numbers in the param
+    groups. The state of a clipping rule becomes a text there. If the optimizer has no states yet, the constructor
+    creates its initial states.
 
     Args:
         optimizer: The optimizer. Keep its registry open while you use this object. Create a new `TorchStates` after
@@ -204,11 +215,12 @@ class TorchStates(torch.optim.Optimizer):
     Raises:
         ValueError: On every rank, in `state_dict`: shards of a parameter have unequal sizes that are not declared. Or a
             DTensor does not support the layout of a parameter (sharded blocks, shards on a diagonal). Or a state is
-            neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports all
-            cases except the first.
-    Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. With `Sharded`, the two
-        methods also run an object all-gather and an all-reduce per state. `load_state_dict` also all-gathers DTensors of
-        another layout, and the weights that `Sharded` writes to the model.
+            neither a number nor of the shard's shape. Or a number differs between shards. `save_checkpoint` supports
+            all cases except the first.
+    Collectives: object all-gathers in the constructor, in `state_dict` and in `load_state_dict`. If the optimizer has
+        no states yet, the constructor also runs those of a step of a full-tensor optimizer. With `Sharded`, the two
+        methods also run an object all-gather and an all-reduce per state. `load_state_dict` also all-gathers DTensors
+        of another layout, and the weights that `Sharded` writes to the model.
     Memory: with `Sharded`, one more state tensor of the parameter's local shape.
     Host synchronization: yes.
     """
@@ -223,7 +235,7 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return copies of the param groups, with the model's parameters, and with other state as extra entries."""
+        """Return copies of the param groups, with the model's parameters and extra entries such as the loss scale."""
         own: dict[str, Any] = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
         if self._optimizer.clip is not None and self._optimizer.clip.initial():
             own[_CLIP] = json.dumps(self._optimizer.state_dict()["meshstep"]["clip"])
@@ -235,16 +247,16 @@ class TorchStates(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return a dict per parameter that has states; its keys are the states' names, its values are None."""
+        """Return {parameter: {name of a state: None}} for the parameters that have states."""
         names = [(item.param, self._keys.get(item.entry.name, ())) for group in self._parameters for item in group]
         return {param: dict.fromkeys(keys) for param, keys in names if keys}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. torch's functions call it after they set gradients to create states."""
+        """Clear the gradients. torch's state-dict functions call it after they set gradients to create states."""
         self._optimizer.transforms.clear(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing. torch calls it to create states, which already exist."""
+        """Do nothing. torch's state-dict functions call it to create initial states, which already exist."""
 
     # Locations of states ----------------------------------------------------------------------------------------------
 
@@ -264,7 +276,7 @@ class TorchStates(torch.optim.Optimizer):
         return ((one(param) for param in group) for group in optimizer.model_param_groups)
 
     def _make_states(self) -> None:
-        """Create initial states: run a step with zero gradients at learning rate 0, then reset the numbers that changed."""
+        """Create initial optimizer states by a step with zero gradients at learning rate 0; reset the changed numbers."""
         inner = self._optimizer.optimizer
         stepped = [param for group in inner.param_groups for param in group["params"]]
         kept = [(param, param.grad) for param in stepped]
@@ -293,11 +305,14 @@ class TorchStates(torch.optim.Optimizer):
                     for key, value in part.state.get(param, {}).items():
                         if key in ("step", "mu_product"):
                             value.fill_(0 if key == "step" else 1)
-                        elif key in ("eta", "step_size"):  # of ASGD and Rprop; their initial value is the learning rate
+                        elif key in ("eta", "step_size"):  # states of ASGD and Rprop, initially the learning rate
                             value.fill_(float(group["lr"]))
 
     def _gather_keys(self) -> dict[str, list[str]]:
-        """Return the names of each parameter's states, from all ranks. Collectives: an object all-gather."""
+        """Return, for each parameter of this rank, the names of the states that any rank has for it.
+
+        Collectives: an object all-gather.
+        """
         own = self._own_states()
         mine = {item.entry.name: sorted(values) for item, values in own}
         found: dict[str, set[str]] = {}
@@ -307,9 +322,10 @@ class TorchStates(torch.optim.Optimizer):
         return {item.entry.name: sorted(found[item.entry.name]) for item, _ in own}
 
     def _own_states(self) -> list[tuple[ParameterStates, dict[str, list[tuple[SteppedTensor, Any]]]]]:
-        """Return (parameter, its states on this rank) pairs. The states are lists of (shard, value), by name of the state.
+        """Return (parameter, its states on this rank) pairs. The states are lists of (shard, value), by name of the
+        state.
 
-        Master weights are included, with the name "master".
+        Master weights are included as states with the name "master".
         """
         state = self._optimizer.state_dict()
         masters = find_master_weights(state["meshstep"]["weights"])
@@ -326,7 +342,7 @@ class TorchStates(torch.optim.Optimizer):
         return result
 
     def _rest(self) -> dict[str, Any]:
-        """Return the state without optimizer states and layout-dependent entries: loss scale, skipped steps and more."""
+        """Return the loss scale, the numbers of skipped steps, and layout-independent entries about the weights."""
         own = self._optimizer.state_dict()["meshstep"]
         kept = {key: own[key] for key in ("loss_scale", "skipped_steps", "vetoed_steps")}
         return {**kept, "weights": portable_entries(own["weights"])}
@@ -334,7 +350,15 @@ class TorchStates(torch.optim.Optimizer):
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of torch's optimizers. Raises, collectives: as the class."""
+        """Return the state in the format of torch's optimizers, with states of sharded parameters as DTensors.
+
+        Raises:
+            ValueError: On every rank: shards of a parameter have unequal sizes that are not declared. Or a DTensor does
+                not support the layout of a parameter. Or a state is neither a number nor of the shard's shape. Or a
+                number differs between shards.
+        Collectives: object all-gathers. With `Sharded`, also an object all-gather and an all-reduce per state.
+        Host synchronization: yes.
+        """
         own = self._own_states()
         numbers = on_all_ranks(lambda: self._check(own), self.registry)
         known: dict[str, dict[str, Any]] = {}
@@ -395,9 +419,11 @@ class TorchStates(torch.optim.Optimizer):
         """Load the result of `state_dict` into the `ParallelOptimizer`. It may come from another layout.
 
         Raises:
-            ValueError: On every rank: the state is of an optimizer with other param groups, of another kind, or in another
-                precision mode.
-        Collectives: as the class.
+            ValueError: On every rank: the state is of an optimizer with other param groups, of another class, or in
+                another precision mode. Or a number or the text of a clipping rule is missing or wrong.
+        Collectives: object all-gathers, and all-gathers of DTensors of another layout. With `Sharded`, also an object
+            all-gather and an all-reduce per state, and all-gathers of the weights that are written to the model.
+        Host synchronization: yes.
         """
         saved_states = on_all_ranks(lambda: self._saved_states(state_dict), self.registry)
         state: dict[int, dict[str, Any]] = {}
@@ -429,7 +455,7 @@ class TorchStates(torch.optim.Optimizer):
         )
 
     def _saved_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved state except optimizer states, from the first param group.
+        """Return the saved loss scale, numbers of skipped steps and similar values from the first param group.
 
         Raises:
             ValueError: A number is missing or wrong, or the text of a clipping rule is not valid.
@@ -447,7 +473,11 @@ class TorchStates(torch.optim.Optimizer):
             ) from None
 
     def _saved_states(self, state_dict: Mapping[str, Any]) -> list[tuple[ParameterStates, Mapping[str, Any]]]:
-        """Return each parameter's saved state. Raise ValueError if it belongs to another parameter or another mode."""
+        """Return (parameter, its saved states by name) pairs.
+
+        Raises:
+            ValueError: The saved param groups have other numbers of parameters, or a parameter has other states.
+        """
         items = [item for group in self._parameters for item in group]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
@@ -466,7 +496,13 @@ class TorchStates(torch.optim.Optimizer):
         return found
 
     def _parts(self, item: ParameterStates, key: str, value: Any) -> Iterator[tuple[int, Any]]:
-        """Yield (position, part of the saved state ``value``) for each shard of the parameter that this rank steps."""
+        """Yield (position in the param groups, part of the saved state ``value``) for each shard that this rank steps.
+
+        Args:
+            item: The parameter.
+            key: The name of the state.
+            value: The saved state of the parameter.
+        """
         if not isinstance(value, Tensor) or _is_number(key, value, item.local):
             for position, _ in item.held:
                 yield position, value.clone() if isinstance(value, Tensor) else value
@@ -490,7 +526,15 @@ def _numbers(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
 
 
 def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return ``content`` with each number replaced by the one in ``numbers``. Raise ValueError if one is missing."""
+    """Return a copy of the nested dict ``content``, with each number replaced by the number in ``numbers``.
+
+    Args:
+        content: The nested dict.
+        numbers: Numbers or tensors by path in ``content``: the keys joined by "/".
+        before: The path of ``content`` in the outer dict.
+    Raises:
+        ValueError: A number is missing.
+    """
     result: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping):

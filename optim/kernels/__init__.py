@@ -1,1 +1,1 @@
-"""Powers of gradients and updates of optimizers in one pass over memory. `native` has the plain formulas."""
+"""CPU and Triton kernels for sums of powers of gradients, and for updates of optimizers. `native` has the formulas."""

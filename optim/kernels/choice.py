@@ -1,10 +1,11 @@
-"""Choice of the kernels that compute gradient norms and optimizer updates: the library's own or torch's.
+"""Choice of the kernels that compute gradient norms and optimizer updates: meshstep's own or torch's.
 
-    "auto"    on a CPU the compiled kernels (`native`) if they are installed, otherwise torch's; on a GPU torch's kernels
-    "torch"   torch's kernels on every device
-    "triton"  on a GPU the Triton kernels (`triton`); on a CPU as "auto"
+    "auto"    on a CPU the compiled kernels (`native`) if they are installed, otherwise torch's; on a GPU torch's
+    kernels "torch"   torch's kernels on every device "triton"  on a GPU the Triton kernels (`triton`); on a CPU as
+    "auto"
 
-Tests can run the Triton kernels on a CPU, in Triton's interpreter. Then the compiled kernels are not used.
+With "triton" and the environment variable ``TRITON_INTERPRET=1``, as in tests, the Triton kernels run on the CPU. Then
+the compiled kernels are not used.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _choice: list[Kernels] = []
 
 
 class Chosen:
-    """The kernels of this process, cached until `use_kernels` is called."""
+    """The chosen kernels of this process. The attributes are cached until `use_kernels` is called."""
 
     @cached_property
     def native(self) -> Native | None:
-        """Return the compiled CPU kernels; None if not installed, with "torch", and in Triton's interpreter."""
+        """Return the compiled CPU kernels, or None if torch's kernels or interpreted Triton kernels run on the CPU."""
         return None if kernels_chosen() == "torch" or _is_interpreted() else _found()
 
     @cached_property
     def triton(self) -> Triton | None:
-        """Return the Triton kernels if "triton" is chosen, on any device; None otherwise. See also `triton_on`."""
+        """Return the Triton kernels if "triton" is chosen, even if they don't run on the tensors' device; else None."""
         return _loaded() if kernels_chosen() == "triton" else None
 
 
@@ -45,23 +46,24 @@ chosen = Chosen()
 
 
 def use_kernels(kernels: Kernels) -> None:
-    """Choose the kernels of this process. Call it before optimizers are created, with the same choice on all ranks.
+    """Choose the kernels for gradient norms and optimizer updates in this process.
 
-    All kernels compute the same formulas; their results differ by rounding. `ParallelOptimizer` checks that all ranks use
-    the same kernels. Without a call, the environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
+    Call it before optimizers are created, with the same choice on all ranks; `ParallelOptimizer` checks that all ranks
+    use the same kernels. All kernels compute the same formulas; their results differ by rounding. Without a call, the
+    environment variable ``MESHSTEP_KERNELS`` decides; its default is "auto".
 
         use_kernels("torch")
 
     Args:
-        kernels: "auto": compiled loops on a CPU, torch's kernels on a GPU. The loops compute powers of gradients and
-            the updates of torch's fused Adam, AdamW, SGD and Adagrad in one pass over memory. "torch": torch's own
-            kernels everywhere. "triton": Triton kernels compute these powers and updates on a GPU; on a CPU as "auto".
-            The Triton kernels **have never run on a GPU**: they pass their tests in Triton's interpreter, and compile
-            for GPUs. A step captured in a CUDA graph uses torch's kernels in any case.
+        kernels: "auto": compiled loops on a CPU if they are installed, and torch's kernels on a GPU. The loops compute
+            gradient norms, and the updates of torch's fused Adam, AdamW, SGD and Adagrad, in one pass over memory.
+            "torch": torch's own kernels everywhere. "triton": Triton kernels compute these norms and updates on a GPU;
+            on a CPU as "auto". The Triton kernels **have never run on a GPU**: they pass their tests in Triton's
+            interpreter, and compile for GPUs. A step captured in a CUDA graph uses torch's kernels in any case.
 
     Raises:
-        ValueError: ``kernels`` is neither "auto", "torch" nor "triton".
-        ImportError: "triton" is chosen and the package triton can't be imported.
+        ValueError: ``kernels`` is none of "auto", "torch" and "triton".
+        ImportError: ``kernels`` is "triton", and the package triton can't be imported.
 
     Collectives: none.
     Host synchronization: none.
@@ -71,7 +73,12 @@ def use_kernels(kernels: Kernels) -> None:
 
 
 def kernels_chosen() -> Kernels:
-    """Return the choice of `use_kernels` or of the environment. Raises as `use_kernels`."""
+    """Return the choice of `use_kernels`, or without a call that of the environment variable ``MESHSTEP_KERNELS``.
+
+    Raises:
+        ValueError: The environment variable has another value than "auto", "torch" and "triton".
+        ImportError: It is "triton", and the package triton can't be imported.
+    """
     if not _choice:
         _choice.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
     return _choice[0]
@@ -84,7 +91,7 @@ def triton_on(device: torch.device) -> Triton | None:
 
 
 def kernels_here() -> str:
-    """Return the names of the kernels that this process uses, as text that ranks compare."""
+    """Return a text that names the kernels of this process. Ranks compare it, because all must use the same kernels."""
     if _is_interpreted():
         return "triton, interpreted"
     on_cpu = "torch" if chosen.native is None else "native"

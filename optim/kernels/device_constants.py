@@ -1,4 +1,4 @@
-"""Small tensors on a device with values from the host, cached and copied without host synchronization."""
+"""Caches of small device tensors whose values come from the host. The copies do not synchronize with the host."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ KEPT = 64
 
 
 class Constants:
-    """Cache of 1-dim device tensors with constant values. It holds the `KEPT` tensors that were used last, and all
-    tensors that CUDA graphs read.
+    """Cache of 1-dim device tensors with constant values.
 
-    Steps may need different tensors, because different parameters may have gradients.
+    It holds the `KEPT` tensors that were used last, and all tensors that captured CUDA graphs read. Optimizer steps may
+    need different tensors, because different parameters may have gradients.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._of_graphs: dict[Hashable, Tensor] = {}  # CUDA graphs keep reading these addresses
+        self._of_graphs: dict[Hashable, Tensor] = {}  # never freed, because CUDA graphs read these addresses
 
     def __call__(
         self, key: Hashable, values: Callable[[], Sequence[float]], dtype: torch.dtype, device: torch.device
@@ -33,8 +33,8 @@ class Constants:
         """Return a 1-dim tensor on ``device`` with the given values.
 
         Args:
-            key: Identifies the values.
-            values: Called if the cache has no tensor for ``key``.
+            key: Key of the values in the cache. Equal keys must mean equal values.
+            values: Function that returns the values. Called only if the cache has no tensor for ``key``.
             dtype: Dtype of the tensor.
             device: Device of the tensor.
 
@@ -66,7 +66,7 @@ class Constants:
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
-# Tables that kernels read: the addresses of tensors, and the assignment of chunks to programs.
+# Kernels read tables on the device: addresses of tensors, and for each program the chunk of elements that it processes.
 
 T = TypeVar("T")
 TABLES_KEPT = 64
@@ -75,13 +75,15 @@ DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 @dataclass(frozen=True)
 class Chunks:
-    """Division of n tensors into chunks. It depends on the tensors' sizes only.
+    """Division of n tensors into chunks of equally many elements. It depends on the tensors' sizes only.
+
+    The last chunk of a tensor may be shorter. The first three fields are tensors on the device.
 
     Args:
         numels: Number of elements per tensor, [n] int64.
-        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [chunks, 2] int64.
-        first: Index of each tensor's first chunk, followed by the number of chunks, [n + 1] int64.
-        count: Number of chunks, on the host.
+        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [count, 2] int64.
+        first: Index of each tensor's first chunk, followed by ``count``, [n + 1] int64.
+        count: Total number of chunks.
     """
 
     numels: Tensor
@@ -91,9 +93,9 @@ class Chunks:
 
 
 class Tables:
-    """Cache of the `TABLES_KEPT` tables that were used last, looked up by their content.
+    """Cache of the `TABLES_KEPT` device tables that were used last, looked up by their content.
 
-    So if gradients have the same addresses as in the last step, no table is copied to the device.
+    So if gradients have the same addresses as in the last step, no table of addresses is copied to the device.
 
     A table is never overwritten, because a kernel that has not run yet may still read it. It is copied to a GPU from
     pinned memory, without host synchronization. Each CUDA stream has separate tables.
@@ -103,7 +105,7 @@ class Tables:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
 
     def of(self, values: array[int] | array[float], device: torch.device) -> Tensor:
-        """Return the values as a tensor on ``device``: [len(values)], int64 or float64.
+        """Return a tensor on ``device`` with the given values: [len(values)], int64 for integers, float64 for floats.
 
         Host synchronization: none.
         """
@@ -111,7 +113,8 @@ class Tables:
         return self._one(key, lambda: _brought(torch.frombuffer(values, dtype=DTYPES[values.typecode]).clone(), device))
 
     def chunks_of(self, numels: array[int], size: int, device: torch.device) -> Chunks:
-        """Return the division of tensors with these sizes into chunks of ``size`` elements.
+        """Return the division of tensors into chunks of ``size`` elements. ``numels`` has the number of elements per
+        tensor.
 
         Host synchronization: none.
         """

@@ -1,8 +1,8 @@
-"""Memory formats of tensors, for kernels that read memory linearly.
+"""Memory formats of tensors, for kernels that receive addresses and read memory linearly.
 
-A kernel receives addresses. So the tensors that it combines (parameter, gradient, states, remainder, half-precision
-copy) must have equal strides, and their memory must contain their values. A tensor with torch's negative bit, for
-example, stores the negated values.
+The tensors that such a kernel combines (parameter, gradient, optimizer states, half-precision copy) must store their
+elements in the same order. Their memory must contain their values. A tensor with torch's negative bit, for example,
+stores the negated values.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ except ImportError:  # the class is private: another torch version may not have 
     TensorGuards = None  # type: ignore[assignment, misc]
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes whose memory contains their values unless they are lazy (`is_lazy`). Subclasses may store something else."""
+"""Tensor classes whose memory contains the values, unless a tensor is lazy (`is_lazy`). Subclasses may store others."""
 
 
 class Signature:
     """Class, dtype, device, shape, strides and laziness (`is_lazy`) of each tensor in a list, but not its address.
 
-    torch's guards compare a signature in C++, in 0.05 us per tensor, and compare ``requires_grad`` too. Without them Python
-    takes forty times as long.
+    It is compared by torch's guards in C++, which also compare ``requires_grad``. If this torch version does not have
+    them, it is compared in Python, which is much slower.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -36,7 +36,7 @@ class Signature:
             self._described = list(map(_describe, tensors))
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Return True if ``tensors`` have this signature; False if one of them is None."""
+        """Return True if ``tensors`` have this signature, in the same order; False if an item is None."""
         if len(tensors) != self._count:
             return False
         if self._guards is not None:
@@ -61,38 +61,44 @@ def _describe(tensor: Tensor | None) -> tuple[object, ...]:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Return True if the memory does not contain the values: torch negates or conjugates lazily, or stores no zeros."""
+    """Return True if the tensor's memory does not contain its values.
+
+    This holds for a lazily negated or conjugated tensor, and for a zero tensor of autograd, which has no memory.
+    """
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def resolve_(tensor: Tensor) -> None:
     """Write the values of a lazy tensor to new memory. The tensor object remains the same.
 
-    Tensors that are not lazy, and instances of tensor subclasses, stay unchanged.
+    A tensor that is not lazy stays unchanged, and so does an instance of a tensor subclass other than ``nn.Parameter``.
     """
     if type(tensor) in PLAIN and is_lazy(tensor):
         tensor.data = torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
 
 
 def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill a contiguous range of memory, in any order."""
+    """Return True if the elements fill a contiguous range of memory once, in any order."""
     return tensor.is_contiguous() or is_dense(tensor)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements in memory order, [numel]: a view of a dense tensor, otherwise a copy."""
+    """Return the elements in memory order as a contiguous 1-dim tensor: a view of a dense tensor, otherwise a copy."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).reshape(-1).contiguous()
 
 
 def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
-    """Return True if both tensors store their elements in the same order. ``param`` must be dense and not lazy."""
+    """Return True if ``tensor`` is not lazy and has the shape and the element order of ``param``.
+
+    ``param`` must be dense and not lazy.
+    """
     same = (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
     return tensor.shape == param.shape and same and not is_lazy(tensor)
 
 
 def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return ``tensor`` in the element order of ``param``: the tensor itself or a copy."""
+    """Return ``tensor`` in the element order of ``param``: ``tensor`` itself if it has this order, else a copy."""
     return tensor if same_memory_format(tensor, param) else torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
 
 

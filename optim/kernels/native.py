@@ -1,9 +1,9 @@
 """Compiled CPU kernels (`csrc/native.c`), called with the addresses of tensors.
 
-The kernels need one pass over memory where torch's kernels need two or more. Powers of gradients of the dtypes in
-`DTYPES` are summed in float64 as the gradients are read. An update reads the gradient in its own precision, multiplies
-it by a factor, updates parameter and states, and writes the half-precision copy of the parameter. The gradients are
-unchanged.
+The kernels need one pass over memory where torch's kernels need two or more. For norms, gradients of the dtypes in
+`DTYPES` are converted to float64 as they are read, and their powers are summed. An update reads the gradient in its own
+precision, multiplies it by a factor, updates parameter and optimizer states, and writes the half-precision copy of the
+parameter. The gradients are unchanged.
 
 The results are bitwise identical for all instruction sets and all numbers of threads. The kernels don't increase
 torch's version counters. A caller that writes to tensors saved by autograd must call
@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 3  # must equal `meshstep_interface` in csrc/native.c
+INTERFACE = 3  # must equal the result of `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 NO_MEMORY = "the kernels could not allocate memory for their tables"
 
 
 class Kind(IntEnum):
-    """Formula of an update: `Adam`, `SGD` or `Adagrad`."""
+    """Formula of an optimizer update: `Adam`, `SGD` or `Adagrad`."""
 
     ADAM = 0
     SGD = 1
@@ -39,16 +39,18 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class PointerColumns:
-    """Addresses of the tensors that one call updates, one row per tensor; 0 for a missing tensor.
+    """Addresses of the tensors that one call of a kernel updates, as columns with one row per parameter.
+
+    The address of a missing tensor is 0.
 
     Args:
-        fixed: Five columns, one after the other: addresses of the parameters, of their first, second and third optimizer
-            states, and of their step counts.
+        fixed: Five columns, one after the other: addresses of the parameters, of their first, second and third
+            optimizer states, and of their step counts.
         grads: Addresses of the gradients, which all have the same dtype.
         numels: Numbers of elements of the parameters.
-        halves: Addresses of the half-precision copies of the parameters. None: there are none.
-        rests: Addresses of the remainders of bfloat16 parameters that are stepped as split master weights
-            (`meshstep.amp.master_weights`). None: there are none.
+        halves: Addresses of the half-precision copies of the parameters. None (default): no parameter has one.
+        rests: Addresses of the 16-bit remainders of bfloat16 parameters. A parameter and its remainder together are a
+            float32 master weight. None (default): no parameter has one.
     """
 
     fixed: array[int]
@@ -59,26 +61,26 @@ class PointerColumns:
 
     @property
     def count(self) -> int:
-        """Return the number of rows."""
+        """Return the number of parameters."""
         return len(self.numels)
 
 
 class Native:
-    """The functions of the compiled library.
-
-    `powers` and `update` take addresses. They return 0, or another value if memory for their tables ran out.
+    """The functions of the compiled library. `powers` and `update` return 0, or 1 if they could not allocate memory.
 
     Args:
         path: Path of the library.
 
     Attributes:
-        powers: Called with (number of tensors, their addresses, numels, dtype, norm type, address of the result,
-            threads). Writes one float64 per tensor: the sum of |x|^p for p = 1 or 2, or the largest |x| for p = inf.
-        update: Called with (kind, number of rows, `PointerColumns`: fixed, grads, halves, rests, numels, dtypes of
-            gradients and halves, numbers, factor, found_inf, threads). Steps the rows if ``found_inf`` is 0. The numbers
-            are the hyper-parameters, in float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr,
-            momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay. A negative factor
-            maximizes.
+        powers: Writes one float64 per tensor: the sum of |x|^p for p = 1 or 2, or the largest |x| for p = inf.
+            Arguments: the number of tensors, the addresses of their address table and of their table of numels, the
+            dtype (see `DTYPES`), p (see `NORM_TYPES`), the address of the result, and the number of threads.
+        update: Updates parameters and optimizer states if ``found_inf`` is 0. Arguments: the `Kind`, the number of
+            rows, the addresses of the columns fixed, grads, halves, rests and numels of a `PointerColumns`, the dtypes
+            of gradients and half-precision copies (see `DTYPES`), the address of the hyper-parameters, the factor on
+            the gradients (negative to maximize), the address of ``found_inf``, and the number of threads. The
+            hyper-parameters are float64. Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr,
+            momentum, dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay.
         instructions: The instruction set in use: "plain", "avx2" or "avx512".
     """
 
@@ -101,7 +103,7 @@ class Native:
             instructions: "plain", "avx2" or "avx512"; None: the best one that this machine supports.
 
         Raises:
-            ValueError: This machine does not support ``instructions``.
+            ValueError: ``instructions`` is unknown, or this machine does not support it.
         """
         found: bytes | None = self._take(instructions.encode() if instructions else None)
         if found is None:
@@ -110,21 +112,26 @@ class Native:
         return self.instructions
 
     def borrow(self, parallel: int | None) -> None:
-        """Use the threads of the OpenMP runtime whose ``GOMP_parallel`` has this address; None: create threads per call."""
+        """Select the threads that `powers` and `update` use.
+
+        Args:
+            parallel: Address of the function ``GOMP_parallel`` of an OpenMP runtime, whose threads are used. None: each
+                call creates threads.
+        """
         self._borrow(parallel)
 
 
 def torchs_threads() -> int | None:
-    """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime; None if it has none, as on macOS."""
-    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # also resolves symbols of linked libraries
+    """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime; None if it is not found, as on macOS."""
+    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # finds symbols of the libraries it links, too
     parallel = getattr(ctypes.CDLL(str(torchs)), "GOMP_parallel", None) if torchs.exists() else None
     return None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value
 
 
 def built() -> Native | None:
-    """Return the library compiled at installation; None if there is none, or if it has another interface version.
+    """Return the library that was compiled at installation; None if there is none, or if its interface version differs.
 
-    In the second case a warning is logged.
+    If the version differs, a warning is logged.
     """
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
@@ -141,16 +148,18 @@ def built() -> Native | None:
 
 # Reference formulas of the updates ------------------------------------------------------------------------------------
 
-# They use torch operations, in the dtype of their arguments. g is the gradient times the factor (negative to maximize),
-# and t the number of the step, counted from 1.
+# They use torch operations, in the dtype of their arguments. Argument p is the parameter, g the gradient times a factor
+# (negative to maximize), and t the number of the step, counted from 1.
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam and AdamW. States: first moment, second moment, and with ``amsgrad`` the largest second moment.
+    """Formula of Adam and AdamW. Optimizer states: first moment, second moment, and with ``amsgrad`` its maximum.
 
-    Kingma, Ba 2015 (arXiv:1412.6980); Loshchilov, Hutter 2019 (arXiv:1711.05101) for ``decoupled``; Reddi et al. 2018
-    for ``amsgrad``.
+    With ``decoupled``, the weight decay does not go through the moments (AdamW).
+
+    References: Kingma, Ba 2015 (arXiv:1412.6980); for ``decoupled`` Loshchilov, Hutter 2019 (arXiv:1711.05101); for
+    ``amsgrad`` Reddi et al. 2018.
     """
 
     lr: float
@@ -162,7 +171,7 @@ class Adam:
     amsgrad: bool = False
 
     def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        """Step ``p`` and its states in place."""
+        """Update parameter ``p`` and its optimizer states in place, with gradient ``g``, in step ``t`` = 1, 2, ..."""
         m, v, *largest = states
         if self.decoupled:
             p.mul_(1 - self.lr * self.weight_decay)
@@ -179,10 +188,11 @@ class Adam:
 
 @dataclass(frozen=True)
 class SGD:
-    """SGD as in torch; with ``nesterov`` also torch's Nesterov momentum, whose buffer does not contain the learning rate.
+    """Formula of SGD as in torch. With ``nesterov``, the momentum buffer does not contain the learning rate, as in
+    torch.
 
-    State: the momentum buffer, initially zeros; none without momentum. With ``dampening``, torch's first step differs: it
-    starts the buffer with the undampened gradient.
+    Optimizer state: the momentum buffer, initially zeros; none without momentum. With ``dampening``, torch's first step
+    differs: torch starts the buffer with the undampened gradient.
     """
 
     lr: float
@@ -192,7 +202,7 @@ class SGD:
     nesterov: bool = False
 
     def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        """Step ``p`` and its states in place."""
+        """Update parameter ``p`` and its optimizer states in place, with gradient ``g``, in step ``t`` = 1, 2, ..."""
         g = g + self.weight_decay * p
         if states:
             kept = states[0].copy_(self.momentum * states[0] + (1 - self.dampening) * g)
@@ -202,7 +212,7 @@ class SGD:
 
 @dataclass(frozen=True)
 class Adagrad:
-    """Adagrad (Duchi, Hazan, Singer 2011). State: the sum of squares."""
+    """Formula of Adagrad (Duchi, Hazan, Singer 2011). Optimizer state: the sum of the gradients' squares."""
 
     lr: float
     lr_decay: float = 0.0
@@ -210,7 +220,7 @@ class Adagrad:
     weight_decay: float = 0.0
 
     def step(self, p: Tensor, g: Tensor, states: list[Tensor], t: int) -> None:
-        """Step ``p`` and its states in place."""
+        """Update parameter ``p`` and its optimizer states in place, with gradient ``g``, in step ``t`` = 1, 2, ..."""
         g = g + self.weight_decay * p
         total = states[0].add_(g * g)
         p.sub_(self.lr / (1 + (t - 1) * self.lr_decay) * g / (total.sqrt() + self.eps))

@@ -1,4 +1,4 @@
-"""Launcher of the Triton kernels in `triton_kernels`, with the same inputs as the compiled CPU kernels.
+"""Launcher of the Triton kernels in `triton_kernels`, which compute the same formulas as the compiled CPU kernels.
 
 The kernels compile for GPUs but have never run on one. Their tests use Triton's interpreter: if the environment has
 ``TRITON_INTERPRET=1`` before triton is imported, the kernels run on CPU tensors, slowly. Otherwise they run on GPU
@@ -26,20 +26,20 @@ from .device_constants import Tables
 from .memory import PLAIN, in_memory_order
 from .native import DTYPES, Kind, PointerColumns
 
-MOST = 11  # largest integer below `powers.HIGH`, from which on norms replace powers
+MOST = 11  # largest supported integer p; from p = 12 (`norm.powers.HIGH`) on, the caller does not use these kernels
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """Tensors of one param group in an update; their gradients have the same dtype.
+    """The parameters of one param group to update, with gradients of one dtype.
 
     Args:
         columns: Addresses of the tensors. The step counts are float32, on the device.
-        hyper: Hyper-parameters, in the order of the numbers of `native.Native.update`.
+        hyper: Hyper-parameters as numbers, in the order of `native.Native.update`.
         rate: The learning rate as a float32 or float64 tensor on the device; None: the learning rate in ``hyper``.
         maximize: True: multiply the gradients by -1.
         grad_dtype: Dtype of the gradients: float32, bfloat16 or float16.
-        half_dtype: Dtype of the half-precision copies; ignored without copies.
+        half_dtype: Dtype of the half-precision copies of the parameters; ignored if ``columns`` has no copies.
     """
 
     columns: PointerColumns
@@ -60,10 +60,11 @@ class Variant(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Rows of several `KernelLaunch` objects, concatenated for one launch.
+    """The parameters of several `KernelLaunch` objects, concatenated for one launch.
 
-    ``group_of`` has the index of each row's object. Per object, ``hyper`` has the hyper-parameters, and ``rates`` the
-    address of the learning rate and 1 if it is float64. The other fields have addresses and sizes per row.
+    Per parameter, ``group_of`` has the index of its object, and ``fixed``, ``grads``, ``halves`` and ``numels`` have
+    the addresses and numbers of elements, as in `PointerColumns`. Per object, ``hyper`` has the hyper-parameters.
+    ``rates`` has the address of the learning rate tensor (0: none) and 1 if it is float64, else 0.
     """
 
     fixed: array[int]
@@ -80,7 +81,7 @@ class Triton:
 
     Attributes:
         version: Triton's version.
-        interpreted: True if Triton's interpreter runs them, on the CPU.
+        interpreted: True if Triton's interpreter runs the kernels, on the CPU.
     """
 
     def __init__(self) -> None:
@@ -95,11 +96,12 @@ class Triton:
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
         """Return the sum of |x|^p of each tensor, or for p = inf the largest |x|: [n] float64, on the tensors' device.
 
-        Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf, dtypes
-        differ or are not in `native.DTYPES`, or a tensor is an instance of a subclass.
+        Returns None if the kernels don't support the arguments: p is neither an integer from 1 to `MOST` nor inf,
+        dtypes differ or are not in `native.DTYPES`, or a tensor is an instance of a subclass other than
+        ``nn.Parameter``.
 
         Args:
-            tensors: Dense tensors on one device on which the kernels run.
+            tensors: At least one tensor, all on one device on which the kernels run.
             norm_type: p.
 
         Host synchronization: none.
@@ -112,7 +114,7 @@ class Triton:
         tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
         with _on(device):
             found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
-            if 0 in found_at:  # no elements, or a tensor of zeros that has no memory
+            if 0 in found_at:  # a tensor without elements, or a zero tensor of autograd, which has no memory
                 tensors = [tensor.clone() if tensor._is_zerotensor() else tensor for tensor in tensors]
                 found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
             addresses = self._tables.of(found_at, device)
@@ -138,13 +140,12 @@ class Triton:
         return found
 
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
-        """Step the float32 tensors of all param groups if ``found_inf`` is 0.
-
-        Launches at most two kernels per `Variant`.
+        """Update float32 parameters and their optimizer states if ``found_inf`` is 0, with at most two launches per
+        `Variant`.
 
         Args:
             kind: The formula.
-            parts: The tensors of each param group.
+            parts: The parameters of each param group.
             found_inf: 0-dim float32, on the device.
             factor: 0-dim tensor on the device by which the gradients are multiplied in float32. None: 1.
 
@@ -230,7 +231,11 @@ def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
 
 
 def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
-    """Return the row of ``hyper`` of one `KernelLaunch`, [HYPER] float64; see `triton_kernels.count_steps`."""
+    """Return the `triton_kernels.HYPER` numbers per param group for the kernels.
+
+    They are five hyper-parameters (0 for a missing one), log(beta1) and log(beta2) for Adam or zeros, and the sign of
+    the gradient.
+    """
     hyper = part.hyper
     logs = [log(beta) if beta else -inf for beta in hyper[1:3]] if kind == Kind.ADAM else [0.0, 0.0]
     own = [*hyper[:5], *[0.0] * (5 - len(hyper[:5]))]
@@ -247,5 +252,5 @@ def _are_aligned(*tables: array[int]) -> bool:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which ``device`` is current; Triton launches on the current GPU."""
+    """Return a context in which ``device`` is the current GPU, on which Triton launches. It does nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

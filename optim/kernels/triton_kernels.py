@@ -13,21 +13,24 @@ BLOCK = 1024  # elements per loop iteration
 
 # Powers of gradients --------------------------------------------------------------------------------------------------
 
-# One program sums a chunk of a tensor, and a second kernel adds the sums by tensor.
+# A program of the first kernel sums one chunk of a tensor. A second kernel adds these sums per tensor.
 #
 #     cells[chunk] = sum over the chunk of |x|^p          out[tensor] = sum of the tensor's cells
 #
-# There are no atomics: every sum has a fixed order, whichever program runs first. The largest |x| (p = inf) is found in
-# the bits of float64, which without the sign are ordered like the values, with NaN as the largest. The division into
-# chunks does not depend on the addresses, so the sums do not either. Loops use ``while``: with a new numpy, the
-# interpreter of Triton 3.6 does not support ``range`` with a loaded bound.
+# There are no atomics: every sum has a fixed order, whichever program runs first. For p = inf, the bits of float64
+# values without the sign are compared as integers. They are ordered like the values, with NaN as the largest. The
+# division into chunks does not depend on the addresses, so the sums do not either. Loops use ``while``, because
+# Triton's interpreter may not support ``range`` with a bound that was loaded from memory.
 
 WITHOUT_SIGN = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
 def together(total: tl.tensor, POWER: tl.constexpr) -> tl.tensor:
-    """Reduce all lanes to one float64: their sum, or for POWER 0 (p = inf) the largest."""
+    """Return one float64 from a block of lanes: their sum, or for POWER 0 (p = inf) the largest.
+
+    For POWER 0 the lanes are int64 with the bits of float64 values >= 0 or NaN.
+    """
     return tl.max(total, 0).to(tl.float64, bitcast=True) if POWER == 0 else tl.sum(total, 0)
 
 
@@ -42,7 +45,18 @@ def powers_of_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write ``cells[chunk]`` for one chunk. ``chunks`` has (tensor, index of the chunk in it). POWER is p, or 0 for inf."""
+    """Sum |x|^p over one chunk of a tensor, or find the largest |x| (p = inf), and write the result to ``cells``.
+
+    Args:
+        addresses: Addresses of the tensors, [n].
+        numels: Numbers of elements of the tensors, [n].
+        chunks: For each chunk the index of its tensor, and the chunk's index within that tensor, [chunks, 2].
+        cells: Output, [chunks] float64.
+        DTYPE: Dtype of the tensors, as in `native.DTYPES`.
+        POWER: p; 0 means p = inf.
+        CHUNK: Elements per chunk.
+        BLOCK: Elements per loop iteration.
+    """
     cell = tl.program_id(0)
     tensor = tl.load(chunks + 2 * cell)
     start = tl.load(chunks + 2 * cell + 1) * CHUNK
@@ -82,9 +96,10 @@ def powers_of_chunks(
 def sums_of_cells(
     cells: tl.tensor, first_chunk: tl.tensor, out: tl.tensor, POWER: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Write ``out[tensor]``: the sum of the tensor's cells, or for POWER 0 (p = inf) the largest.
+    """Write ``out[tensor]``: the sum of the cells that `powers_of_chunks` wrote for the tensor, or their maximum.
 
-    The tensor's cells begin at ``first_chunk[tensor]`` and end before the next tensor's first chunk.
+    The tensor's cells begin at ``first_chunk[tensor]`` and end before the next tensor's first chunk. POWER is p; 0
+    means p = inf, the maximum.
     """
     tensor = tl.program_id(0)
     begin = tl.load(first_chunk + tensor)
@@ -104,19 +119,19 @@ def sums_of_cells(
 
 # Updates of optimizers ------------------------------------------------------------------------------------------------
 
-# There are two launches. `count_steps` uses one lane per tensor: it increments the step counts on the device, and
-# computes the factors that depend on learning rate and step count in float64. `update_chunks` uses one program per
-# chunk of a tensor: it reads the gradient in its own precision, multiplies it by a factor, steps, and writes the half-
-# precision copy of the stepped parameter. The gradient is unchanged. Both kernels read ``found_inf`` on the device. If
-# it is not 0, they change no parameter, state or step count.
+# An update has two launches. `count_steps` uses one lane per parameter: it increments the step counts on the device,
+# and computes in float64 the factors that depend on learning rate and step count. `update_chunks` uses one program per
+# chunk of a parameter: it reads the gradient in its own precision, multiplies it by a factor, updates parameter and
+# states, and writes the half-precision copy of the updated parameter. The gradient is unchanged. Both kernels read
+# ``found_inf`` on the device. If it is not 0, they change no parameter, state or step count.
 #
-# In `update_chunks`, divisions and roots follow IEEE 754, and the launch disables contraction to fused multiply-add.
-# Triton's own divisions and roots are approximate, so an element's bits would depend on the compilation. Rounding to
-# bfloat16 uses bit operations, because the cast of Triton's interpreter truncates.
+# In `update_chunks`, divisions and roots are rounded as in IEEE 754, and the launch disables fused multiply-add.
+# Triton's default divisions and roots are approximate, so the bits of a result could depend on the compilation.
+# Rounding to bfloat16 uses bit operations, because the cast of Triton's interpreter truncates.
 
-ROWS = 128  # step counts per program
-HYPER = 8  # float64 numbers per param group: 5 of the formula, log(beta1), log(beta2), sign of the gradient
-BY_ROW = 4  # float32 numbers per tensor: rate, root, decay, unused
+ROWS = 128  # parameters per program of `count_steps`
+HYPER = 8  # float64 numbers per param group: 5 hyper-parameters, log(beta1), log(beta2), sign of the gradient
+BY_ROW = 4  # float32 numbers per parameter: rate, root, decay, unused
 ADAM, SGD = tl.constexpr(0), tl.constexpr(1)  # values of native.Kind; any other value means Adagrad
 GROUP, ROW = tl.constexpr(HYPER), tl.constexpr(BY_ROW)
 
@@ -134,19 +149,23 @@ def count_steps(
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute each tensor's numbers of the update (see `BY_ROW`), and increment its step count if ``found_inf`` is 0.
+    """Compute the rate, root and decay of each parameter's update, and increment its step count if ``found_inf`` is 0.
+
+    Rate is the learning rate, divided for Adam by the first bias correction and for Adagrad by its decay. Root is the
+    square root of Adam's second bias correction, else 1. Decay is the weight decay, or for decoupled weight decay the
+    factor on the parameter.
 
     Args:
         fixed: Addresses [5, rows] of parameter, first, second and third state, and step count; 0: none.
-        group_of: Row of ``hyper`` for each tensor, [rows].
-        hyper: Numbers per param group, [groups, HYPER] float64.
-        rates: Per group, the address of a learning rate tensor (0: none), and 1 if it is float64, [groups, 2].
+        group_of: Index of each parameter's param group, [rows].
+        hyper: Hyper-parameters per param group, [groups, HYPER] float64.
+        rates: Per param group, the address of a learning rate tensor (0: none), and 1 if it is float64, [groups, 2].
         found_inf: A single float32.
-        by_row: Output, [rows, BY_ROW] float32: one row per tensor.
-        rows: Number of tensors.
+        by_row: Output, [rows, BY_ROW] float32: rate, root and decay; the last column is not written.
+        rows: Number of parameters.
         KIND: Value of `native.Kind`.
         DECOUPLED: Whether Adam's weight decay is decoupled.
-        BLOCK: Tensors per program.
+        BLOCK: Parameters per program.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < rows
@@ -204,13 +223,21 @@ def step_block(
     GRAD: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Step the elements at ``params``, and their states and copies, whose lane is set in ``here``.
+    """Update a block of elements of a parameter, with their optimizer states and half-precision copies.
 
     Args:
-        rate, root, decay: The factors of the row, from `count_steps`.
+        params, grads, firsts, seconds, thirds, halves: Pointers to the elements of parameter, gradient, first, second
+            and third state, and half-precision copy.
+        has_half: Whether this parameter has a half-precision copy.
+        here: Mask of the elements to update.
+        factor: Factor on the gradient.
+        rate, root, decay: The parameter's numbers from `count_steps`.
         one, two, three: Adam: beta1, beta2, eps. SGD: momentum, dampening. Adagrad: eps as ``two``.
         rest_of_one, rest_of_two: 1 - ``one`` and 1 - ``two``.
+        KIND: Value of `native.Kind`.
+        DECOUPLED: Whether Adam's weight decay is decoupled.
         OPTION: Adam: amsgrad. SGD: 0 without momentum, 1 with momentum, 2 with Nesterov momentum.
+        GRAD, HALF: Dtypes of gradient and half-precision copy, as in `native.DTYPES`. HALF 0: no parameter has a copy.
     """
     p = tl.load(params, mask=here, other=0.0)
     g = tl.load(grads, mask=here, other=0)
@@ -278,15 +305,20 @@ def update_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Step one chunk. ``chunks`` has (row of its tensor, index of the chunk in the tensor).
-
-    Other arguments as in `count_steps` and `step_block`.
+    """Update one chunk of a parameter if ``found_inf`` is 0.
 
     Args:
-        grads, halves: Addresses [rows]; 0 for a missing half-precision copy.
+        fixed, group_of, hyper, by_row, found_inf, rows, KIND, DECOUPLED: As in `count_steps`.
+        grads, halves: Addresses of gradients and half-precision copies, [rows]; 0: the parameter has no copy.
+        numels: Numbers of elements of the parameters, [rows].
+        chunks: For each chunk the row of its parameter, and the chunk's index within that parameter, [chunks, 2].
+        factor: Pointer to a number. With SCALED, the gradients are multiplied by it.
+        OPTION: As in `step_block`.
         GRAD, HALF: Dtypes of gradients and half-precision copies, as in `native.DTYPES`. HALF 0: there are no copies.
         SCALED: True: the gradients are multiplied by ``factor``.
         ALIGNED: True: all addresses, except those of step counts, are multiples of 16.
+        CHUNK: Elements per chunk.
+        BLOCK: Elements per loop iteration.
     """
     if tl.load(found_inf) == 0:
         chunk = tl.program_id(0)

@@ -6,15 +6,16 @@
 
     mlp.bias: declared P(), replicated over 'tensor', but the values differ: ...
 
-A wrong declaration changes no shape, but it contradicts the values and gradients. Take an axis whose ranks see the same
-samples. After one backward, the values and gradients on these ranks determine the layout of a parameter over the axis:
+A wrong declaration changes no shape, but it contradicts the values and gradients. If the ranks along an axis see the same
+samples, their values and gradients after one backward show the layout of a parameter over the axis:
 
     values      gradients     layout                              correct declaration
     differ      any           sharded                             sharded
     equal       differ        replicated, partial gradient        partial
     equal       equal         replicated, complete gradient       neither sharded nor partial
 
-Equal constant values (the ones of a norm, the zeros of a bias) alone allow no conclusion, and zero gradients neither.
+Constant values (the ones of a norm, the zeros of a bias) are equal on shards too, so they do not show alone whether a
+parameter is replicated. Gradients that are 0 on all ranks are not compared.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from .local_parameters import local_parameter, local_tensor, spec_of
 Kind = Literal["split", "partial", "copy"]
 
 _PROJECTIONS, _CHUNK = 4, 2**20
-# Tolerances relative to the norm. Replicated gradients differ slightly between ranks, because ranks sum in different
-# orders; partial gradients differ by about 1.
+# Two tensors count as equal if their difference, relative to their norm, is at most this tolerance. Replicated gradients
+# differ slightly between ranks, because ranks sum in different orders. Partial gradients have a relative difference of
+# about 1.
 _EQUAL = {torch.float64: 1e-6, torch.float32: 1e-3}
 _EQUAL_IN_HALF = 5e-2
 
 
 class Sketch(NamedTuple):
-    """Fingerprint of a local tensor: its 2-norm, and its dot products with fixed vectors of 1 and -1.
+    """Fingerprint of a tensor on one rank, by which tensors of different ranks are compared.
 
     Attributes:
         norm: The 2-norm.
-        projections: Four dot products; the vectors are the same on all ranks.
+        projections: Four dot products with random vectors of 1 and -1, which are the same on all ranks.
         constant: True if all elements are equal.
     """
 
@@ -71,14 +73,21 @@ class Sketch(NamedTuple):
         return cls(square**0.5, tuple(projections), bool(constant))
 
     def equals(self, other: Sketch, within: float) -> bool:
-        """Return True if norms and dot products differ by at most ``within`` times the larger norm."""
+        """Return True if the norms and the dot products of both tensors differ by at most ``within`` x the larger norm."""
         largest = within * max(self.norm, other.norm)
         pairs = zip((self.norm, *self.projections), (other.norm, *other.projections), strict=True)
         return all(abs(a - b) <= largest for a, b in pairs)
 
 
 class AuditedParameter(NamedTuple):
-    """A parameter on one rank: its spec, fingerprints of value and gradient (or None), and the relative tolerance."""
+    """Fingerprints of a parameter on one rank.
+
+    Attributes:
+        spec: The declared spec.
+        value: Fingerprint of the value.
+        gradient: Fingerprint of the gradient; None without a gradient.
+        within: Relative tolerance for comparisons, which depends on the dtype.
+    """
 
     spec: P
     value: Sketch
@@ -94,9 +103,10 @@ class Disagreement:
         name: The parameter's name.
         axis: The mesh axis.
         spec: The declared spec.
-        declared: The declared layout along the axis: "split" (sharded), "partial" (gradient) or "copy" (replicated).
-        found: The observation that contradicts the declaration.
-        what_to_do: Possible causes and corrections.
+        declared: The declared layout over the axis: "split" (sharded), "partial" (replicated, with a partial gradient) or
+            "copy" (replicated, with a complete gradient).
+        found: Text with the observation that contradicts the declaration.
+        what_to_do: Text with possible causes and corrections.
     """
 
     name: str
@@ -117,7 +127,7 @@ class Audit:
 
     Attributes:
         parameters: Number of distinct parameter names on all ranks.
-        disagreements: At most one per parameter and axis.
+        disagreements: The contradictions that were found, at most one per parameter and axis.
     """
 
     parameters: int
@@ -132,9 +142,9 @@ class Audit:
 def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     """Compare the declared layouts of all parameters with their values and gradients, and return the contradictions.
 
-    All axes except pipeline axes are compared. Call it on all ranks after a backward, before the gradient reduction. If a
-    parameter has no ``grad``, its ``main_grad`` is read. Only values are compared if it has neither, and along data axes,
-    because their ranks see different samples.
+    Call it on all ranks after a backward, before the gradient reduction. The ranks along each axis are compared, except
+    along pipeline axes. Along data axes only values are compared, because the ranks see different samples. The gradient of
+    a parameter is its ``grad``, or without it ``main_grad``. If a parameter has neither, only its values are compared.
 
         print(audit(model, registry))
 
@@ -143,11 +153,11 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
             and tied axes, or along an axis on which some ranks do not have it.
         registry: The process groups.
     Returns:
-        The disagreements. ``print`` shows one line per disagreement.
+        The contradictions, identical on all ranks. ``print`` shows one line per contradiction.
     Raises:
-        ValueError: On every rank: a parameter is not declared, or as in `spec_of`.
+        ValueError: On every rank: a parameter is not declared, or its layout does not fit the topology (`spec_of`).
     Collectives: two object all-gathers over the world; the second has about 12 numbers per parameter.
-    Host synchronization: one per value and per gradient.
+    Host synchronization: one per value, one per gradient, and those of the all-gathers.
     """
     topology = registry.topology
 
@@ -185,7 +195,13 @@ def _compare_ranks(
 
 
 def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
-    """Return (observation that contradicts the declared layout ``kind``, possible causes); None if nothing does."""
+    """Return texts with an observation that contradicts a declared layout, and its possible causes; None if none does.
+
+    Args:
+        kind: The declared layout over an axis, as `Disagreement.declared`.
+        audited: The parameter on each rank along the axis.
+        other_samples: True if these ranks see different samples. Gradients are then not compared.
+    """
     same_values = _all_equal([param.value for param in audited], audited[0].within)
     gradients = [param.gradient for param in audited if param.gradient is not None]
     comparable = len(gradients) == len(audited) and not other_samples and any(gradient.norm for gradient in gradients)

@@ -4,30 +4,33 @@
     engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), config=config)
     check_engine(engine, registry)
 
-DeepSpeed has three kinds of process groups, which follow from the roles of the topology's axes. The *pipeline-parallel*
-group spans the axes with role "pipe", and the *data-parallel* group the axes with role "data". The *tensor-parallel* group
-spans all axes with role "model", such as ``row`` and ``col``. The *model-parallel* group spans both the tensor- and the
-pipeline-parallel group.
+DeepSpeed uses four process groups of a rank. The roles of the topology's axes determine them:
 
-DeepSpeed sums the squares of gradients over the model-parallel group. A rank counts the parameters whose flag
-``p.model_parallel`` is True on this rank; rank 0 of the group counts all of its parameters. If the flag has the same value
-on all ranks, it cannot describe a bias that is sharded over one axis and replicated over another. On a 2 x 2 grid the norm
-is then 4% too small or 10% too large. `mark_model_parallel` sets the flag to True on one rank per shard. DeepSpeed's
-norm is then exact, if the optimizer reads the flags:
+    pipeline-parallel    along the axes with role "pipe"
+    data-parallel        along the axes with role "data"
+    tensor-parallel      along all axes with role "model", such as ``row`` and ``col``
+    model-parallel       along all axes with role "model" or "pipe"
 
-    config                                     the engine's optimizer         reads flags
-    float32, stage 0                           the user's optimizer           yes
-    ZeRO stages 1 and 2, any dtype             DeepSpeedZeroOptimizer         yes
-    bfloat16, stage 1, float32 accumulation    BF16_Optimizer                 yes
-    half precision, stage 0                    FP16_UnfusedOptimizer          no: the norm is 4% to 66% too small
-    stage 3, FusedAdam in half precision       others                         unknown
+For its gradient norm, DeepSpeed sums squares over the model-parallel group. A rank counts the parameters whose flag
+``p.model_parallel`` is True on this rank; rank 0 of the group counts all its parameters. If the flag has the same value on
+all ranks, it cannot describe a bias that is sharded over one axis and replicated over another, and the norm is wrong.
+`mark_model_parallel` sets the flag to True on one rank per shard. DeepSpeed's norm is then exact, if the engine's optimizer
+reads the flags:
 
-With model parallelism, `check_engine` rejects the last two rows.
+    config                                     class of the engine's optimizer   reads the flags
+    float32, stage 0                           class of the user's optimizer     yes
+    ZeRO stages 1 and 2, any dtype             DeepSpeedZeroOptimizer            yes
+    bfloat16, stage 1, float32 accumulation    BF16_Optimizer                    yes
+    half precision, stage 0                    FP16_UnfusedOptimizer             no: the norm is too small
+    stage 3, FusedAdam in half precision       other classes                     unknown
 
-`meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0 engine. The engine then averages the gradients
-over the data axes, and the optimizer clips. Pass ``average_data=False`` to the optimizer, and leave ``gradient_clipping``
-out of the engine's config. In half precision, call `meshstep.optim.broadcast_weights` before you create the optimizer: the
-engine broadcasts the weights of data rank 0 only after the optimizer has copied its master weights from the model.
+If the model-parallel group has more than one rank, `check_engine` raises an error for the last two rows.
+
+`meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 engine of stage 0. The engine then averages the
+gradients over the data axes, and the optimizer clips. Pass ``average_data=False`` to the optimizer, and leave
+``gradient_clipping`` out of the engine's config. If the optimizer has float32 master weights, call
+`meshstep.optim.broadcast_weights` before you create it: the engine broadcasts the weights of data-parallel rank 0 only
+after the optimizer has copied the master weights from the model.
 """
 
 from __future__ import annotations
@@ -49,17 +52,19 @@ _READ_FLAGS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 
 
 class ModelParallelUnit:
-    """Object for the ``mpu`` argument of DeepSpeed: ranks, sizes and process groups of a registry, by Megatron's names.
+    """Object for the ``mpu`` argument of DeepSpeed: a registry's ranks, sizes and process groups, by Megatron's names.
 
         engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), ...)
 
-    The module docstring defines the groups. If the topology has no axes for a group, its size is 1, the rank in it is
-    0, and the group has this rank alone. The group is never None, because torch would use the default group instead.
-    The class has no method ``initialize_sequence_parallel``, because DeepSpeed ignores model parallelism if this method
-    exists.
+    This rank's data-parallel, tensor-parallel and pipeline-parallel groups lie along the axes with role "data", "model"
+    and "pipe". The model-parallel group lies along the axes with role "model" or "pipe".
+
+    If the topology has no axes for a group, the group has only this rank: its size is 1, and the rank's index is 0. A
+    group is never None, because torch would use the default group instead. The class has no method
+    ``initialize_sequence_parallel``, because DeepSpeed ignores model parallelism if this method exists.
 
     Args:
-        registry: Provides the process groups, each of which is created at its first use. ``torch.distributed`` must be
+        registry: Provides the process groups. Each group is created at its first use. ``torch.distributed`` must be
             initialised.
     Collectives: none. Host synchronization: none, in any method.
     """
@@ -71,7 +76,7 @@ class ModelParallelUnit:
         self._model = model_parallel_axes(topology)
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's index in its model-parallel group (tensor x pipeline)."""
+        """Return this rank's index in its model-parallel group, which lies along all model and pipeline axes."""
         return self._rank(self._model)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
@@ -83,7 +88,7 @@ class ModelParallelUnit:
         return self.registry.topology.size(*self._model)
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """Return this rank's index in its tensor-parallel group, which spans all model axes."""
+        """Return this rank's index in its tensor-parallel group, which lies along all model axes."""
         return self._rank(self._tensor)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
@@ -95,11 +100,11 @@ class ModelParallelUnit:
         return self.registry.topology.size(*self._tensor)
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        """Return this rank's pipeline stage."""
+        """Return the index of this rank's pipeline stage."""
         return self._rank(self._pipe)
 
     def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group of all stages of this rank's pipeline."""
+        """Return this rank's pipeline-parallel group, which has one rank per pipeline stage."""
         return self._group(self._pipe)
 
     def get_pipeline_model_parallel_world_size(self) -> int:
@@ -133,18 +138,18 @@ class ModelParallelUnit:
 
 
 def model_parallel_axes(topology: Topology) -> tuple[str, ...]:
-    """Return the axes of the model-parallel group, which are all axes except the data axes, in the topology's order."""
+    """Return the axes of DeepSpeed's model-parallel group: all axes except the data axes, in the topology's order."""
     return tuple(axis for axis in topology.axes if axis not in topology.data_axes)
 
 
 def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:
-    """Return True if the rank at ``coordinate`` counts its shard in DeepSpeed's norm; one rank per shard does.
+    """Return True if the rank at ``coordinate`` must count its shard of a parameter in DeepSpeed's gradient norm.
 
-    This is the first of the ranks of a model-parallel group that hold the same shard.
+    Several ranks of a model-parallel group may hold the same shard. The result is True for the first of these ranks.
 
     Args:
         spec: The parameter's spec.
-        coordinate: Index per axis of the rank.
+        coordinate: The rank's index on each axis.
         topology: Provides the axes.
     """
     spec = spec.resolve(topology)
@@ -153,20 +158,22 @@ def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> boo
 
 
 def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry) -> None:
-    """Set the flag ``p.model_parallel`` of each parameter, such that DeepSpeed's gradient norm and clipping are exact.
+    """Set the flag ``model_parallel`` of each parameter, such that DeepSpeed's gradient norm and clipping are exact.
 
-    A tied parameter also gets the flag ``ds_pipe_replicated``, which some of DeepSpeed's norms read instead. It is False on
-    the first stage that holds the parameter, and True on the other stages. Before DeepSpeed computes the norm, partial
-    gradients must be summed, and the gradients of tied parameters must be summed over their stages.
+    If several ranks of a model-parallel group hold the same shard, the flag is True on the first of them, so that the shard
+    is counted once. A parameter that is tied over pipeline stages also gets the flag ``ds_pipe_replicated``, which some of
+    DeepSpeed's norms read. It is False on the first stage that holds the parameter, and True on the other stages. The
+    gradients of tied parameters must be summed over their stages before DeepSpeed computes the norm.
 
         mark_model_parallel(model.parameters(), registry)
 
     Args:
-        params: Declared parameters that are not DTensors.
+        params: Parameters with declared layouts, no DTensors.
         registry: The process groups.
     Raises:
-        ValueError: A parameter has no spec, is a DTensor, is sharded over a data axis, or has a partial gradient. DeepSpeed
-            does not sum its norm over data axes, and does not sum partial gradients. No flag is set in these cases.
+        ValueError: A parameter has no spec, is a DTensor, is sharded over a data axis, or is declared with a partial
+            gradient over an axis larger than 1. DeepSpeed does not sum its norm over data axes, and does not sum partial
+            gradients. Or a spec does not fit the topology (`P.resolve`). No flag is set in these cases.
     """
     topology, coordinate = registry.topology, registry.coordinate
     specs = {param: spec_of(param).resolve(topology) for param in params}
@@ -191,18 +198,18 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
 
 
 def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError on every rank if a DeepSpeed engine's gradient norm may differ from the dense model's norm.
+    """Raise ValueError on every rank if a DeepSpeed engine would compute a wrong gradient norm, or would clip twice.
 
-    Gradients that would be clipped twice are an error too. Call it on all ranks before the first step.
+    Call it on all ranks before the first step.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
         registry: The process groups, with the topology of the parameters' specs.
     Raises:
-        ValueError: On every rank: the engine clips gradients that `ParallelOptimizer` clips too. If the model-parallel
-            group has more than one rank, also: the engine was created without a `ModelParallelUnit` of this topology; or
-            its optimizer is no `ParallelOptimizer`, and either it is not known to read the flags that
-            `mark_model_parallel` sets, or a parameter has no such flag.
+        ValueError: On every rank. The engine has ``gradient_clipping``, and its optimizer is a `ParallelOptimizer`, which
+            clips too. If the model-parallel group has more than one rank, also: the engine was created without a
+            `ModelParallelUnit` of this topology. Or its optimizer is another one than `ParallelOptimizer`, and is not known
+            to read the flags that `mark_model_parallel` sets; or a parameter has no such flag.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     on_all_ranks(lambda: _check_engine(engine, registry), registry)

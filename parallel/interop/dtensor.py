@@ -1,26 +1,28 @@
 """DTensor parameters and their gradients: FSDP2's `fully_shard`, `parallelize_module`, `distribute_tensor`.
 
-The spec of a DTensor follows from its placements if each dim of its mesh is an axis of the topology: both must consist
-of the same ranks, and may have different names. The mesh may be sliced, and a mesh dim may be several axes flattened
-into one. ``registry.device_mesh("data")`` creates a mesh on the registry's groups.
+The spec of a DTensor is derived from its placements. Each dim of its mesh must be along the same ranks as an axis of the
+topology, or as several axes that are flattened into one dim. The names may differ. ``registry.device_mesh("data")`` creates
+a mesh on the registry's groups; a slice of a mesh is a valid mesh too.
 
+    parameter                                           placements                     spec
     fully_shard over data                               (Shard(0),)                    P("data")
     ... of a plain shard declared P("tensor", None)     (Shard(0),)                    P(("tensor", "data"))
     ... of a DTensor that is Shard(0) over tensor       (_StridedShard(0), Shard(0))   P(("tensor", "data"))
     ColwiseParallel and RowwiseParallel weights         (Shard(0),) and (Shard(1),)    P("tensor") and P(None, "tensor")
     SequenceParallel norm, declared partial (tensor)    (Replicate(),)                 P(partial="tensor")
 
-The placements determine the layout over the axes of the DTensor's mesh. A declaration determines the layout over all
-other axes. A DTensor without a declaration is an error if its mesh lacks a model axis of the topology. `fully_shard` and
-`parallelize_module` replace parameters, and the new parameters have no declaration. Declare them again afterwards, or call
-these functions in a `keep_specs` block.
+The placements determine the layout over the axes of the DTensor's mesh. A declaration (`declare`) determines the layout
+over all other axes. A DTensor without a declaration is an error if its mesh lacks a model axis larger than 1.
+`fully_shard` and `parallelize_module` replace parameters, and the new parameters have no declaration. Declare them again
+afterwards, or call these functions in a `keep_specs` block.
 
 To combine tensor parallelism and `fully_shard` on the same parameters, torch requires slices of one mesh: ``mesh =
 registry.device_mesh("data", "tensor")``, then ``mesh["tensor"]`` and ``mesh["data"]``.
 
-A DTensor's gradient is already reduced over the axes of its mesh (`fully_shard` averages it), so it is not averaged again.
-All computations here use the local tensor of a DTensor, wrapped in a plain parameter: its *local parameter*. DTensor's own
-operations would issue collectives for a norm, and reject lists that mix plain tensors with DTensors.
+The gradient of a DTensor is not averaged over the axes of the DTensor's mesh, because torch has already reduced it over
+them (`fully_shard` averages it). All computations here use a plain parameter on the memory of a DTensor's local tensor: its
+*local parameter*. DTensor's own operations would issue collectives for a norm, and reject lists that mix plain tensors with
+DTensors.
 """
 
 from __future__ import annotations
@@ -53,16 +55,17 @@ def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
 
 
 def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Check that each mesh dim of a DTensor consists of axes of the topology, and return the axes of dims that are no axes.
+    """Check that each mesh dim of a DTensor is along the same ranks as an axis, or several axes, of the topology.
 
     Args:
         tensor: A DTensor.
         topology: Provides the axes.
     Returns:
-        Axes per mesh dim, for the mesh dims whose names are neither axes nor aliases of the topology.
+        A dict from the names of mesh dims to their axes. It has only the mesh dims whose names are neither axes nor aliases
+        of the topology.
     Raises:
-        ValueError: This rank is not in the mesh; the mesh has no dim names; no axes have the ranks of a mesh dim; or a mesh
-            dim and an axis of the same name have different ranks.
+        ValueError: This rank is not in the mesh; no axes have the ranks of a mesh dim; or a mesh dim has the name of an
+            axis or alias, but other ranks.
     """
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
@@ -91,7 +94,7 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
 
 
 def label(tensor: DTensor) -> str:
-    """Return the annotated name of a DTensor for messages, or its shape if it has no name."""
+    """Return the declared name of a DTensor for messages; without a name, a text with its shape."""
     return label_of(tensor, "DTensor parameter")
 
 
@@ -107,18 +110,18 @@ SEEN = "_meshstep_seen"
 
 @contextmanager
 def keep_specs(module: nn.Module) -> Iterator[None]:
-    """Context manager that copies the declarations of replaced parameters to the new parameters when the block ends.
+    """Context manager that keeps the declared layouts of parameters that are replaced within its block.
 
-    `fully_shard` and `parallelize_module` replace parameters. A new parameter gets the declaration that the parameter
-    at the same attribute of the same module had before. A parameter of a new module gets the declaration of the former
-    parameter with the same qualified name.
+    `fully_shard` and `parallelize_module` replace parameters. When the block ends, a new parameter gets the declaration of
+    the parameter that was the same attribute of the same module before. A parameter of a new module gets the declaration
+    of the former parameter with the same qualified name.
 
         with keep_specs(model):
             for block in model.blocks:
                 fully_shard(block, mesh=registry.device_mesh("data"))
             fully_shard(model, mesh=registry.device_mesh("data"))
 
-    Parameters that are declared in the block keep these declarations. If the block raises, nothing is copied.
+    A parameter that is declared within the block keeps this declaration. If the block raises, nothing is copied.
 
     Args:
         module: The module whose parameters are replaced.
@@ -144,10 +147,13 @@ def _places(module: nn.Module) -> list[tuple[tuple[nn.Module, str], Tensor]]:
 def placement_spec(tensor: DTensor) -> P:
     """Return the spec that a DTensor's placements describe, with the names of its mesh dims as axes.
 
-    If several mesh dims shard the same tensor dim, the first mesh dim is the slowest. The exception is the strided shard
-    placement with ``split_factor`` f, which `fully_shard` creates. Its mesh dim comes after those later mesh dims that
-    shard the tensor dim into f parts. Without such mesh dims, the tensor dim consists of f blocks (such as the gate and up
-    weights in one matrix), and the mesh dim shards each block.
+    If several mesh dims shard a tensor dim by `Shard`, the first mesh dim is the slowest, as in torch.
+
+    A strided shard placement over a mesh dim has a ``split_factor`` f > 1. If later mesh dims shard the same tensor dim,
+    the first of them must divide it into f parts, and the mesh dim of the strided placement comes after these in the
+    spec. `fully_shard` creates such placements: (_StridedShard(0), Shard(0)) over ("data", "tensor") is P(("tensor",
+    "data")). If no later mesh dim shards the tensor dim, it consists of f blocks, such as the gate and up weights in one
+    matrix, and the mesh dim shards each block.
 
     Args:
         tensor: A DTensor.
@@ -176,7 +182,16 @@ def placement_spec(tensor: DTensor) -> P:
 
 
 def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]) -> None:
-    """Insert ``axis`` after the first axes whose sizes have the product ``split_factor``; ValueError if there are none."""
+    """Insert ``axis`` into ``axes``, after the first axes whose sizes have the product ``split_factor``.
+
+    Args:
+        axes: The axes that already shard a tensor dim, slowest first; changed in place.
+        axis: The axis to insert.
+        split_factor: Product of the sizes of the axes that are slower than ``axis``.
+        sizes: Size per axis.
+    Raises:
+        ValueError: The sizes of no number of first axes have this product.
+    """
     parts, position = 1, 0
     while parts < split_factor and position < len(axes):
         parts *= sizes[axes[position]]
@@ -190,12 +205,14 @@ def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]
 
 
 def annotation_for(param: DTensor) -> Annotation:
-    """Return the annotation for a DTensor's local parameter: the declared layout combined with the placements.
+    """Return the `Annotation` (layout and name) for the local parameter of a DTensor.
 
-    Without a declaration, the annotation has the placements alone and ``declared=False``.
+    The layout over the axes of the DTensor's mesh follows from the placements, the layout over other axes from the
+    declaration. Without a declaration, the layout over other axes is unknown, and the annotation has ``declared=False``.
 
     Raises:
-        ValueError: As in `placement_spec`, or the declaration contradicts the placements.
+        ValueError: A placement can't be described by a spec (`placement_spec`), or the declaration contradicts the
+            placements.
     """
     declared, axes, inner, (topology, found) = (
         annotation_of(param),
@@ -226,7 +243,7 @@ def annotation_for(param: DTensor) -> Annotation:
 
 
 def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
-    """Return the topology of the last `check_mesh` of this parameter and its result; (None, {}) before the first."""
+    """Return the topology with which `local_parameter` last called `check_mesh`, and the result; (None, {}) if never."""
     found: tuple[Topology | None, dict[str, tuple[str, ...]]] = getattr(param, _MATCHED, (None, {}))
     return found
 
@@ -235,16 +252,18 @@ def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, .
 
 
 def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Parameter:
-    """Return the local parameter of a DTensor: a plain parameter on its local tensor's memory, annotated for all axes.
+    """Return the local parameter of a DTensor: a plain parameter that uses the memory of the DTensor's local tensor.
 
-    Every call returns the same object for a DTensor. If the DTensor was declared, moved or frozen since the last call, the
-    annotation, memory or ``requires_grad`` of this object is updated.
+    Its annotation has the layout over all axes, from the DTensor's placements and declaration. Every call returns the same
+    object for a DTensor. If the DTensor was declared, moved or frozen since the last call, the annotation, memory or
+    ``requires_grad`` of this object is updated.
 
     Args:
         param: A DTensor parameter.
-        topology: Provides the axes. None: the mesh is not checked.
+        topology: Provides the axes. Default None: the mesh is not checked.
     Raises:
-        ValueError: As in `annotation_for`; with a topology also as in `check_mesh`.
+        ValueError: A placement can't be described by a spec, or the declaration contradicts the placements. With a
+            topology, also: a mesh dim has other ranks than all axes (`check_mesh`).
     """
     # `to_local` is not used, because it would create a new view in every call.
     local, annotation, layout = param._local_tensor, annotation_of(param), param._spec
@@ -268,9 +287,9 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
 
 @torch.no_grad()
 def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
-    """Let the local parameter ``piece`` use the memory of the DTensor's local tensor, and return ``piece``.
+    """Make the local parameter ``piece`` use the memory of the DTensor's local tensor, and return it.
 
-    If ``piece`` is None, create the local parameter.
+    If ``piece`` is None, the DTensor has no local parameter yet, and a new one is created.
     """
     value = waited(param._local_tensor).detach()
     if piece is None:
@@ -283,9 +302,14 @@ def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
 
 
 def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
-    """Store that the gradient of ``param`` is partial over ``axes`` of its mesh, in addition to declared partial axes.
+    """Store that backward returns a gradient of ``param`` that is partial over ``axes`` and must be summed.
 
-    Those of the axes that do not shard the parameter become partial axes in the spec of its local parameter.
+    An axis that does not shard the parameter becomes a partial axis in the spec of the local parameter. An axis that shards
+    it can't, because a spec names an axis once; `local_gradient` sums over this axis.
+
+    Args:
+        param: A DTensor parameter.
+        axes: Dims of its mesh that are not declared partial. They replace the axes that an earlier call stored.
     """
     piece = local_parameter(param)
     vars(param).pop(SEEN, None)
@@ -299,7 +323,11 @@ def mesh_ranks(param: DTensor) -> tuple[int, ...]:
 
 
 def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
-    """Return the axes that `settle_sums` stored for a local parameter; () if it stored none."""
+    """Return the axes over which `settle_sums` stored that the gradient is partial; () if it stored none.
+
+    Args:
+        piece: The local parameter of a DTensor.
+    """
     found: tuple[str, ...] = getattr(piece, _SUMS, ())
     return found
 
@@ -315,14 +343,18 @@ def _add_partial(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
 
 
 def waited(local: Tensor) -> Tensor:
-    """Wait for the asynchronous collective that computes ``local``, if there is one, and return the tensor."""
+    """Return ``local`` as a plain tensor. If an asynchronous collective computes it, wait for the collective."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def follow_version(outer: DTensor, local: Tensor) -> None:
-    """Increment the version counter of ``local`` if an operation on the DTensor ``outer`` wrote to it since the last call.
+    """Increment the version counter of ``local`` if the DTensor ``outer`` was written since the last call.
 
-    torch increments only the version counter of the DTensor in such an operation.
+    An in-place operation on a DTensor writes to its local tensor, but torch increments only the DTensor's counter.
+
+    Args:
+        outer: A DTensor. Its counter at the last call is stored as an attribute.
+        local: A tensor on the memory of the DTensor's local tensor.
     """
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)
@@ -331,8 +363,8 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
 
 # Gradients of DTensors ------------------------------------------------------------------------------------------------
 
-# The operations of backward choose the placements of a gradient, which may differ from the placements of the parameter.
-# Along a mesh dim:
+# The operations of backward determine the placements of a gradient. They may differ from the placements of the parameter.
+# The gradient of the local parameter depends on both placements over a mesh dim:
 #
 #     parameter   gradient            gradient of the local parameter
 #     any         same placement      the local tensor of the gradient
@@ -340,41 +372,50 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
 #     Replicate   Partial             a partial gradient, which the step sums together with all other partial gradients
 #     Shard       Partial             this rank's slice of the sum, which this module computes
 #
-# These sums are collectives, in which ranks without a gradient must take part too. In the first step, all ranks therefore
-# exchange the axes over which their gradients are partial (`sums_seen`), and store the union (`settle`). From then on these
-# gradients are summed in every step, as if they were declared partial. If such a gradient is already complete in a later
-# step, the first rank along the mesh dim contributes the gradient, and the other ranks contribute zeros.
+# The sums in the last two rows are collectives, in which ranks without a gradient must take part too. In the first step,
+# all ranks therefore exchange the axes over which their gradients are partial (`sums_seen`), and store the union of these
+# axes (`settle`). From then on these gradients are summed in every step, as if they were declared partial. If such a
+# gradient is replicated in a later step, the first rank along the mesh dim contributes the gradient, and the other ranks
+# contribute zeros.
 
 
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
-    """Set ``piece.grad`` to the local tensor of the DTensor's gradient.
+    """Set ``piece.grad``, the gradient of a local parameter, to the result of `local_gradient`.
 
-    Both gradients share memory, unless ``piece.grad_dtype`` requires a cast. Args, Raises and Collectives: as in
-    `local_gradient`.
+    The result is cast if ``piece.grad_dtype`` is another dtype. ``piece.grad`` is None if the result is None.
+
+    Args:
+        param: A DTensor parameter.
+        piece: Its local parameter.
+        to_sum: As in `local_gradient`. Default: False.
+    Raises:
+        ValueError: The gradient's placements are not supported; see `local_gradient`.
+    Collectives: with ``to_sum``, those of `local_gradient`; else none.
     """
     local, wanted = local_gradient(param, piece, to_sum=to_sum), piece.grad_dtype
     piece.grad = local if local is None or wanted is None or wanted == local.dtype else local.to(wanted)
 
 
 def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> Tensor | None:
-    """Return the local tensor of the DTensor's gradient, in the layout of the local parameter.
+    """Return this rank's local tensor of the gradient of a DTensor, in the layout of the DTensor's local parameter.
 
-    If the placements of the gradient differ from those of the parameter, ``param.grad`` is replaced by a gradient with the
-    parameter's placements, unless the gradient stays partial. The result shares memory with the new ``param.grad``; not if
-    ``param`` has no gradient, or if the gradient stays partial and is averaged.
+    If the placements of the gradient differ from the placements of the parameter, ``param.grad`` is replaced by a gradient
+    with the parameter's placements. It is not replaced if the gradient stays partial and ``to_sum`` is False.
 
     Args:
         param: A DTensor parameter.
         piece: Its local parameter.
-        to_sum: Pass True if the caller then sums the result in place over the partial axes in the spec of ``piece``. The
-            new ``param.grad`` is then not marked as partial. Default: False.
+        to_sum: Pass True if you then sum the result in place over the partial axes in the spec of ``piece``. The new
+            ``param.grad``, which shares memory with the result, then has the summed gradient. Default: False.
     Returns:
-        The local gradient. None if ``param`` has no gradient. With ``to_sum``, a rank without a gradient takes part in the
-            all-reduces below with zeros, and then returns the sum.
+        The local gradient; None if ``param`` has no gradient. With ``to_sum``, a rank without a gradient contributes zeros
+        to the all-reduces below, and returns its slice of the sum; None if there are no all-reduces.
     Raises:
         ValueError: The gradient is not a DTensor; it is partial over an axis that is neither declared partial nor stored by
-            `settle`; with ``to_sum``, it is declared partial but is complete; or its placements can't be converted.
-    Collectives: with ``to_sum``, an all-reduce per axis that shards the parameter and that `settle` stored as partial.
+            `settle`; its placements can't be converted to the parameter's by slicing or summing; or with ``to_sum``, it is
+            not partial over an axis that is declared partial, or is sharded over an axis over which it was partial in
+            the first step.
+    Collectives: with ``to_sum``, one all-reduce per axis that shards the parameter and that `settle` stored as partial.
     """
     grad: Tensor | None = param.grad
     if not isinstance(grad, DTensor):
@@ -393,14 +434,15 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
 
 
 def sum_partial_gradient(param: DTensor) -> None:
-    """Replace a partial gradient by its sum, in the placements of the parameter.
+    """Replace ``param.grad`` by its sum if it is a DTensor that is partial over a mesh dim.
 
-    An example is the gradient of a norm under `SequenceParallel`. Gradients of parameters that are declared partial stay
-    unchanged, because the caller sums them.
+    An example is the gradient of a norm layer under `SequenceParallel`. The new gradient has the placements of the
+    parameter. If the parameter is declared with partial axes, the gradient is unchanged, because the caller sums it.
 
     Args:
         param: A DTensor parameter. If its gradient is partial on a rank, it must be partial on all ranks of the mesh.
-    Collectives: one all-reduce per partial mesh dim; a reduce-scatter if the mesh dim shards the parameter.
+    Collectives: for a partial gradient, those of `DTensor.redistribute`: an all-reduce per partial mesh dim, or a
+    reduce-scatter if this mesh dim shards the parameter.
     """
     grad, declared = param.grad, annotation_of(param)
     if not isinstance(grad, DTensor) or (declared is not None and declared.spec.partial):
@@ -412,7 +454,7 @@ def sum_partial_gradient(param: DTensor) -> None:
 
 
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Remove the gradient from the local parameter ``piece``, and set it on ``param`` if ``param`` has no gradient."""
+    """Remove the gradient from the local parameter ``piece``. If the DTensor ``param`` has no gradient, set it there."""
     if piece.grad is not None:
         if param.grad is None:
             param.grad = _wrap_like(param, piece.grad.to(param.dtype))
@@ -422,7 +464,7 @@ def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
 def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
     """Set the gradient of the local parameter ``piece`` to NaN, so that all ranks skip the step.
 
-    Call it on a rank where `share_gradient` raised.
+    Call it on a rank on which ``share_gradient(param, piece, to_sum=True)`` raised before its all-reduces.
 
     Collectives: the all-reduces that `share_gradient` issues on other ranks for this parameter.
     """
@@ -435,12 +477,15 @@ def poison_gradient(param: DTensor, piece: nn.Parameter) -> None:
 
 
 def sums_seen(params: Iterable[Tensor]) -> Sums:
-    """Return, per DTensor with a gradient, the axes over which the gradient is partial without being declared partial.
+    """Return for each DTensor with a gradient the axes over which the gradient is partial but not declared partial.
 
     Args:
         params: Any parameters; plain tensors are ignored.
+    Returns:
+        A dict from a key of the DTensor, which is the same on all ranks of its mesh, to the axes.
     Raises:
-        ValueError: `share_gradient` would raise for a gradient, even after `settle` stored these axes.
+        ValueError: The placements of a gradient can't be converted to those of its parameter by slicing or summing; or a
+            gradient is not partial over an axis that is declared partial.
     """
     seen = {}
     for key, param in _keyed(params):
@@ -458,11 +503,13 @@ def sums_seen(params: Iterable[Tensor]) -> Sums:
 
 
 def settle(params: Iterable[Tensor], seen: Sequence[Sums]) -> bool:
-    """Store the union of the partial axes that `sums_seen` found on all ranks. Return True if a stored axis is new.
+    """Store for each DTensor the union of the partial axes that `sums_seen` found on all ranks, by `settle_sums`.
 
     Args:
-        params: As in `sums_seen`.
+        params: The parameters that were passed to `sums_seen`, in the same order.
         seen: The result of `sums_seen` on each rank.
+    Returns:
+        True if an axis was stored that was not stored before.
     """
     changed = False
     for key, param in _keyed(params):
@@ -487,9 +534,10 @@ def _keyed(params: Iterable[Tensor]) -> Iterator[tuple[tuple[tuple[int, ...], in
 
 
 def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_sum: bool) -> Tensor | None:
-    """Convert the gradient to the placements of the parameter, and return its local tensor, as `local_gradient` describes.
+    """Convert a gradient to the placements of the parameter, and return its local tensor.
 
-    The result stays partial over the partial axes of the spec, because the step sums it over them.
+    The result stays partial over the partial axes in the spec of ``piece``, because the step sums it over them. Arguments,
+    result, errors and collectives are those of `local_gradient`; ``grad`` is ``param.grad``.
     """
     partial_axes, settled, sum_axes = {*_partial_axes(piece)}, {*settled_sums(piece)}, _sharded_sum_axes(piece)
     if grad is None:
@@ -525,9 +573,13 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
 def _check(
     param: DTensor, axis: str, has: Placement, wanted: Placement, summed: Iterable[str], declared: Iterable[str]
 ) -> None:
-    """Raise ValueError if a gradient with placement ``has`` over ``axis`` can't be converted to placement ``wanted``.
+    """Raise ValueError if a gradient's placement over ``axis`` can't be converted to the parameter's placement.
 
     Args:
+        param: The DTensor parameter.
+        axis: A dim of its mesh.
+        has: The gradient's placement over ``axis``.
+        wanted: The parameter's placement over ``axis``.
         summed: Axes over which the gradient may be partial.
         declared: Axes over which the gradient must be partial.
     """
@@ -549,7 +601,7 @@ def _describe_mismatch(param: DTensor, axis: str, has: Placement, wanted: Placem
 
 
 def _zip_placements(param: DTensor, grad: DTensor) -> Iterator[tuple[str, Placement, Placement]]:
-    """Iterate over (mesh dim, placement of the gradient, placement of the parameter) triples."""
+    """Iterate over the mesh dims, as (name, placement of the gradient, placement of the parameter) triples."""
     return zip(mesh_axes(param), grad.placements, param.placements, strict=True)
 
 
@@ -567,12 +619,15 @@ def _partial_axes(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _sharded_sum_axes(piece: nn.Parameter) -> list[str]:
-    """Return the axes stored by `settle_sums` that also shard the parameter; a spec cannot describe both for one axis."""
+    """Return the axes over which `settle_sums` stored that the gradient is partial, and which shard the parameter.
+
+    The spec of ``piece`` does not have them as partial axes, because a spec names an axis once.
+    """
     return [axis for axis in settled_sums(piece) if axis not in _partial_axes(piece)]
 
 
 def _all_reduce(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return the sum of ``local`` over the mesh dims ``axes``; computed in place if ``local`` is contiguous."""
+    """Return the sum of ``local`` over the mesh dims ``axes``. If ``local`` is contiguous, the sum overwrites it."""
     local = local.contiguous()
     for axis in axes:
         dist.all_reduce(local, group=param.device_mesh.get_group(axis))
@@ -586,9 +641,12 @@ def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Shard ``local`` over ``axes``, and return this rank's shard. The result is not a view of a larger tensor.
+    """Return this rank's shard of ``local`` over ``axes``. The result is not a view of a larger tensor.
 
-    Over all other axes, ``local`` already has the layout of the parameter.
+    Args:
+        local: A local gradient that is not sharded over ``axes``. Over all other axes it has the layout of ``param``.
+        param: The DTensor parameter.
+        axes: Mesh dims that shard ``param``.
     """
     spec = placement_spec(param)
     for dim in range(param.dim()):
@@ -600,9 +658,9 @@ def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
-    """Raise ValueError unless this rank's shard is one slice of a gradient that is not sharded over ``axes``.
+    """Raise ValueError if `_take_slice` can't compute this rank's shard from a gradient that is not sharded over ``axes``.
 
-    In each tensor dim, ``axes`` must be the fastest of the axes that shard it.
+    In each tensor dim, those of ``axes`` that shard it must come after all other axes of the dim in the parameter's spec.
     """
     spec = placement_spec(param)
     for dim in range(param.dim()):
@@ -615,7 +673,14 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 
 
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the (offset, length) spans of this rank's shard of ``length`` elements, as if ``without`` sharded nothing."""
+    """Return the (offset, length) spans of this rank's shard of a tensor dim.
+
+    Args:
+        param: The DTensor parameter, whose placements determine the shard.
+        dim: The tensor dim.
+        length: Length of the dim before sharding.
+        without: Axes that are ignored, as if they did not shard the dim.
+    """
     spec, mesh = placement_spec(param), param.device_mesh
     indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
     spans: tuple[tuple[int, int], ...] = ((0, length),)
@@ -634,22 +699,24 @@ def _wrap_like(param: DTensor, local: Tensor) -> DTensor:
 # Local parameters and gradients of a list, with a cache ---------------------------------------------------------------
 
 # For a thousand small DTensors, looking up local parameters and gradients takes longer than the norm. Each DTensor
-# therefore caches its result. The cached result is valid while the DTensor's local tensor, DTensor spec, annotation and
-# gradient DTensor spec, and the topology, are the same objects.
+# therefore caches its result. The cached result is valid while five objects are the same: the local tensor, torch's
+# DTensorSpec of the parameter, torch's DTensorSpec of the gradient, the annotation, and the topology.
 
 
 class _Seen(NamedTuple):
-    """The cached result of a DTensor, and the objects for which it is valid.
+    """Result of `of_each` for one DTensor parameter, cached on the parameter.
 
-    Args:
+    The result is the first three fields. It is valid while the other fields are the current objects.
+
+    Attributes:
         piece: The local parameter.
         annotation: The annotation of the local parameter.
         size: Number of elements of the local gradient.
-        local: Local tensor of the DTensor.
-        layout: DTensor spec of the DTensor.
+        local: The DTensor's local tensor.
+        layout: torch's DTensorSpec of the DTensor.
         declared: The annotation of the DTensor itself; None: it was not declared.
-        topology: The mesh axes.
-        grad_layout: DTensor spec of the gradient.
+        topology: The topology that was passed.
+        grad_layout: torch's DTensorSpec of the gradient.
     """
 
     piece: Tensor
@@ -668,15 +735,16 @@ _LOCAL_TENSOR, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False) -> Gradients:
     """Return the local parameter, the local gradient and the annotation of each parameter.
 
-    A plain parameter is its own local parameter.
-
     Args:
-        params: Parameters; some may be DTensors. The gradient and the annotation of a parameter without one are None.
-        topology: The mesh axes.
-        sum_partial: True: replace partial gradients by their sums; see `sum_partial_gradient`. Default: False.
+        params: Parameters; at least one is a DTensor. A plain parameter is its own local parameter.
+        topology: Provides the axes.
+        sum_partial: True: first replace partial gradients of DTensors by their sums, except gradients of parameters that
+            are declared partial. Default: False.
+    Returns:
+        The lists, in the order of ``params``. A gradient or annotation is None if the parameter has none.
     Raises:
-        ValueError: As in `local_parameter` and `local_gradient`.
-    Collectives: with ``sum_partial``, those of `sum_partial_gradient`; else none.
+        ValueError: The layout or the gradient of a DTensor is not supported; see `local_parameter` and `local_gradient`.
+    Collectives: with ``sum_partial``, those of `sum_partial_gradient` for each partial gradient; else none.
     """
     params = list(params)
     seen: list[_Seen | None] = [param.__dict__.get(SEEN) for param in params]
@@ -694,7 +762,16 @@ def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool =
 
 
 def _are_valid(params: list[Any], grads: list[Any], seen: list[Any], topology: Topology) -> bool:
-    """Return True if all cached results are valid, in passes without Python code per parameter."""
+    """Return True if the cached results of all parameters are valid.
+
+    The checks are passes over lists in C, because Python code per parameter would be slow.
+
+    Args:
+        params: DTensor parameters.
+        grads: The gradient of each parameter; None or a plain tensor makes the result False.
+        seen: The cached result (`_Seen`) of each parameter.
+        topology: The topology for which the results must be valid.
+    """
     try:
         local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)
     except AttributeError:
@@ -711,7 +788,10 @@ def _are_valid(params: list[Any], grads: list[Any], seen: list[Any], topology: T
 
 
 def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> tuple[Tensor, Tensor | None, Annotation | None]:
-    """Return the local parameter, local gradient and annotation. Cache them on a DTensor with a dense, real gradient."""
+    """Return the local parameter, local gradient and annotation of one parameter, without using the cache.
+
+    The result is cached on a DTensor whose gradient is dense, real and in the placements of the parameter.
+    """
     if not isinstance(param, DTensor):
         return param, param.grad, annotation_of(param)
     if sum_partial:

@@ -1,4 +1,4 @@
-"""Create a process-group registry from the device meshes of DTensors, which determine the mesh axes."""
+"""Create a process-group registry whose mesh axes are derived from the device meshes of a model's DTensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 
 class _Inferred(NamedTuple):
-    """A registry, the device meshes from which it was inferred, and the default process group at that time (or None)."""
+    """A registry, and what it was inferred from.
+
+    Attributes:
+        world: The default process group at that time; None if ``torch.distributed`` was not initialised.
+        meshes: The device meshes of the DTensors.
+        registry: The registry.
+    """
 
     world: object
     meshes: tuple[DeviceMesh, ...]
@@ -31,13 +37,13 @@ class _Inferred(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The device meshes and parameters of one rank.
+    """The device meshes and parameters of one rank, in a form that ranks can exchange.
 
-    Args:
-        dims: The dims of the meshes.
-        sliced_off: The other dims of the meshes from which they were sliced.
-        averaged: The ranks along each mesh dim over which `fully_shard` averages gradients.
-        parameters: A (placements, shape) pair per parameter.
+    Attributes:
+        dims: The dims of the meshes of this rank's DTensors.
+        sliced_off: If such a mesh is a slice of a larger mesh, the other dims of the larger mesh.
+        averaged: For each mesh dim over which `fully_shard` averages gradients, the global ranks along it.
+        parameters: Per parameter, its placements as text ("" for a plain tensor) and its shape.
     """
 
     dims: list[Dim]
@@ -52,25 +58,29 @@ _known: list[_Inferred] = []
 def infer_registry(
     params: Sequence[Tensor], *, any_roles: bool = False, averaging: Sequence[DeviceMesh] = ()
 ) -> ProcessGroupRegistry:
-    """Return a new registry whose axes are the common refinement of the DTensors' device meshes.
+    """Return a new registry whose axes are derived from the device meshes of DTensors.
 
-    `Topology.of_meshes` describes the common refinement. The meshes may be slices of a mesh, flattened meshes, or meshes of
-    some of the ranks, such as one mesh per pipeline stage. If a mesh is a slice, the other dims of the mesh from which it
-    was sliced become axes too. Ranks that no mesh connects form a further axis. An axis that no DTensor's mesh has, and
-    whose name has no default role, is a data axis if the parameters along it have the same placements and shapes, else a
-    pipeline axis.
+    The axes are the largest such that every mesh dim is one axis or a product of axes (see `Topology.of_meshes`). The
+    meshes may be slices of a mesh, flattened meshes, or meshes of some of the ranks, such as one mesh per pipeline stage.
+    If a mesh is a slice of a larger mesh, the other dims of the larger mesh become axes too, if possible. If no mesh dim
+    connects some ranks, such as different stages, they are connected by a further axis.
+
+    The role of an axis is the default role of its name (see `Topology`). An axis that is on no DTensor's mesh, and whose
+    name has no default role, is a data axis if the parameters of the ranks along it have the same placements and shapes,
+    else a pipeline axis.
 
     Args:
         params: This rank's parameters: DTensors and plain tensors.
         any_roles: True: an axis whose names have different default roles, such as ``tp`` of one mesh and ``edp`` of another
-            mesh, is a model axis. This is right if nothing is averaged, as in clipping. Default: False.
+            mesh, is a model axis. This is right if nothing is averaged, as in clipping. False: such an axis is an error.
+            Default: False.
         averaging: Meshes over which `fully_shard` averages gradients. Their dims become data axes, unless their names have
             another default role. Default: none.
     Raises:
-        ValueError: On every rank: the meshes have no common refinement; or without ``any_roles``, the names of an axis
-            have different default roles.
-    Collectives: one object all-gather over the world, so every rank must call it. None without ``torch.distributed``, which
-    gives the registry of one rank.
+        ValueError: On every rank: no axes exist of which all mesh dims are products; without ``any_roles``, the names of an
+            axis have different default roles; or the name of a mesh dim can't be the name of an axis.
+    Collectives: one object all-gather over the world, so every rank must call this function. If ``torch.distributed`` is
+    not initialised there is none, and the registry has one rank.
     Host synchronization: yes.
     """
     if not dist.is_initialized():
@@ -79,15 +89,18 @@ def infer_registry(
 
 
 def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
-    """Return the registry that `infer_registry` returned for the first parameters with the same device meshes.
+    """Return the registry for the device meshes of ``params``, for norms and clipping.
 
-    The registry is for norms and clipping: it has ``any_roles``.
+    The first call with these mesh objects returns ``infer_registry(params, any_roles=True)``, and caches the registry.
+    Later calls return the cached registry, until the default process group is replaced.
 
-    The first call with these meshes calls `infer_registry`. Later calls return the same registry object.
-
-    Raises: As in `infer_registry`, in the first call.
-    Collectives: those of `infer_registry` in the first call with these meshes, which all ranks must make at the same point;
-    none in later calls.
+    Args:
+        params: This rank's parameters: DTensors and plain tensors.
+    Raises:
+        ValueError: On every rank, in the first call: no axes exist of which all mesh dims are products, or the name of a
+            mesh dim can't be the name of an axis.
+    Collectives: in the first call with these meshes, one object all-gather over the world, so all ranks must make this call
+    at the same point. None in later calls.
     Host synchronization: in the first call.
     """
     meshes = _meshes_of(params)
@@ -102,15 +115,20 @@ def registry_of_meshes(params: Sequence[Tensor]) -> ProcessGroupRegistry:
 
 
 def registry_for(model: nn.Module) -> ProcessGroupRegistry:
-    """Return the registry of `infer_registry` for a model, and declare its undeclared parameters ``P()``, as replicated.
+    """Return a registry derived from the device meshes of a model, and declare the model's undeclared parameters ``P()``.
 
-    For a DTensor, this declares it replicated over all axes outside its device mesh.
+    ``P()`` declares a plain parameter replicated. It declares a DTensor replicated over all axes outside its device mesh.
 
-    For a Transformers model that `from_pretrained` has sharded, `transformers.registry_of` is called instead.
+    For a model that contains a Transformers model sharded by `from_pretrained`, the function returns
+    `transformers.registry_of` of the model instead.
 
     Args:
         model: A model with DTensors, or a model whose ranks hold replicas or pipeline stages.
-    Raises, collectives, host synchronization: as in `infer_registry` and `registry_of`.
+    Raises:
+        ValueError: As in `infer_registry`; for a Transformers model as in `transformers.registry_of`.
+    Collectives: one object all-gather over the world. None for a Transformers model, or if ``torch.distributed`` is not
+    initialised.
+    Host synchronization: yes, if there is a collective.
     """
     if any(vars(module).get("_mesh_manager") is not None for module in model.modules()):
         from .transformers import registry_of
@@ -124,9 +142,10 @@ def registry_for(model: nn.Module) -> ProcessGroupRegistry:
 
 
 def averaging_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules within ``model`` that average gradients, except those inside another module that does.
+    """Return the outermost modules of ``model`` that average gradients.
 
-    These are `DistributedDataParallel` modules, and modules to which `fully_shard` was applied.
+    These are `DistributedDataParallel` modules and modules to which `fully_shard` was applied. A module inside another one
+    of these modules is left out.
     """
     names = (("torch.nn.parallel.distributed", "DistributedDataParallel"), ("torch.distributed.fsdp", "FSDPModule"))
     kinds = tuple(kind for kind in (loaded_class(*name) for name in names) if kind is not None)
@@ -146,7 +165,7 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
 
 
 def _view(params: Sequence[Tensor], averaging: Sequence[DeviceMesh]) -> _View:
-    """Return the `_View` of this rank. Dims of meshes without dim names are called as in `dim_names`."""
+    """Return the `_View` of this rank. If a mesh has no dim names, its dims are named dim_0, dim_1, ..."""
     # Mesh dims with equal names and ranks count as one dim, even if they are dims of different meshes.
     meshes = _meshes_of(params)
     dims = dict.fromkeys(dim._replace(mesh=0) for dim in dims_of(meshes, need_names=False))
@@ -164,9 +183,15 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
-    """Return the topology with the largest axes of which every mesh dim is a product, and an axis between the meshes.
+    """Return the topology of all ranks' device meshes, as `infer_registry` describes.
 
-    If no such axes exist, the dims in `_View.sliced_off` are left out, because no DTensor is on them.
+    If no common axes exist, the dims in `_View.sliced_off` are left out, because no DTensor is on them.
+
+    Args:
+        views: The `_View` of each global rank.
+        any_roles: As in `infer_registry`.
+    Raises:
+        ValueError: No common axes exist without the dims in `_View.sliced_off`; or as in `infer_registry`.
     """
     if any(view.sliced_off for view in views):
         with suppress(ValueError):
@@ -175,7 +200,15 @@ def _topology(views: Sequence[_View], any_roles: bool) -> Topology:
 
 
 def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any_roles: bool) -> Topology:
-    """Return the topology whose axes are the common refinement of ``dims``, which has a list per rank."""
+    """Return the topology with the largest axes of which every mesh dim in ``dims`` is a product.
+
+    Args:
+        views: The `_View` of each global rank, from which the roles of axes are derived.
+        dims: Per global rank, the mesh dims that determine the axes.
+        any_roles: As in `infer_registry`.
+    Raises:
+        ValueError: As in `infer_registry`.
+    """
     roles: dict[str, Role] = {}
 
     def name_of(ranks: Sequence[int]) -> str:
@@ -201,14 +234,15 @@ def _refined_topology(views: Sequence[_View], dims: Sequence[Sequence[Dim]], any
 
 
 def _role_along(ranks: Sequence[int], views: Sequence[_View]) -> Role:
-    """Return "pipe" if the parameters of these ranks have different placements or shapes, else "data"."""
+    """Return "pipe" if two of ``ranks`` have parameters with different placements or shapes, else "data"."""
     return "pipe" if len({views[rank].parameters for rank in ranks}) > 1 else "data"
 
 
 def _with_unique_names(views: Sequence[Sequence[Dim]]) -> list[list[Dim]]:
-    """Return the mesh dims per rank. Dims with equal names but groups of different sizes or strides get different names.
+    """Return ``views``, the mesh dims per rank, with unique names.
 
-    `check_mesh` later finds the axes of a renamed dim by its ranks.
+    Dims with the same name, whose groups of ranks have different sizes or strides, get different names, such as
+    ``tp_on_mesh_0`` and ``tp_on_mesh_1``. `dtensor.check_mesh` later finds the axes of a renamed dim by its ranks.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for dims in views:

@@ -1,6 +1,7 @@
-"""Plain local parameters, gradients and specs of parameters that may be DTensors or plain tensors.
+"""Local parameters, local gradients and specs of parameters, some of which may be DTensors.
 
-DTensor support is imported only if DTensors are in use, because the import takes most of a second.
+The local parameter of a DTensor is a plain parameter on the memory of its local tensor. A plain parameter is its own local
+parameter. The module `dtensor` is imported only if DTensors are in use, because the import takes most of a second.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """Return the class ``name`` of a module if the module has already been imported, else None.
+    """Return the class ``name`` of the module named ``module``; None if the module has not been imported.
 
-    If the module has not been imported, no instance of the class can exist.
+    If it has not been imported, no instance of the class can exist.
     """
     return getattr(sys.modules.get(module), name, None)
 
@@ -41,23 +42,23 @@ def fully_sharded(model: nn.Module) -> list[Any]:
 
 
 def _param_groups(module: Any) -> list[Any]:
-    """Return torch's private parameter groups of a `fully_shard` module. torch has no public function for it."""
+    """Return the ``FSDPParamGroup`` objects of a `fully_shard` module, for which torch has no public function."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def fully_shard_meshes(model: nn.Module) -> list[DeviceMesh]:
-    """Return the device meshes over which the `fully_shard` modules within ``model`` average gradients, each once."""
+    """Return the distinct device meshes over which the `fully_shard` modules within ``model`` average gradients."""
     groups = [group for module in fully_sharded(model) for group in _param_groups(module)]
     return list({id(group.mesh_info.mesh): group.mesh_info.mesh for group in groups}.values())
 
 
 def named_shards(model: nn.Module) -> dict[str, Tensor]:
-    """Return ``model.named_parameters()`` as a dict, with the sharded parameter in place of each gathered parameter.
+    """Return ``model.named_parameters()`` as a dict, with sharded parameters for all `fully_shard` modules.
 
-    A `fully_shard` module may have gathered its parameters, for example because its last call had no backward. Optimizers
-    need the sharded parameters.
+    After a forward without a backward, for example, such a module may still have its gathered parameters. The dict has the
+    sharded DTensor in place of each gathered parameter, because optimizers need the sharded parameters.
     """
     shards: dict[int, Tensor] = {}
     for module in fully_sharded(model):
@@ -76,16 +77,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
-    """Return a DTensor's local parameter, which is plain and shares its memory; return a plain parameter unchanged.
+    """Return the local parameter of a DTensor: a plain parameter that uses the memory of the DTensor's local tensor.
 
-    See `meshstep.parallel.interop.dtensor.local_parameter`.
+    The local parameter is annotated with the DTensor's spec. A plain parameter is returned unchanged.
 
     Args:
         param: Any parameter.
-        topology: Provides the axes. None: the mesh of a DTensor is not checked.
+        topology: Provides the axes. Default None: the mesh of a DTensor is not checked.
     Raises:
-        ValueError: The placements of a DTensor can't be described by a spec or contradict its declaration; or its mesh has
-            no dim names or does not match ``topology``.
+        ValueError: The placements of a DTensor can't be described by a spec or contradict its declaration; or with a
+            topology, its mesh lacks this rank, or has a dim whose ranks are not the ranks of axes.
     """
     if not has_dtensors((param,)):
         return param
@@ -102,10 +103,11 @@ def spec_of(param: Tensor, topology: Topology | None = None) -> P:
 
     Args:
         param: Any parameter.
-        topology: If given, aliases and names of mesh dims in the spec are replaced by axes of this topology. None: the
-            spec may have aliases, and for a DTensor the names of its mesh dims.
+        topology: If given, aliases and names of mesh dims in the spec are replaced by axes of this topology. Default None:
+            the spec may have aliases, and for a DTensor the names of its mesh dims.
     Raises:
-        ValueError: The parameter has no spec; or as in `local_parameter` or `P.resolve`.
+        ValueError: A plain parameter has no spec; the placements of a DTensor can't be described by a spec or contradict
+            its declaration; or with a topology, the mesh of a DTensor or the spec does not fit the topology (`P.resolve`).
     """
     annotation = annotation_of(local_parameter(param, topology))
     if annotation is None:
@@ -120,11 +122,12 @@ class Gradients(NamedTuple):
     """Local parameters, local gradients and annotations, in the order of a list of parameters.
 
     Attributes:
-        params: Plain parameters, and the local parameters of DTensors.
+        params: The local parameter of each parameter: a plain parameter itself, or a plain parameter on the memory of a
+            DTensor's local tensor.
         gradients: Local gradient per parameter; None for a parameter without a gradient.
-        annotations: Annotation per parameter. For a DTensor, that of its local parameter, also if only its placements are
-            known. None for a plain parameter that was not declared.
-        sizes: Number of elements of each gradient, if all results were cached (then all are dense and real), or None.
+        annotations: Annotation (layout and name) of each local parameter; None for a plain parameter that was not declared.
+        sizes: Number of elements of each gradient, if all results were cached. All gradients are then dense and real.
+            Default None: unknown.
     """
 
     params: list[Tensor]
@@ -139,11 +142,12 @@ def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial
     Args:
         params: Any parameters.
         topology: Provides the axes.
-        sum_partial: True: replace partial gradients of DTensors by their sums, except those of parameters that are declared
-            partial. Default: False.
+        sum_partial: True: first replace partial gradients of DTensors by their sums, except gradients of parameters that
+            are declared partial. Default: False.
     Raises:
-        ValueError: As in `local_parameters`.
-    Collectives: with ``sum_partial``, those of `meshstep.parallel.interop.dtensor.sum_partial_gradient`; else none.
+        ValueError: The layout or the gradient of a DTensor is not supported, or its mesh does not fit ``topology``.
+    Collectives: with ``sum_partial``, per partial gradient an all-reduce or reduce-scatter over each partial mesh dim; else
+    none.
     """
     if not has_dtensors(params):
         return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
@@ -156,17 +160,18 @@ def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial
 def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bool = False) -> Iterator[list[Tensor]]:
     """Context manager that yields the list of parameters, with each DTensor replaced by its local parameter.
 
-    In the block, a local parameter shares memory and gradient with its DTensor. When the block ends, the gradient of a
-    local parameter is set as the DTensor's gradient if the DTensor has none, and is removed from the local parameter.
+    In the block, a local parameter uses the memory of the DTensor's local tensor, and its ``grad`` is the local tensor of
+    the DTensor's gradient. When the block ends, ``grad`` is removed from the local parameter. If the DTensor has no
+    gradient then, it gets this one.
 
     Args:
         params: Any parameters.
-        topology: Provides the axes. Each mesh dim of a DTensor must consist of these axes.
+        topology: Provides the axes. Each mesh dim of a DTensor must be along the ranks of one or several axes.
         to_sum: Pass True if the block sums the partial gradients in place over the partial axes in the specs. Default:
             False.
     Raises:
-        ValueError: A layout or gradient is not supported; see `meshstep.parallel.interop.dtensor`.
-    Collectives: with ``to_sum`` all-reduces of partial gradients of sharded DTensors, when the block starts; else none.
+        ValueError: The layout or the gradient of a DTensor is not supported, or its mesh does not fit ``topology``.
+    Collectives: with ``to_sum``, all-reduces of partial gradients of sharded DTensors, when the block starts; else none.
     """
     if not has_dtensors(params):
         yield list(params)
@@ -187,12 +192,15 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
 
 
 def sums_seen(params: Sequence[Tensor]) -> Sums:
-    """Return, per DTensor with a gradient, the axes over which the gradient is partial without being declared partial.
+    """Return for each DTensor with a gradient the axes over which the gradient is partial but not declared partial.
 
     Args:
         params: Any parameters; plain tensors are ignored.
+    Returns:
+        A dict from a key of the DTensor, which is the same on all ranks of its mesh, to the axes.
     Raises:
-        ValueError: A gradient's placements are not supported; see `meshstep.parallel.interop.dtensor`.
+        ValueError: The placements of a gradient can't be converted to the placements of its parameter; or a gradient is
+            not partial over an axis that is declared partial.
     """
     if not has_dtensors(params):
         return {}
@@ -205,7 +213,7 @@ def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
     """Store the union of the partial axes that `sums_seen` found on all ranks, so that every step sums these gradients.
 
     Args:
-        params: As in `sums_seen`.
+        params: The parameters that were passed to `sums_seen`, in the same order.
         seen: The result of `sums_seen` on each rank.
     Returns:
         True if an axis was stored that was not stored before.
@@ -219,21 +227,21 @@ def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
 
 # Gradients that `fully_shard` divides twice ---------------------------------------------------------------------------
 
-# `set_gradient_divide_factor` sets a factor by which `fully_shard` divides gradients. On a shard mesh of size 1, torch 2.15
-# divides twice: once in place of the omitted reduce-scatter, and again around the all-reduce, unless the collective itself
-# divides (in float64 and float16, and with ``set_force_sum_reduction_for_comms``). The gradient is then too small by this
+# `set_gradient_divide_factor` sets a factor by which `fully_shard` divides gradients. On a shard mesh of size 1, torch
+# divides once in place of the omitted reduce-scatter. If it reduces in float16 or float64, or with
+# ``set_force_sum_reduction_for_comms``, it divides again around the all-reduce. The gradient is then too small by this
 # factor. A shard mesh has size 1 for experts that only this rank holds, and with `replicate`.
 
 
 def divide_once(model: nn.Module) -> None:
-    """Make `fully_shard` modules with a shard mesh of size 1 divide gradients once, not twice, by their custom factor.
+    """Make `fully_shard` modules divide gradients once by the factor of ``set_gradient_divide_factor``.
 
-    The factor is the argument of ``set_gradient_divide_factor``. Call this function before the first backward; gradients
-    that exist already stay unchanged.
+    If the shard mesh of a module has size 1, torch divides float16 and float64 gradients twice by this factor. Call this
+    function before the first backward; it does not change existing gradients.
 
     Args:
-        model: The root module to which `fully_shard` was applied. Modules with larger shard meshes or without a custom
-            factor are not changed.
+        model: Any module. Only `fully_shard` modules within it that have such a factor and a shard mesh of size 1 are
+            changed.
     Collectives: none. Host synchronization: none.
     """
     for module in fully_sharded(model):

@@ -4,22 +4,24 @@
     declare_by_flags(model, registry)
     optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
 
-Megatron describes a parameter's layout by attributes of the parameter, by its module, and by its name:
+Megatron describes a parameter's layout by attributes of the parameter, by its module, and by its name. Below, "tensor" and
+"expert-tensor" are Megatron's tensor-parallel groups of dense parameters and of experts.
 
     tensor_model_parallel, partition_dim, partition_stride   sharded over tensor; stride n: n blocks, each one sharded
-    sequence_parallel, if it is set in the config too        partial gradient over tensor (sum)
-    "q_layernorm" or "k_layernorm" in the name, if the       partial gradient over tensor (sum), without any flag
+    sequence_parallel, if it is set in the config too        partial gradient over tensor, which must be summed
+    "q_layernorm" or "k_layernorm" in the name, if the       partial gradient over tensor, which must be summed
         config has qk_layernorm; not in multi-latent
         attention, whose norms are before the projection
-    average_gradients_across_tp_domain                       partial gradient over tensor (mean)
-    allreduce = False, or a module with is_expert            experts: sharded over expert-tensor, distinct per expert rank
+    average_gradients_across_tp_domain                       partial gradient over tensor, which must be averaged
+    allreduce = False, or a module with is_expert            an expert: sharded over the expert group; and over
+                                                             expert-tensor with tensor_model_parallel
     shared_embedding                                         tied over the stages of the embedding group
     pipeline_parallel, if the config has has_cond_embedder   tied over all stages
-    none of these                                            replicated over all ranks
+    none of these                                            replicated over all ranks of a stage
 
-Each rank of the expert group holds other experts, whose parameters have the same names on all ranks. The specs describe the
-experts of all ranks as one tensor that is sharded along dim 0. Norms and checkpoints are then correct, and a checkpoint can
-be loaded on another mesh with the same number of expert ranks.
+Each rank of the expert group holds different experts, but their parameters have the same names on all ranks. The spec
+describes the parameters of this name on all ranks as one tensor that is sharded along dim 0. Norms and checkpoints are then
+correct, and a checkpoint can be loaded on another mesh with the same number of expert ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from .megatron_mla import check_rope_gradients, norms_before_projection
 Ranks = tuple[int, ...]
 Axes = tuple[str, ...]
 
-# Per group: its name in this module, and its attribute in a ProcessGroupCollection.
+# For each of Megatron's process groups: its name in this module, and its attribute in Megatron's ProcessGroupCollection.
 _DENSE: Mapping[str, str] = {"pipe": "pp", "data": "dp", "context": "cp", "tensor": "tp"}
 _EXPERT: Mapping[str, str] = {"expert_data": "expt_dp", "expert": "ep", "expert_tensor": "expt_tp"}
 _EMBEDDING: Mapping[str, str] = {"embedding": "embd"}
@@ -49,22 +51,25 @@ _ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "context": "data",
 
 
 def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
-    """Return a registry on Megatron's process groups. Closing it does not destroy these groups. Call it on all ranks.
+    """Return a registry that uses Megatron's process groups. Call it on all ranks.
 
-    Its axes are ``pipe``, ``data``, ``context`` and ``tensor``, in the order in which Megatron arranged the ranks; axes of
-    size 1 are last. If a group of the expert mesh covers only a part of such an axis, the axis becomes several numbered
+    The axes are ``pipe``, ``data``, ``context`` and ``tensor``, in the order in which Megatron arranged the ranks; axes of
+    size 1 are last. If a group of experts covers only a part of such an axis, the axis is divided into several numbered
     axes. Example: 8 ranks with tensor=2, data=4, expert=4 and expert-tensor=1 give ``data0=2, data1=2, tensor=2``. The
     experts are sharded over ``data1`` and ``tensor``.
+
+    Closing the registry does not destroy Megatron's groups.
 
         registry = registry_of()
 
     Args:
-        groups: A ``ProcessGroupCollection`` with at least tp, pp and dp. Default None: the groups of
+        groups: A ``ProcessGroupCollection`` with at least tp, pp and dp. Default None: the groups of Megatron's
             ``parallel_state``.
     Raises:
-        RuntimeError: ``parallel_state`` is not initialised.
-        ValueError: ``groups`` lacks tp, pp or dp. On every rank: the ranks of a group are not evenly spaced; the dense and
-            the expert mesh have no common axes; or a group of some rank does not lie along axes of the registry.
+        RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialised.
+        ValueError: ``groups`` lacks tp, pp or dp. On every rank: the ranks of a group are not evenly spaced; no common axes
+            of the groups of dense parameters and of experts exist; no group of dense parameters connects some ranks; or a
+            group of some rank does not lie along axes of the registry.
     Collectives: two object all-gathers over the world. Host synchronization: yes.
     """
     found = _groups_of(groups, {**_DENSE, **_EXPERT})
@@ -77,25 +82,27 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
 
 
 def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
-    """Annotate every parameter of ``model`` with the layout that its flags, its module and its name describe.
+    """Declare the layout of every parameter of a Megatron model, as its flags, its module and its name describe it.
 
-    The table in the module docstring has the rules. Call it on all ranks. In a model that is wrapped in Megatron's
-    `DistributedDataParallel`, the gradients of experts with ``allreduce=False`` are not declared partial, because this
-    wrapper sums them over all replicas.
-    A parameter whose gradient must be averaged over tensor is declared partial (sum), and gets a hook that divides its
-    gradient by the size of tensor.
+    The table in the docstring of `meshstep.parallel.interop.megatron` has the rules. Call it on all ranks.
+
+    If the model is wrapped in Megatron's `DistributedDataParallel`, the gradients of experts with ``allreduce=False`` are
+    not declared partial, because this wrapper sums them over all replicas. A parameter whose gradient must be averaged over
+    the tensor-parallel group is declared partial, which means a sum, and gets a hook that divides its gradient by the size
+    of the group.
 
         declare_by_flags(model, registry)
 
     Args:
         model: A model chunk of Megatron layers; it may be wrapped.
         registry: A registry from `registry_of`, or any registry in which each of Megatron's groups is a group along axes.
-        groups: As in `registry_of`. Default None: the groups of ``parallel_state``.
+        groups: A ``ProcessGroupCollection`` with at least tp, pp and dp. Default None: the groups of Megatron's
+            ``parallel_state``.
     Raises:
-        RuntimeError: As in `registry_of`.
+        RuntimeError: On every rank: ``groups`` is None, and ``parallel_state`` is not initialised.
         ValueError: On every rank: flags contradict each other or do not fit the parameter; a needed group is missing, or is
-            not a group along axes of the registry; or multi-latent attention needs `sum_rope_gradients`. No parameter is
-            annotated in these cases.
+            not a group along axes of the registry; or `sum_rope_gradients` must be called first for multi-latent attention.
+            No layout is declared in these cases.
     Collectives: an object all-gather over the world. Host synchronization: yes.
     """
 
@@ -110,13 +117,14 @@ def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: o
 
 
 class Rules:
-    """Translates Megatron's flags and name rules into specs, for the parameters of a model.
+    """Translates Megatron's flags and name rules into specs, for the parameters of one model.
 
     Args:
         model, registry, groups: As in `declare_by_flags`.
     Raises:
-        ValueError: One of Megatron's groups is not a group along axes of the registry, or the backward of multi-latent
-            attention does not sum the gradient of its rotary keys.
+        RuntimeError: ``groups`` is None, and Megatron's ``parallel_state`` is not initialised.
+        ValueError: ``groups`` lacks tp, pp or dp; one of Megatron's groups is not a group along axes of the registry; or
+            the backward of multi-latent attention does not sum the gradient of its rotary keys.
     """
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
@@ -142,10 +150,12 @@ class Rules:
         self._conditional = any(getattr(config, "has_cond_embedder", False) for config in configs)
 
     def spec(self, name: str, param: Tensor) -> tuple[P, int]:
-        """Return the layout of a parameter, and the divisor of its gradient: 1, or the size of tensor for a mean.
+        """Return the spec of a parameter, and the number by which its gradient must be divided.
+
+        The number is the size of the tensor-parallel group if the gradient must be averaged over this group, else 1.
 
         Raises:
-            ValueError: Flags contradict each other or do not fit the parameter, or a group is missing.
+            ValueError: Flags contradict each other or do not fit the parameter, or a needed group is missing.
         """
         expert = self.is_expert(param)
         tensor = self._axes_of("expert_tensor" if expert else "tensor", name)
@@ -155,9 +165,10 @@ class Rules:
             first = entries[0] if entries else None
             stacked = self._axes_of("expert", name)
             entries = (*stacked, *parts_of(first)), *entries[1:]
-            # Megatron's DDP sums an expert's gradient over the whole expert-data group only if the parameter has
-            # allreduce=False. Otherwise it sums over the dense data group, so the gradient stays partial over model axes in
-            # the expert-data group. Megatron does not set this flag if every rank has all experts.
+            # The gradient of an expert must be summed over the expert-data group. Megatron's DDP does this only if the
+            # parameter has allreduce=False, a flag that Megatron does not set if every rank has all experts. Without the
+            # flag, or without DDP, the gradient is summed over data axes only. It stays partial over those axes of the
+            # expert-data group that are model axes.
             summed = self._reduced and not getattr(param, "allreduce", True)
             partial = () if summed else tuple(a for a in self._axes_of("expert_data", name) if self._is_model(a))
             return P(*entries, partial=partial), 1
@@ -172,14 +183,14 @@ class Rules:
         return spec, self._topology.size(*tensor) if mean else 1
 
     def is_expert(self, param: Tensor) -> bool:
-        """Return True if the parameter is an expert's: it has ``allreduce=False``, or its module has ``is_expert``.
+        """Return True if the parameter has ``allreduce=False``, or is in a module with ``is_expert``.
 
         If every rank has all experts, Megatron sets only ``is_expert``.
         """
         return not getattr(param, "allreduce", True) or id(param) in self._experts
 
     def _is_summed(self, name: str, param: Tensor) -> bool:
-        # In multi-latent attention the backward of the column-parallel projection after the norm already makes this sum.
+        # Norms before the projection of multi-latent attention: the projection's backward already sums their gradient.
         per_head = ("q_layernorm" in name or "k_layernorm" in name) and id(param) not in self._complete_norms
         by_name = self._norms_by_name and per_head
         return by_name or (self._sequence_parallel and bool(getattr(param, "sequence_parallel", False)))
@@ -220,9 +231,10 @@ class Rules:
         return self._topology.role(axis) == "model"
 
     def _stages_of(self, embedding: dist.ProcessGroup | None) -> Ranks:
-        """Return the pipeline stages that hold the embedding: (0, -1) with one stage or without embedding group here.
+        """Return the pipeline stages that hold the word embedding.
 
-        Stages without the embedding do not use the result.
+        The result is (0, -1), the first and the last stage, if there is one stage or this rank has no embedding group. A
+        rank without embedding group does not hold the embedding, and does not use the result.
         """
         pipe = self._axes["pipe"]
         if not pipe or embedding is None:
@@ -231,14 +243,14 @@ class Rules:
 
 
 def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group") -> Axes:
-    """Return the axes larger than 1 along which this rank's group consists of exactly ``ranks``.
+    """Return the axes larger than 1 along which this rank's group consists of exactly the ranks ``ranks``.
 
     Args:
-        ranks: Global ranks.
-        registry: The process groups.
-        name: The group's name for messages.
+        ranks: Global ranks, in any order.
+        registry: Provides the topology and this rank.
+        name: The group's name in errors. Default: "a group".
     Raises:
-        ValueError: No axes have these ranks, or this rank is not one of them.
+        ValueError: There are no such axes, or this rank is not in ``ranks``.
     """
     axes = axes_along(tuple(sorted(ranks)), registry.topology)
     if axes is None or registry.global_rank not in ranks:
@@ -251,16 +263,19 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
 
 
 def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
-    """Return the topology with the common axes of Megatron's dense and expert mesh, as `registry_of` describes.
+    """Return the topology whose axes are common to Megatron's groups of dense parameters and of experts.
+
+    `registry_of` describes the axes.
 
         >>> topology_of({"data": (0, 2, 4, 6), "tensor": (0, 1), "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8)
         Topology(data0=2, data1=2, tensor=2, pipe=1, context=1, roles={'data0': 'data', 'data1': 'data'})
 
     Args:
-        groups: Global ranks per group name. The groups of any one rank determine the axes.
+        groups: Global ranks of each group of one rank, by the group's name in this module. Any rank may be chosen.
         world_size: The number of ranks.
     Raises:
-        ValueError: As in `registry_of`.
+        ValueError: The ranks of a group are not evenly spaced; sizes or strides do not divide each other, so no common axes
+            exist; or no group of dense parameters connects some ranks.
     """
     strides = {name: _strides_of(name, ranks) for name, ranks in groups.items() if len(ranks) > 1}
     ends = sorted({1, world_size, *(end for pair in strides.values() for end in pair)})
@@ -292,7 +307,7 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
 
 
 def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
-    """Return the distance between neighbouring ranks of a group, and this distance times the size of the group.
+    """Return the difference of neighbouring ranks of a group, and this difference times the size of the group.
 
     Raises:
         ValueError: The ranks are not evenly spaced.
@@ -308,8 +323,12 @@ def _strides_of(name: str, ranks: Ranks) -> tuple[int, int]:
 
 
 def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dist.ProcessGroup]:
-    """Return Megatron's process groups by their names in this module, without groups that do not exist on this rank.
+    """Return Megatron's process groups of this rank, by their names in this module.
 
+    Args:
+        groups: A ``ProcessGroupCollection``. None: the groups of ``parallel_state``.
+        names: For each wanted group, its name in this module and its attribute in a ``ProcessGroupCollection``. Groups that
+            this rank does not have are left out.
     Raises:
         RuntimeError: ``groups`` is None, and ``parallel_state`` is not initialised.
         ValueError: tp, pp or dp is missing.

@@ -1,14 +1,16 @@
 """Megatron-core's multi-latent attention (MLA): its norms, and the gradient of its rotary keys.
 
-    sum_rope_gradients(model)            # before declare_by_flags, unless the checks below pass
+    sum_rope_gradients(model)            # before declare_by_flags, unless check_rope_gradients(model) passes
     declare_by_flags(model, registry)
 
-In MLA the norms ``q_layernorm`` and ``kv_layernorm`` come before a column-parallel layer, whose backward sums over tensor.
-Their gradients are therefore complete, or one per shard of the sequence with the flag ``sequence_parallel``.
+In MLA each of the norms ``q_layernorm`` and ``kv_layernorm`` comes before a column-parallel layer, whose backward sums over
+the tensor-parallel group. The gradients of the norms are therefore complete. With sequence parallelism, each rank's
+gradient has the terms of its shard of the sequence, and the norms have the flag ``sequence_parallel``.
 
-Every tensor rank uses the rotary part of the keys (``k_pos_emb``) for its own heads, so its gradient must be summed over
-tensor. The backward of Megatron-core 0.16 makes this sum only with sequence parallelism and a down projection that is
-replicated over tensor. In the other cases the gradients of this layer and of all layers below it lack terms.
+All ranks of the tensor-parallel group use the same rotary keys (``k_pos_emb``), each for its own heads. The gradient of the
+rotary keys must therefore be summed over this group. The backward of Megatron-core 0.16 makes this sum only with sequence
+parallelism and a replicated down projection. In the other cases the gradients of the down projection and of all layers
+before it lack terms.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from torch import Tensor, nn
 
 
 def mla_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the MLA modules of ``model`` with their names."""
+    """Yield the (name, module) pairs of the multi-latent attention (MLA) modules of ``model``."""
     for name, module in model.named_modules():
         if hasattr(module, "linear_kv_down_proj") and hasattr(module, "linear_kv_up_proj"):
             yield name, module
 
 
 def norms_before_projection(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of ``q_layernorm`` and ``kv_layernorm`` in all MLA modules."""
+    """Return the ids of the parameters of ``q_layernorm`` and ``kv_layernorm`` in all multi-latent attention modules."""
     return {
         id(param)
         for _, module in mla_modules(model)
@@ -44,7 +46,11 @@ def _is_down_sharded(module: Any) -> bool:
 
 
 def _modules_without_sum(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the MLA modules whose backward does not sum the gradient of the rotary keys over tensor, with their names."""
+    """Yield the (name, module) pairs of MLA modules whose backward does not sum the gradient of the rotary keys.
+
+    The sum is over the tensor-parallel group. Megatron makes it only with sequence parallelism and a replicated
+    ``linear_kv_down_proj``; a hook of `sum_rope_gradients` makes it too.
+    """
     for name, module in mla_modules(model):
         is_summed = module.config.sequence_parallel and not _is_down_sharded(module)
         if not is_summed and not hasattr(module, "_meshstep_rope_hook"):
@@ -52,10 +58,9 @@ def _modules_without_sum(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def check_rope_gradients(model: nn.Module) -> None:
-    """Check that the backward of every MLA module sums the gradient of its rotary keys over tensor, of size 2 or more.
+    """Raise ValueError if the backward of a multi-latent attention module does not sum the gradient of its rotary keys.
 
-    Raises:
-        ValueError: A module's backward does not make this sum.
+    The sum must be over the tensor-parallel group. Call it only if this group has more than one rank.
     """
     for name, module in _modules_without_sum(model):
         layout = "sharded" if _is_down_sharded(module) else "replicated"
@@ -68,17 +73,19 @@ def check_rope_gradients(model: nn.Module) -> None:
 
 
 def sum_rope_gradients(model: nn.Module) -> None:
-    """Make the backward of every MLA module sum the gradient of its rotary keys over tensor.
+    """Make the backward of all multi-latent attention modules sum the gradient of the rotary keys.
 
-    A forward hook on ``linear_kv_down_proj`` inserts the missing collectives. It leaves the values of the forward
-    unchanged. Modules whose backward already makes the sum get no hook. A second call does nothing.
+    The sum is over the tensor-parallel group. A forward hook on ``linear_kv_down_proj`` inserts the missing collectives.
+    It does not change the values of the forward. Modules whose backward already makes the sum get no hook. A second call
+    does nothing.
 
         sum_rope_gradients(model)
 
     Args:
         model: A model chunk of Megatron layers; it may be wrapped.
-    Collectives: none now. In each backward of a module with a hook, an all-reduce of the rotary part over tensor, or with
-        sequence parallelism a reduce-scatter by Megatron. A sharded down projection is gathered as without the hook.
+    Collectives: none in this call. In each backward of a module with a hook, an all-reduce of the gradient of the rotary
+        keys, or with sequence parallelism a reduce-scatter by Megatron. The hook gathers the output of a sharded down
+        projection, which Megatron would gather itself without the hook.
     Host synchronization: none.
     """
     for _, module in _modules_without_sum(model):
@@ -88,12 +95,13 @@ def sum_rope_gradients(model: nn.Module) -> None:
 
 
 class _RopeSum:
-    """Forward hook of ``linear_kv_down_proj``.
+    """Forward hook of ``linear_kv_down_proj``, which makes backward sum the gradient of the rotary keys.
 
     Args:
-        latent, rope: Output columns of the latent and of the rotary keys.
-        sequence_parallel: The value in the config.
-        group: The tensor group.
+        latent: Number of output columns of the latent.
+        rope: Number of output columns of the rotary keys, which follow the latent.
+        sequence_parallel: True if the model uses sequence parallelism.
+        group: The tensor-parallel group.
     """
 
     def __init__(self, latent: int, rope: int, sequence_parallel: bool, group: dist.ProcessGroup) -> None:
@@ -105,7 +113,7 @@ class _RopeSum:
         combined, bias = output
         if combined.size(-1) != self.latent + self.rope:
             combined = mappings.gather_from_tensor_model_parallel_region(combined, self.group)
-            if self.sequence_parallel:  # MLA gathers the rotary keys again; the backward of this gather sums
+            if self.sequence_parallel:  # MLA later gathers the rotary keys, and the backward of this gather sums
                 return mappings.scatter_to_sequence_parallel_region(combined, self.group), bias
         if self.sequence_parallel:
             return combined, bias
@@ -114,9 +122,10 @@ class _RopeSum:
 
 
 class _SumInBackward(torch.autograd.Function):
-    """Return the tensor; the backward sums its gradient over a group.
+    """Autograd function that returns its tensor, and in backward sums the gradient over a process group.
 
-    Megatron's `copy_to_tensor_model_parallel_region` loses the sum if the gradient is not contiguous, as here.
+    Megatron's `copy_to_tensor_model_parallel_region` is not used: it loses the sum if the gradient is not contiguous, and
+    the gradient of the rotary keys is not contiguous.
     """
 
     @staticmethod

@@ -3,15 +3,16 @@
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2, fsdp_size=2))
     registry = registry_of(model)
 
-The axes are the dims of the model's meshes: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``. Experts may have a separate
-mesh of the same ranks (``efsdp``, ``ep``). ``fsdp`` and ``ep`` are then aliases of their common axes.
+The axes are the dims of the model's device mesh: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``. Experts may have a second
+mesh of the same ranks: ``pp``, ``dp_replicate``, ``efsdp`` and ``ep``. The axes are then ``pp``, ``dp_replicate``,
+``efsdp``, ``fsdp_in_ep`` and ``tp``, and the dims ``fsdp`` and ``ep`` are aliases for two axes each.
 
-The model's tensor-parallel plan defines which parameters are sharded. A parameter that the plan does not shard is not a
-DTensor, and is replicated over ``tp``. A norm layer with ``replicated_with_grad_allreduce`` in the plan (q and k norms of
-Qwen3) is replicated too, but on each rank its gradient has only the terms of this rank's heads. Transformers all-reduces
-the accumulated gradient in a hook after every backward, which sums the gradients of earlier micro-batches again.
-`registry_of` removes the hook and declares the gradient partial (``P(partial="tp")``). The gradient is then summed once, at
-the end of the accumulation window (the micro-batches between two steps).
+The model's tensor-parallel plan defines which parameters are sharded over ``tp``. The other parameters are replicated over
+``tp``. Some norm layers (the q and k norms of Qwen3) have ``replicated_with_grad_allreduce`` in the plan: on each rank
+their gradient has only the terms of this rank's heads, so it must be summed over ``tp``. Transformers all-reduces the
+accumulated gradient in a hook after every backward, which sums the gradients of earlier micro-batches again. `registry_of`
+removes the hook and declares the gradient partial (``P(partial="tp")``). The gradient is then summed once per step, after
+the last micro-batch.
 """
 
 from __future__ import annotations
@@ -37,23 +38,24 @@ _RELEASED = "_meshstep_released"  # attribute of a module whose hook was removed
 
 
 def registry_of(model: nn.Module) -> ProcessGroupRegistry:
-    """Return a registry on a sharded Transformers model's device meshes, and annotate its parameters with specs and names.
+    """Return a registry whose axes are the mesh dims of a sharded Transformers model, and declare the model's parameters.
 
-    The call removes the hooks of Transformers that sum gradients of norm layers (see the module docstring). From then on,
-    `ParallelOptimizer` or `sync_gradients` must sum these gradients; any other optimizer would use incomplete gradients.
-    The call also corrects gradients that `fully_shard` would divide twice (`divide_once`).
+    The call removes the hooks by which Transformers sums the gradients of some norm layers (the q and k norms of Qwen3)
+    over ``tp``, and declares these gradients partial. From then on, `ParallelOptimizer` or `sync_gradients` must sum these
+    gradients; any other optimizer would use incomplete gradients. The call also corrects gradients that `fully_shard`
+    would divide twice (`divide_once`).
 
         registry = registry_of(model)
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)
 
     Args:
         model: A sharded Transformers model, or a module that contains one (``torch.compile``, PEFT, a module of your own).
-            Parameters outside the Transformers model, such as adapters, are declared replicated, unless they are DTensors.
-            Existing declarations are kept.
+            Every other parameter without a declaration is declared ``P()``: a plain parameter is then replicated, and a
+            DTensor is replicated over the axes outside its mesh. Existing declarations are kept.
     Raises:
         ValueError: ``model`` contains no sharded model, or more than one; no module or parameter has a name of the
-            tensor-parallel plan; the forward that Transformers set on a module with a hook was replaced; a norm layer
-            whose hook the call removes is declared without ``partial="tp"``; or as in
+            tensor-parallel plan; a module or its forward was replaced after Transformers set a forward with a hook; a norm
+            layer whose hook the call removes is declared without ``partial="tp"``; or as in
             `ProcessGroupRegistry.from_device_mesh`. The model is unchanged in these cases.
     Collectives: none. Host synchronization: none.
     """
@@ -84,12 +86,12 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
 
 
 def sharded_model(model: nn.Module) -> Any:
-    """Return the model that `from_pretrained` has sharded: ``model``, or a module within it.
+    """Return the model that `from_pretrained` has sharded: ``model`` itself, or a module within it.
 
-    It is the module whose attribute has the device meshes, so names and kinds of wrapper modules do not matter.
+    This is the module that has the attribute ``_mesh_manager``, so names and classes of wrapper modules do not matter.
 
     Raises:
-        ValueError: There is no such module, or more than one.
+        ValueError: No module has this attribute, or more than one.
     """
     found = [module for module in model.modules() if vars(module).get("_mesh_manager") is not None]
     kind = type(model).__name__
@@ -108,9 +110,14 @@ def sharded_model(model: nn.Module) -> Any:
 
 
 def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
-    """Return the common refinement of the dense and the expert mesh, from the sizes of their dims.
+    """Return the topology whose axes are common to the dense mesh (fsdp, tp) and the expert mesh (efsdp, ep).
 
-    The dims ``fsdp`` and ``ep`` overlap: their common factor is the axis ``fsdp_in_ep``, and both are aliases.
+    ``fsdp`` is an alias for the axes ``efsdp`` and ``fsdp_in_ep``. ``ep`` is an alias for ``fsdp_in_ep`` and ``tp``.
+
+    Args:
+        pp, dp_replicate: Sizes of the dims that both meshes have.
+        fsdp, tp: Sizes of the other dims of the dense mesh.
+        efsdp, ep: Sizes of the other dims of the expert mesh.
     """
     return Topology(
         pp=pp,
@@ -124,15 +131,16 @@ def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int,
 
 
 def _summed_modules(model: Any) -> dict[nn.Module, Any]:
-    """Return the modules whose gradients a hook of Transformers sums over ``tp``, each with the forward that adds the hook.
+    """Return the modules whose gradients Transformers sums over ``tp``, as a dict from module to forward.
 
-    The forward is None if `registry_of` has already removed the hook. The modules are found by their forward. The names in
-    the plan are used only to detect modules whose forward was replaced.
+    Transformers replaces the forward of such a module by one that registers a hook, and the hook sums the gradients. The
+    forward in the dict is None if `registry_of` has already removed the hook. The modules are found by their forward. The
+    names in the tensor-parallel plan are used only to detect modules whose forward was replaced.
 
     Args:
         model: The result of `sharded_model`.
     Raises:
-        ValueError: As in `registry_of`: a name of the plan is missing, or a forward was replaced.
+        ValueError: No module or parameter has a name of the plan; or the forward of a module in the plan was replaced.
     """
     if getattr(model, "_tp_size", None) in (None, 1):
         return {}
@@ -155,7 +163,7 @@ def _summed_modules(model: Any) -> dict[nn.Module, Any]:
 
 
 def _is_summed(module: nn.Module) -> bool:
-    """Return True if Transformers sums this module's gradient in a hook, or did before `registry_of` removed the hook."""
+    """Return True if Transformers sums this module's gradients in a hook, also if `registry_of` has removed the hook."""
     forward = vars(module).get("forward")
     return getattr(forward, "__qualname__", "").startswith(_HOOK) or (
         forward is None and getattr(module, _RELEASED, False) is True
@@ -163,12 +171,17 @@ def _is_summed(module: nn.Module) -> bool:
 
 
 def _glob_of(name: str) -> str:
-    """Return the name with ``*`` in place of each number, as the tensor-parallel plan writes layer indices."""
+    """Return the name with ``*`` in place of each number: the tensor-parallel plan writes ``*`` for layer indices."""
     return re.sub(r"\d+", "*", name)
 
 
 def _remove_hooks(module: nn.Module, forward: Any) -> None:
-    """Restore the module's original forward and remove the hooks from its parameters; no effect if ``forward`` is None."""
+    """Restore the module's original forward, and remove Transformers' hooks from its parameters.
+
+    Args:
+        module: A module whose forward Transformers has replaced.
+        forward: The forward that Transformers has set. None: `registry_of` has already restored the original; do nothing.
+    """
     if forward is None:
         return
     inner = inspect.getclosurevars(forward).nonlocals

@@ -3,9 +3,9 @@
     loss = log(sum_c exp(x_c - m)) - (x_target - m),   m = max_c x_c
     d loss / d x_c = exp(x_c - m) / sum - [c = target]
 
-[c = target] is 1 for the target class, else 0. The maximum, the sum and the target logit are all-reduced over the axis that
-shards the classes, so each rank stores only its own classes. With label smoothing e over C classes, the probability
-(1 - e) [c = target] + e / C replaces [c = target]. The sum of all logits is then all-reduced too.
+[c = target] is 1 for the target class, else 0. The maximum m, the sum of exponentials and the target logit are all-reduced
+over the axis that shards the classes, so each rank stores only the logits of its own classes. With label smoothing e over C
+classes, the probability (1 - e) [c = target] + e / C replaces [c = target]. The sum of all logits is then all-reduced too.
 
 Reference: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -48,7 +48,8 @@ def vocab_parallel_cross_entropy(
         target: [...], integers in 0..classes-1 or ``ignore_index``; replicated.
         registry: The process groups.
         axis: The mesh axis that shards the classes. Default: "tensor".
-        ignore_index: Targets with this value are ignored. If all are ignored, the mean is NaN, as in torch. Default: -100.
+        ignore_index: Targets with this value are ignored. If all targets are ignored, the mean is NaN, as in torch.
+            Default: -100.
         reduction: "mean" over the targets that are not ignored, "sum", or "none". Default: "mean".
         label_smoothing: Fraction of each target that is distributed over all classes, in [0, 1]. Default: 0.0.
     Returns:
@@ -56,9 +57,9 @@ def vocab_parallel_cross_entropy(
             logits, else the dtype of the logits.
     Raises:
         ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
-        RuntimeError or IndexError: A target is out of range, or ranks along ``axis`` have different numbers of classes (on
-            CPU; a device assertion on CUDA).
-    Collectives: two all-reduces over ``axis`` in forward. Host synchronization: none.
+        RuntimeError: A target is out of range, or ranks along ``axis`` have different numbers of classes (on CPU; a device
+            assertion on CUDA).
+    Collectives: two all-reduces over ``axis`` in forward, none in backward. Host synchronization: none.
     """
     return _cross_entropy(logits, target, _Sharding(registry, axis, (), ignore_index, reduction, label_smoothing))
 
@@ -89,20 +90,21 @@ def cross_entropy_2d(
         col: The axis that shards the classes. Default: "col".
         classes: Number of classes over all ranks, required if it is not divisible by the size of ``col``. Default None:
             every rank along ``col`` has the same number of classes.
-        ignore_index: Targets with this value are ignored. If all are ignored, the mean is NaN, as in torch. Default: -100.
+        ignore_index: Targets with this value are ignored. If all targets are ignored, the mean is NaN, as in torch.
+            Default: -100.
         reduction: "mean" over the targets of the full batch that are not ignored, "sum" over the full batch, or "none".
             Default: "mean".
-        label_smoothing: As in `vocab_parallel_cross_entropy`. Default: 0.0.
+        label_smoothing: Fraction of each target that is distributed over all classes, in [0, 1]. Default: 0.0.
     Returns:
         The loss: 0-dim and equal on all ranks along ``row`` and ``col``; for "none" [batch/rows, ...], the losses of this
-            rank's shard of the batch. Every rank calls ``backward()`` on its result; the gradients are those of the loss of
-            the full batch. Dtypes as in `vocab_parallel_cross_entropy`.
+            rank's shard of the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every
+            rank calls ``backward()`` on its result; the gradient of the logits is that of the loss of the full batch.
     Raises:
-        As in `vocab_parallel_cross_entropy`.
-        RuntimeError: On every rank (on CPU; a device assertion on CUDA): a rank's number of classes does not match
-            ``classes``; or ``classes`` is None, and the number differs between ranks along ``col``.
+        ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
+        RuntimeError: A target is out of range; a rank's number of classes does not match ``classes``; or ``classes`` is
+            None, and the number differs between ranks along ``col`` (on CPU; a device assertion on CUDA).
     Collectives: two all-reduces over ``col`` and, unless the reduction is "none", one all-reduce over ``row`` in
-    forward. Host synchronization: none.
+    forward; none in backward. Host synchronization: none.
     """
     rows = (row,) if isinstance(row, str) else row
     sharding = _Sharding(registry, col, rows, ignore_index, reduction, label_smoothing, classes)
@@ -120,9 +122,9 @@ def cross_entropy_3d(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return `F.cross_entropy` of logits as `Classifier3D` returns them.
+    """Return `F.cross_entropy` of logits whose batch is sharded over ``weight`` and ``input``, as from `Classifier3D`.
 
-    The *last* dim of the logits has all classes. The first dim, the batch, is sharded over ``weight`` and ``input``.
+    The batch is the first dim of the logits. The *last* dim has all classes.
 
         loss = cross_entropy_3d(head(hidden), target, registry)
 
@@ -131,12 +133,20 @@ def cross_entropy_3d(
         target: [batch/(weight*input), ...], the targets of this rank's shard of the batch.
         registry: The process groups.
         input, weight: The axes that shard the batch. Defaults: "input", "weight".
-        ignore_index, reduction, label_smoothing: As in `cross_entropy_2d`.
+        ignore_index: Targets with this value are ignored. If all targets are ignored, the mean is NaN, as in torch.
+            Default: -100.
+        reduction: "mean" over the targets of the full batch that are not ignored, "sum" over the full batch, or "none".
+            Default: "mean".
+        label_smoothing: Fraction of each target that is distributed over all classes, in [0, 1]. Default: 0.0.
     Returns:
-        The loss, as in `cross_entropy_2d`.
+        The loss: 0-dim and equal on all ranks along ``weight`` and ``input``; for "none" the losses of this rank's shard of
+            the batch. Its dtype is float32 for half-precision logits, else the dtype of the logits. Every rank calls
+            ``backward()`` on its result; the gradient of the logits is that of the loss of the full batch.
     Raises:
-        As in `vocab_parallel_cross_entropy`, except that numbers of classes are not compared.
-    Collectives: unless the reduction is "none", one all-reduce over both axes in forward. Host synchronization: none.
+        ValueError: The shapes do not match, the reduction is unknown, or label_smoothing is out of range.
+        RuntimeError: A target is out of range (on CPU; a device assertion on CUDA).
+    Collectives: unless the reduction is "none", one all-reduce over both axes in forward; none in backward. Host
+    synchronization: none.
     """
     sharding = _Sharding(registry, None, (weight, input), ignore_index, reduction, label_smoothing)
     return _cross_entropy(logits, target, sharding)
@@ -144,7 +154,16 @@ def cross_entropy_3d(
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Sharding of the logits, and the options of the loss."""
+    """Sharding of the logits, and the options of the loss.
+
+    Attributes:
+        registry: The process groups.
+        class_axis: The axis that shards the classes; None if every rank has all classes.
+        batch_axes: The axes that shard the batch.
+        ignore_index, reduction: As in `vocab_parallel_cross_entropy`.
+        smoothing: The argument ``label_smoothing``.
+        classes: Number of classes over all ranks. Default None: every rank has the same number.
+    """
 
     registry: ProcessGroupRegistry
     class_axis: str | None
@@ -162,9 +181,13 @@ class _Sharding:
         return tensor
 
     def max_logit(self, values: Tensor) -> Tensor:
-        """Return the maximum of the logits over all classes. The same all-reduce checks each rank's number of classes.
+        """Return the maximum [...] over all classes of the logits ``values`` [..., classes of this rank].
 
-        If a logit is NaN, gloo's maximum may miss it. The loss is NaN anyway, because the sum of exponentials is NaN.
+        The same all-reduce checks each rank's number of classes. If a logit is NaN, gloo's maximum may miss it. The loss is
+        NaN anyway, because the sum of exponentials is NaN.
+
+        Raises:
+            RuntimeError: A rank has a wrong number of classes (on CPU; a device assertion on CUDA).
         """
         maximum, num_local = values.amax(-1), values.size(-1)
         if self.class_axis is None or self.registry.size(self.class_axis) == 1:
@@ -181,7 +204,15 @@ class _Sharding:
         return packed[:-2].view(maximum.shape)
 
     def locate_targets(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor, int]:
-        """Return indices of targets among this rank's classes, a mask of targets on other ranks, the number of classes."""
+        """Find the targets among this rank's classes.
+
+        Args:
+            target: Class indices over all ranks.
+            num_local: Number of classes on this rank.
+        Returns:
+            Index of each target among this rank's classes, and 0 for a target on another rank; a mask that is True for
+            targets on other ranks; and the number of classes over all ranks.
+        """
         if self.class_axis is None:
             return target, torch.zeros_like(target, dtype=torch.bool), num_local
         classes = num_local * self.registry.size(self.class_axis) if self.classes is None else self.classes
@@ -235,7 +266,13 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
 
 def _reduce(loss: Tensor, ignored: Tensor, sharding: _Sharding) -> tuple[Tensor, Tensor]:
-    """Return the loss reduced by ``sharding.reduction``, and the factor of each target's loss in it."""
+    """Return the loss reduced by ``sharding.reduction``, and the weight of each target's loss in the result.
+
+    Args:
+        loss: The loss of each target on this rank; 0 if the target is ignored.
+        ignored: Mask of the ignored targets.
+        sharding: Options, and the axes over which the loss is summed.
+    """
     weight = (~ignored).to(loss.dtype)
     if sharding.reduction == "none":
         return loss, weight

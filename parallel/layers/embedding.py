@@ -1,8 +1,8 @@
 """Embedding tables with a sharded vocabulary, and a classifier whose weight can be tied to `Embedding2D`.
 
-Each rank looks up the ids whose rows it holds, and uses zeros for all other ids. The sum over the ranks is the
-embedding. An id outside the full vocabulary is an error on every rank that looks it up, before the sum, as in
-`nn.Embedding`: an exception on CPU, a device assertion on CUDA.
+Each rank looks up the ids whose table rows it holds, and uses zeros for all other ids. The sum over the ranks is the
+embedding. An id outside the full vocabulary is an error before the sum, on every rank with this id, as in `nn.Embedding`:
+an IndexError on CPU, a device assertion on CUDA.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings, embedding_dim: Sizes of the full table; num_embeddings must be divisible by t.
         registry: The process groups.
         axis: The mesh axis that shards the vocabulary. Default: "tensor".
-        sequence_parallel: If True, the output is sharded along dim 1, the sequence. Default: False.
+        sequence_parallel: If True, the output is sharded over the axis along dim 1, the sequence. Default: False.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
             Default None: torch's defaults.
 
@@ -39,8 +39,9 @@ class VocabParallelEmbedding(nn.Module):
     Raises:
         ValueError: num_embeddings or the sequence is not divisible by t; the axis is unknown; or sequence-parallel ids
             have fewer than 2 dims.
-    Collectives: one all-reduce in forward; with sequence_parallel a reduce-scatter in forward and an all-gather in
-    backward.
+        IndexError: An id is out of range (on CPU; a device assertion on CUDA).
+    Collectives: one all-reduce in forward. With sequence_parallel a reduce-scatter in forward and an all-gather in
+    backward instead.
     Host synchronization: none.
     Reference: Shoeybi et al. 2019, arXiv:1909.08053.
     """
@@ -83,8 +84,8 @@ class VocabParallelEmbedding(nn.Module):
 class Embedding2D(nn.Module):
     """Embedding table whose rows are sharded over the axis ``row``, and whose columns are sharded over the axis ``col``.
 
-    The batch is sharded over ``row`` too: the ids are all-gathered over ``row`` for the lookup, and the result is
-    reduce-scattered.
+    The batch is sharded over ``row`` too. The ids are therefore all-gathered over ``row`` for the lookup, and the result is
+    reduce-scattered over ``row``.
 
         embedding = Embedding2D(32000, 512, registry)
 
@@ -93,15 +94,17 @@ class Embedding2D(nn.Module):
             as `torch.chunk` does, but every rank must get at least one row and column.
         registry: The process groups.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
-        depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
+        depth: The mesh axis along which there are several grids (2.5-D). The weight is replicated over depth, with a
+            partial gradient that the optimizer sums. Default None: a single grid.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
             Default None: torch's defaults.
 
     Shapes:
-        ids [batch/rows, ...], replicated over col -> [batch/rows, ..., embedding_dim/cols].
-        weight [num_embeddings/rows, embedding_dim/cols] P(row, col).
+        ids [batch/rows, ...], replicated over col -> [batch/rows, ..., embedding_dim/cols]; batch/(depth*rows) with depth.
+        weight [num_embeddings/rows, embedding_dim/cols] P(row, col), with depth P(row, col, partial=depth).
     Raises:
         ValueError: A rank would get no elements of the table, or an axis is unknown.
+        IndexError: An id is out of range (on CPU; a device assertion on CUDA).
     Collectives: an all-gather of the ids and a reduce-scatter over row in forward, an all-gather over row in backward.
     Host synchronization: none.
     """
@@ -138,7 +141,15 @@ class Embedding2D(nn.Module):
 
 
 def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
-    """Return the embeddings [..., features] of ``ids`` [...]: zeros for ids whose rows other ranks hold."""
+    """Return the embeddings [..., features] of ``ids`` [...], with zeros for ids whose table rows are on other ranks.
+
+    Args:
+        ids: Integers in 0..vocabulary-1.
+        weight: This rank's shard of the table [vocabulary, features].
+        vocabulary: Number of rows of the full table.
+        registry: Provides this rank's coordinate.
+        axis: The mesh axis that shards the rows.
+    """
     if registry.size(axis) == 1:
         return F.embedding(ids, weight)
     index, is_remote = local_index(ids, vocabulary, registry, axis)
@@ -146,7 +157,7 @@ def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroup
 
 
 class Classifier2D(nn.Module):
-    """Linear layer ``input @ weight.T + bias`` on a grid of ranks, with its classes sharded over ``col``; uses SUMMA.
+    """Linear layer ``input @ weight.T + bias`` on a grid of ranks, by SUMMA. It returns logits sharded over ``col``.
 
         head = Classifier2D(512, 32000, registry)
         head.weight = embedding.weight      # optional: tied to an Embedding2D
@@ -154,17 +165,19 @@ class Classifier2D(nn.Module):
 
     Args:
         in_features, classes: Sizes of the full layer. Sizes that are not multiples of the axes' sizes are sharded as
-            `torch.chunk` does, but every rank must get at least one feature and class. `cross_entropy_2d` then needs the
-            argument ``classes``.
+            `torch.chunk` does, but every rank must get at least one feature and class. If ``classes`` is not a multiple of
+            the size of col, `cross_entropy_2d` needs the argument ``classes``.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: False.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
-        depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
+        depth: The mesh axis along which there are several grids (2.5-D). The parameters are replicated over depth, with
+            partial gradients that the optimizer sums: the specs below get ``partial=depth``. Default None: a single grid.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
 
     Shapes:
-        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., classes/cols], as `cross_entropy_2d` expects.
+        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., classes/cols], as `cross_entropy_2d` expects;
+            batch/(depth*rows) with depth.
         weight [classes/rows, in/cols] P(row, col), as in `Embedding2D`; bias [classes/cols] P(col), replicated over
             row.
         Under autocast the operands are cast to the autocast dtype before they are broadcast.
@@ -172,7 +185,8 @@ class Classifier2D(nn.Module):
         ValueError: A rank would get no elements of a parameter, an axis is unknown, or the last dim of the input is not
             in/cols.
     Collectives: in forward a broadcast and a reduction per panel; in backward three broadcasts and a reduction per
-    panel (see `summa_transposed`; a q x q grid has q panels). The bias adds an all-reduce over row in backward.
+    panel (see `summa_transposed`). There are at most q panels on a q x q grid. The bias adds an all-reduce over row in
+    backward.
     Host synchronization: none.
     """
 

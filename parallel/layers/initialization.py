@@ -1,9 +1,9 @@
-"""Initial weights of parallel layers, which equal those of torch's dense layers, and a check of inputs.
+"""Initial weights of parallel layers, which equal the weights of torch's dense layers, and a check of inputs.
 
-Every rank draws the full tensor and keeps its shard, so the random generators of all ranks must have the same state. The
-full weights, and the final state of the generator, then do not depend on the topology or the kind of parallelism. They
-equal those of the dense torch layer with the same seed, dtype and device. Each rank needs memory for the full tensor until
-its shard is copied.
+Every rank draws the full tensor and keeps a copy of its shard, so the random generators of all ranks must have the same
+state. The full weights do not depend on the topology or the kind of parallelism: they equal the weights of the dense torch
+layer with the same seed, dtype and device. The final state of the generator is that of the dense layer too. Each rank needs
+memory for the full tensor until its shard is copied.
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ def draw_linear(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight [out_features, in_features] and bias [out_features] with the distribution of `nn.Linear`.
+    """Return the initial weight [out_features, in_features] and bias [out_features] of `nn.Linear`, on every rank in full.
 
-    The distribution is uniform in +-1/sqrt(in_features). With ``bias=False``, the second result is None.
+    Both are uniform in +-1/sqrt(in_features). With ``bias=False``, the second result is None.
+
+    Args:
+        in_features, out_features: Sizes of the full layer.
+        bias: If True, the layer has a bias.
+        generator: Random generator. None: torch's default generator.
+        device, dtype: Of the results. None: torch's defaults.
     """
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -49,7 +55,13 @@ def draw_embedding(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """Return a table [num_embeddings, embedding_dim] of standard normal values, as in `nn.Embedding`."""
+    """Return the initial table [num_embeddings, embedding_dim] of `nn.Embedding`: standard normal values.
+
+    Args:
+        num_embeddings, embedding_dim: Sizes of the full table.
+        generator: Random generator. None: torch's default generator.
+        device, dtype: Of the result. None: torch's defaults.
+    """
     return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype).normal_(generator=generator)
 
 
@@ -59,12 +71,12 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
     A dim that is not a multiple of its axes' sizes is sharded as `torch.chunk` does.
 
     Args:
-        full: The full weight.
-        spec: Its layout.
-        registry: The process groups.
+        full: The full weight, equal on all ranks.
+        spec: The layout of the weight.
+        registry: Provides the topology and this rank's coordinate.
     Raises:
-        ValueError: On every rank: a rank would get an empty shard, a block is not a multiple of the axes' sizes, or an
-            axis is unknown.
+        ValueError: On every rank: the last rank would get an empty shard, the length of a block is not a multiple of the
+            axes' sizes, or the spec does not fit the weight or the topology.
     """
     _check_shards(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))
@@ -73,7 +85,13 @@ def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
 
 
 def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
-    """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter (see `P.holds`); None on other ranks."""
+    """Return ``keep_shard(full, spec, registry)`` on ranks that hold the parameter by its spec; None on other ranks.
+
+    A rank does not hold the parameter if the spec names other ranks by ``owned=`` or ``tied=``.
+
+    Raises:
+        ValueError: As in `keep_shard`.
+    """
     if spec.holds(registry.coordinate, registry.topology):
         return keep_shard(full, spec, registry)
     _check_shards(full, spec, registry.topology)
@@ -81,13 +99,13 @@ def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> n
 
 
 def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tensor:
-    """Return ``param`` on an owner rank, and an uninitialized tensor of the same shape on other ranks.
+    """Return ``param`` on a rank that holds it, and an uninitialized tensor of the same shape on other ranks.
 
-    The result requires grad on every rank, even if the owner's parameter is frozen: all ranks must take part in the
-    reduction in backward, and ranks without the parameter cannot detect that it is frozen.
+    The result is for a broadcast, whose backward is a reduction in which all ranks must take part. It therefore requires
+    grad on every rank, even if the parameter is frozen: ranks without the parameter cannot detect that it is frozen.
 
     Args:
-        param: The parameter on an owner rank; None on other ranks.
+        param: The parameter on a rank that holds it; None on other ranks.
         shape: The parameter's shape.
         like: A tensor with the parameter's dtype and device.
     """
@@ -97,8 +115,12 @@ def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tens
 
 
 def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, ...]:
-    """Return the axes over which the gradients of a 2.5-D layer's parameters are partial; () if depth is None.
+    """Return the axes over which the gradients of a 2.5-D layer's parameters are partial.
 
+    Args:
+        depth: The mesh axis along which there are several grids, or an alias, which is replaced by its axes. None: the
+            result is ().
+        registry: Provides the topology.
     Raises:
         ValueError: The topology does not have this axis.
     """
@@ -117,12 +139,12 @@ def check_features(
     """Raise ValueError if the last dim of ``input`` is not this rank's shard of the features.
 
     Args:
-        layer: The layer, whose type is named in the message.
+        layer: The layer, whose class is named in the error.
         input: The input of the layer.
         features, local_features: The number of features, in total and on this rank.
         axis: The mesh axis that shards the features.
         registry: The process groups.
-        advice: Appended to the message. Default: nothing.
+        advice: Text that is appended to the error. Default: none.
     """
     if input.shape[-1:] != (local_features,):
         raise ValueError(
@@ -133,7 +155,7 @@ def check_features(
 
 
 def sizes_of(registry: ProcessGroupRegistry, *axes: str) -> str:
-    """Return the sizes of the axes for a layer's repr: ``row=2, col=2``."""
+    """Return a text with the sizes of ``axes`` for the repr of a layer, such as ``row=2, col=2``."""
     return ", ".join(f"{axis}={registry.size(axis)}" for axis in axes)
 
 

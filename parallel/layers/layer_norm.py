@@ -2,8 +2,8 @@
 
 Each rank computes the mean and the variance of its own features. The results of all ranks are merged as in Chan et al.
 1979, "Updating formulae and a pairwise algorithm for computing sample variances", which avoids cancellation. If the
-number of features is not divisible by the size of the axis, the mean is all-reduced first, and then the squared
-deviation from it.
+number of features is not divisible by the size of the axis, the mean is all-reduced first, and then the mean of the squared
+deviations from it.
 
 Reference: Ba et al. 2016, arXiv:1607.06450.
 """
@@ -32,8 +32,10 @@ class SplitLayerNorm(nn.Module):
         registry: The process groups.
         feature_axis: The axis that shards the features.
         batch_axes: The axes over which backward sums the gradients of weight and bias.
-        eps, bias, device, dtype: As in `LayerNorm2D`.
-        partial: The axes over which the optimizer sums the gradients of weight and bias. Default: none.
+        eps: Added to the variance.
+        bias: If True, the layer has a bias.
+        device, dtype: Of weight and bias. None: torch's defaults.
+        partial: The axes over which the optimizer, and not backward, sums the gradients of weight and bias. Default: none.
     """
 
     def __init__(
@@ -83,14 +85,15 @@ class LayerNorm2D(SplitLayerNorm):
         eps: Added to the variance. Default: 1e-5.
         bias: If True, the layer has a bias. Default: True.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
-        depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
+        depth: The mesh axis along which there are several grids (2.5-D). Weight and bias are replicated over depth, with
+            partial gradients that the optimizer sums: their spec gets ``partial=depth``. Default None: a single grid.
         device, dtype: Of weight and bias, whose initial values are one and zero. Default None: torch's defaults.
 
     Shapes:
-        input and output [batch/rows, ..., features/cols]. The output has the input's dtype; half precision is computed
-            in float32. weight, bias [features/cols] P(col).
+        input and output [batch/rows, ..., features/cols]; batch/(depth*rows) with depth. The output has the input's dtype;
+            half precision is computed in float32. weight, bias [features/cols] P(col).
     Raises:
-        ValueError: A rank would get no features, or the last dim of the input is not features/cols.
+        ValueError: A rank would get no features, an axis is unknown, or the last dim of the input is not features/cols.
     Collectives: in forward an all-gather over col of the mean and variance of each rank's features; or two all-reduces, if
     the number of features is not divisible by the size of col. In backward an all-reduce over col of two means, and an
     all-reduce over row of the gradients of weight and bias.
@@ -114,7 +117,12 @@ class LayerNorm2D(SplitLayerNorm):
 
 
 class _SplitLayerNorm(torch.autograd.Function):
-    """Autograd function with x' = (x - mean) / std, y = x' w + b and dx = (dy w - mean(dy w) - x' mean(dy w x')) / std."""
+    """Autograd function of layer norm over sharded features.
+
+        x' = (x - mean) / std,   y = x' w + b,   dx = (dy w - mean(dy w) - x' mean(dy w x')) / std
+
+    The means are over all features, and std is sqrt(variance + eps).
+    """
 
     @staticmethod
     def forward(
@@ -152,7 +160,16 @@ class _SplitLayerNorm(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance, [..., 1] each, of the last dim over the shards of all ranks."""
+    """Return the mean and the variance over all features, the last dim, whose shards are on the ranks of ``cols``.
+
+    Args:
+        x: This rank's shard [..., features of this rank].
+        features: Number of features over all ranks.
+        cols: The process group of the axis that shards the features.
+    Returns:
+        Mean and variance, [..., 1] each.
+    Collectives: one all-gather; two all-reduces if ``features`` is not divisible by the size of the group.
+    """
     if features % cols.size:
         mean = all_reduce(x.sum(-1, keepdim=True) / features, cols)
         return mean, all_reduce((x - mean).square().sum(-1, keepdim=True) / features, cols)
@@ -166,7 +183,7 @@ def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tenso
 
 def _input_grad(grad_normalized: Tensor, normalized: Tensor, inverse_std: Tensor, features: int, cols: Over) -> Tensor:
     terms = (grad_normalized, grad_normalized * normalized)
-    if features % cols.size:  # scales the sums such that the average over the ranks is the mean over all features
+    if features % cols.size:  # scaled such that the average over the ranks is the mean over all features
         means = torch.stack([term.sum(-1) for term in terms]) / (features / cols.size)
     else:
         means = torch.stack([term.mean(-1) for term in terms])

@@ -2,12 +2,14 @@
 
     [batch, seq, in] --ColumnParallelLinear--> [batch, seq, out/t] --RowParallelLinear--> [batch, seq, in]
 
-Between such pairs of layers, activations are replicated over the axis. With ``sequence_parallel=True`` they are sharded
-along dim 1 instead, the sequence of [batch, seq, feature]. The column layer all-gathers the sequence, the row layer
-reduce-scatters it, and all modules between the pairs process seq/t tokens. The gradients of their replicated parameters
-are then partial over the axis: they must still be summed. `LayerNorm1D` and the row layer's bias declare this in their spec
-(``P(partial=axis)``), and the optimizer sums the gradients. Any other parameter that the model uses between the pairs needs
-the same spec; or the model passes it through `copy_to`, which sums its gradient in backward.
+t is the size of the axis. Between such pairs of layers, activations are replicated over the axis.
+
+With ``sequence_parallel=True`` the activations between the pairs are sharded along dim 1 instead, the sequence of
+[batch, seq, feature]. The column layer all-gathers the sequence, and the row layer reduce-scatters it. All modules between
+the pairs process seq/t tokens per sample, so the gradients of their replicated parameters are partial over the axis: they
+must still be summed. `LayerNorm1D` and the row layer's bias declare this in their spec (``P(partial=axis)``), and the
+optimizer sums the gradients. Any other parameter that the model uses between the pairs needs the same spec. Or the model
+passes the parameter through `copy_to`, which sums the gradient in backward.
 
 References: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -43,7 +45,16 @@ def _check_sequence(input: Tensor, layer: str) -> None:
 
 
 class _SplitLinear(nn.Module):
-    """Linear layer with weight and bias sharded by ``weight_spec`` and ``bias_spec``. ``bias_spec=None``: no bias."""
+    """Base class of `ColumnParallelLinear` and `RowParallelLinear`: creates weight and bias, sharded and annotated.
+
+    Args:
+        in_features, out_features: Sizes of the full layer.
+        registry: The process groups.
+        axis: The mesh axis that shards the layer.
+        weight_spec: The layout of the weight [out_features, in_features].
+        bias_spec: The layout of the bias [out_features]. None: no bias.
+        drawn: The arguments ``generator``, ``device`` and ``dtype`` for the initial weights.
+    """
 
     def __init__(
         self,
@@ -82,23 +93,23 @@ class ColumnParallelLinear(_SplitLinear):
         in_features, out_features: Sizes of the full layer; out_features must be divisible by t.
         registry: The process groups.
         bias: If True, the layer has a bias. Default: True.
-        blocks: Number of equal layers that are fused in this layer, or the ratio of their sizes; each of them is sharded.
-            Examples: 2 for gate and up; (4, 1, 1) for q, k and v with four query heads per key head. Split the output with
-            ``layer(x).split(layer.block_features, -1)``. Default: 1.
+        blocks: Number of equal layers that are fused in this layer, or the ratio of their output features. Each fused layer
+            is sharded separately. Examples: 2 for gate and up; (4, 1, 1) for q, k and v with four query heads per key head.
+            Split the output with ``layer(x).split(layer.block_features, -1)``. Default: 1.
         axis: The mesh axis that shards the layer. Default: "tensor".
         gather_output: If True, the output has all features on every rank. All ranks must then do the same computation with
             the output, because backward keeps only this rank's slice of the gradient. Default: False.
-        sequence_parallel: If True, the input is sharded along dim 1, the sequence. Default: False.
+        sequence_parallel: If True, the input is sharded over the axis along dim 1, the sequence. Default: False.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
 
     Shapes:
         input [..., in], replicated; or [batch, seq/t, ..., in] with sequence_parallel.
         output [..., out/t]; or [..., out] with gather_output.
-        weight [out/t, in] P(axis, None); bias [out/t] P(axis); with several blocks P(blocks(axis, ...)).
+        weight [out/t, in] P(axis, None); bias [out/t] P(axis). With several blocks, blocks(axis, ...) replaces axis.
     Raises:
-        ValueError: out_features, or a block of it, is not divisible by t; ``blocks`` or the axis is not valid; or a
-            sequence-parallel input has fewer than 3 dims.
+        ValueError: out_features, or the size of a fused layer, is not divisible by t; ``blocks`` or the axis is not valid;
+            or a sequence-parallel input has fewer than 3 dims.
     Collectives: none in forward, an all-reduce of the input gradient in backward. With sequence_parallel an all-gather
     in forward and a reduce-scatter in backward instead. gather_output adds an all-gather in forward.
     Host synchronization: none.
@@ -127,7 +138,7 @@ class ColumnParallelLinear(_SplitLinear):
 
     @property
     def block_features(self) -> tuple[int, ...]:
-        """Return the number of output features on this rank, for each block."""
+        """Return for each fused layer its number of output features on this rank."""
         sizes = self.spec.block_sizes(self.axis)
         return tuple(self.weight.size(0) // sum(sizes) * size for size in sizes)
 
@@ -160,19 +171,19 @@ class RowParallelLinear(_SplitLinear):
         axis: The mesh axis that shards the layer. Default: "tensor".
         input_is_parallel: If True, the input has only this rank's features, as `ColumnParallelLinear` returns them. If
             False, the input has all features on every rank, and the layer takes this rank's slice. Default: True.
-        sequence_parallel: If True, the output is sharded along dim 1, the sequence. Default: False.
+        sequence_parallel: If True, the output is sharded over the axis along dim 1, the sequence. Default: False.
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
 
     Shapes:
-        input [..., in/t]; or [..., in] without input_is_parallel.
+        input [..., in/t]; or [..., in] with input_is_parallel=False.
         output [..., out], replicated; or [batch, seq/t, ..., out] with sequence_parallel.
         weight [out, in/t] P(None, axis); bias [out] P(), or P(partial=axis) with sequence_parallel.
     Raises:
         ValueError: in_features or the sequence is not divisible by t; the axis is unknown; or a sequence-parallel input
             has fewer than 3 dims.
     Collectives: an all-reduce in forward, none in backward. With sequence_parallel a reduce-scatter in forward and an
-    all-gather in backward instead. Without input_is_parallel there is another all-gather in backward.
+    all-gather in backward instead. input_is_parallel=False adds an all-gather in backward.
     Host synchronization: none.
     """
 
@@ -205,19 +216,19 @@ class RowParallelLinear(_SplitLinear):
             output = reduce_scatter_to(output, self.registry, self.axis, dim=SEQUENCE_DIM)
         else:
             output = reduce_from(output, self.registry, self.axis)
-        # The bias is cast, because under autocast the output has a lower precision than the bias.
+        # The bias is cast, because under autocast the output has a lower precision than a float32 bias.
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class LayerNorm1D(nn.LayerNorm):
-    """`nn.LayerNorm` whose parameters are annotated as replicated over every axis.
+    """`nn.LayerNorm` whose weight and bias are declared replicated (``P()``), for use with sequence parallelism.
 
         norm = LayerNorm1D(512, sequence_parallel=True)
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: As in `nn.LayerNorm`, with the same defaults.
-        sequence_parallel: If True, the input is sharded along the sequence. The gradients of weight and bias are then
-            partial over ``axis``, and their spec is P(partial=axis) instead of P(). Default: False.
+        sequence_parallel: If True, the input is sharded over ``axis`` along the sequence. The gradients of weight and bias
+            are then partial over ``axis``, and their spec is P(partial=axis) instead of P(). Default: False.
         axis: The mesh axis of sequence parallelism. Default: "tensor".
 
     Collectives: none; the optimizer sums the partial gradients. Host synchronization: none.

@@ -1,26 +1,28 @@
 """2-D tensor parallelism: a linear layer on a grid of ranks.
 
-Activations [batch, ..., features] are sharded to [batch/rows, ..., features/cols]: the batch over ``row``, the features
-over ``col``. Conversion between a full activation and this rank's block:
+Activations [batch, ..., features] are sharded to [batch/rows, ..., features/cols]: the batch over the mesh axis ``row``,
+the features over the mesh axis ``col``. To convert a full activation to this rank's block, and back:
 
     local = scatter_to(scatter_to(full, registry, "row", dim=0), registry, "col", dim=-1)
     full = gather_from(gather_from(local, registry, "col", dim=-1), registry, "row", dim=0)
 
 For data that needs no gradient, use `shard(full, P("row", None, "col"), registry)`. If the number of features is not
 divisible by the size of ``col``, the features are sharded as `torch.chunk` does: pass ``uneven=True`` to `scatter_to` over
-"col", and ``length=`` to `gather_from` over "col". A parameter of your own that is combined with the features, such as
-a position embedding, has the spec P(None, "col"). Pass it through `copy_to` over ``row``, which sums its gradient over
-the rows of the grid, because every row has a different part of the batch.
+"col", and ``length=`` to `gather_from` over "col".
+
+A parameter of your own that is combined with the features, such as a position embedding [seq, features], has the spec
+P(None, "col"). Each row of the grid has a different part of the batch, so the gradient of the parameter must be summed over
+``row``. `copy_to` makes this sum in backward:
 
     positions = nn.Parameter(shard(full, P(None, "col"), registry))       # [seq, features/cols]
     hidden = hidden + copy_to(positions, registry, "row")
 
 2.5-D tensor parallelism (Tesseract) uses several such grids along the axis ``depth``. The batch is sharded over
 ``depth``, the slower axis, and ``row``: activations are [batch/(depth*rows), ..., features/cols]. Each grid holds all
-weights and multiplies its part of the batch, so a layer issues no collective over ``depth``. The gradient on a grid is
-partial over ``depth``. The specs declare this (``partial="depth"``), and the optimizer sums the gradients over ``depth``
-once per accumulation window (the micro-batches between two steps). ``depth`` is a model axis and not a data axis: the
-loss is already the mean over the samples of all grids, so gradients must be summed, not averaged.
+weights and multiplies its part of the batch, so a layer issues no collective over ``depth``. The gradients of weights on a
+grid are partial over ``depth``. Their specs declare this (``partial="depth"``), and the optimizer sums the gradients over
+``depth`` once per step. ``depth`` is a model axis and not a data axis: the loss is already the mean over the samples of all
+grids, so gradients must be summed, not averaged.
 
     layer = Linear2D(256, 1024, registry, depth="depth")
     local = shard(full, P(("depth", "row"), None, "col"), registry)
@@ -57,17 +59,18 @@ from .layer_norm import LayerNorm2D
 from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
-"""The layout of a `Linear2D` bias over ``row``: replicated ("column"), sharded ("all"), or held only by ranks with
-coordinate 0 ("row0"). Over ``col`` it is always sharded."""
+"""The layout of a `Linear2D` bias over the axis ``row``: replicated ("column"), sharded ("all"), or held only by ranks with
+coordinate 0 on ``row`` ("row0"). Over the axis ``col`` the bias is always sharded."""
 
 
 def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: int | Sequence[int] = 1) -> P:
-    """Return the spec of a bias layout of `Linear2D`.
+    """Return the spec of a `Linear2D` bias.
 
     Args:
-        layout: "column", "all" or "row0".
+        layout: "column": replicated over ``row``. "all": sharded over ``row``. "row0": held by ranks with coordinate 0 on
+            ``row``. Over ``col`` the bias is always sharded.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
-        blocks: As in `Linear2D`. Default: 1.
+        blocks: Number of equal layers that are fused in the layer, or the ratio of their sizes. Default: 1.
     Raises:
         ValueError: The layout is unknown.
     """
@@ -79,7 +82,7 @@ def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: in
 
 
 class Linear2D(nn.Module):
-    """Linear layer ``input @ weight + bias`` by SUMMA on a grid.
+    """Linear layer ``input @ weight + bias`` on a grid of ranks, which computes the matrix product by SUMMA (`summa`).
 
         layer = Linear2D(256, 1024, registry)
 
@@ -90,8 +93,8 @@ class Linear2D(nn.Module):
         bias: Layout of the bias, which is always sharded over col. "column": replicated over row; backward sums its
             gradient over row. "all": sharded over row too. "row0": only ranks with coordinate 0 on row hold it, and the
             attribute ``bias`` is None on other ranks. None: no bias. Default: "column".
-        blocks: Number of equal layers that are fused in this layer, or the ratio of their sizes; each of them is sharded
-            over col. The output has this rank's features of each block, in order. Default: 1.
+        blocks: Number of equal layers that are fused in this layer, or the ratio of their output features. Each fused layer
+            is sharded over col. The output has this rank's features of each fused layer, in order. Default: 1.
         row, col: The mesh axes of the grid. Defaults: "row", "col".
         depth: The mesh axis along which there are several grids (2.5-D). The parameters are replicated over depth, with
             partial gradients that the optimizer sums: the specs below get ``partial=depth``. Default None: a single grid.
@@ -101,16 +104,17 @@ class Linear2D(nn.Module):
     Shapes:
         input [batch/rows, ..., in/cols] -> output [batch/rows, ..., out/cols]; batch/(depth*rows) with depth.
         weight [in/rows, out/cols] P(row, col).
-        bias [out/cols] P(col), [out/cols/rows] P((col, row)) or [out/cols] P(col, owned={row: 0}).
-        With several blocks, blocks(col, ...) replaces col.
+        bias [out/cols] P(col) for "column", [out/cols/rows] P((col, row)) for "all", [out/cols] P(col, owned={row: 0}) for
+            "row0".
+        With several blocks, blocks(col, ...) replaces col in the specs of weight and bias.
         Under autocast the operands are cast to the autocast dtype before they are broadcast.
     Raises:
-        ValueError: A rank would get no elements of a parameter; a block is not a multiple of the size of col; the bias
-            layout or an axis is unknown; or the last dim of the input is not in/cols.
+        ValueError: A rank would get no elements of a parameter; the size of a fused layer is not a multiple of the size of
+            col; the bias layout or an axis is unknown; or the last dim of the input is not in/cols.
     Collectives: in forward a broadcast per panel along each axis; in backward two broadcasts and two reductions per
-    panel (see `summa`; a q x q grid has q panels). The bias adds collectives over row. "column": an all-reduce in
-    backward. "all": an all-gather in forward and a reduce-scatter in backward. "row0": a broadcast in forward and a
-    reduce in backward.
+    panel (see `summa`). There are at most q panels on a q x q grid. The bias adds collectives over row. "column": an
+    all-reduce in backward. "all": an all-gather in forward and a reduce-scatter in backward. "row0": a broadcast in
+    forward and a reduce in backward.
     Host synchronization: none.
     """
 
@@ -155,7 +159,10 @@ class Linear2D(nn.Module):
         return output.reshape(*input.shape[:-1], output.size(-1))
 
     def _column_bias(self) -> Tensor | None:
-        """Return the bias [out/cols] of this rank's output features, on every rank; None without bias."""
+        """Return the bias [out/cols] of this rank's output features, from the bias shards; None without bias.
+
+        Collectives: over row. "row0": a broadcast. "all": an all-gather. "column": none; an all-reduce in backward.
+        """
         if self.bias_layout == "row0":
             held = held_or_placeholder(self.bias, self.weight.size(1), like=self.weight)
             return broadcast_from(held, self.registry, self.row, root=0)

@@ -1,26 +1,27 @@
-"""3-D tensor parallelism: a cube of ranks, on which activations and weights are sharded over all three axes.
+"""3-D tensor parallelism: a cube of ranks, on which activations and weights are sharded over all three mesh axes.
 
-Over each axis `Linear3D` gathers or reduces one tensor, and the axis is named after this tensor:
+The mesh axes are `input`, `weight` and `output`. `Linear3D` computes Y = X W. Over each axis it gathers or reduces one
+tensor, and the axis is named after this tensor:
 
-    X W = Y       x = all-gather of the input's shards over `input`     [batch/weight, in/output]
-                  w = all-gather of the weight's shards over `weight`   [in/output, out/input]
-                  reduce-scatter of x @ w over `output`                 [batch/(weight*output), out/input]
+    x = all-gather of this rank's shard of X over `input`     [batch/weight, in/output]
+    w = all-gather of this rank's shard of W over `weight`    [in/output, out/input]
+    y = reduce-scatter of x @ w over `output`                 [batch/(weight*output), out/input]
 
-The input has its features sharded over `output`, and its batch over `weight` (the slower axis) and `input`. The output
-has its features sharded over `input`, and its batch over `weight` and `output`. In the next layer the axes `input` and
-`output` are exchanged. The output of a pair of layers therefore has the layout of its input, as residual connections and
-labels require:
+In shapes, the name of an axis means its size. X has its features sharded over `output`, and its batch over `weight` (the
+slower axis) and `input`. Y has its features sharded over `input`, and its batch over `weight` and `output`. In the next
+layer the axes `input` and `output` are exchanged. The output of two such layers therefore has the layout of their input, as
+residual connections and labels require:
 
     up = Linear3D(64, 256, registry)
     down = Linear3D(256, 64, registry, input="output", output="input")
     local = shard(full, P(("weight", "input"), None, "output"), registry)   # the input of `up`, and the output of `down`
 
-A parameter of your own that is combined with the features has shape [features/output]. Ranks along `weight` and `input`
-have different parts of the batch, so the gradient of such a parameter is partial over these axes. `copy_to(param, registry,
-"weight", "input")` sums the gradient in backward.
+A parameter of your own that is combined with the features of X has shape [features/output]. Ranks along `weight` and
+`input` have different parts of the batch, so the gradient of such a parameter must be summed over these axes.
+`copy_to(param, registry, "weight", "input")` makes this sum in backward.
 
-`Embedding3D` and `Classifier3D` shard their tables by features only, over `output`. A shard is stored on the ranks whose
-`input` coordinate equals their `output` coordinate, and is broadcast over `input` in forward.
+`Embedding3D` and `Classifier3D` shard their weights by features only, over `output`. A shard is stored on the ranks whose
+coordinates on `input` and `output` are equal, and is broadcast over `input` in forward.
 
 Reference: Bian et al. 2021, "Maximizing parallelism in distributed training for huge neural networks",
 arXiv:2105.14450.
@@ -65,18 +66,18 @@ class Linear3D(nn.Module):
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
             (the weight transposed). Default None: torch's defaults.
 
-    Shapes:
+    Shapes, in which the name of a mesh axis means its size:
         input [batch/(weight*input), ..., in/output] -> output [batch/(weight*output), ..., out/input].
         weight [in/output/weight, out/input] P((output, weight), input); bias [out/input] P(input), replicated over
-            weight and output. Backward sums its gradient.
-        Under autocast the operands are cast to the autocast dtype before they are gathered. Backward keeps the gathered
-            input [batch/weight, ..., in/output] and weight [in/output, out/input].
+            weight and output. Backward sums the gradient of the bias over these axes.
+        Under autocast the operands are cast to the autocast dtype before they are gathered. The gathered input
+            [batch/weight, ..., in/output] and weight [in/output, out/input] are saved for backward.
     Raises:
         ValueError: A rank would get no elements of a parameter; the input has fewer than 2 dims, or not in/output features;
             or the gathered batch is not divisible by the size of output.
     Collectives: in forward an all-gather over input, an all-gather over weight, and a reduce-scatter over output. In
-    backward a reduce-scatter over input, a reduce-scatter over weight, and an all-gather over output; and an all-reduce
-    of the bias gradient over weight and output.
+    backward a reduce-scatter over input, a reduce-scatter over weight, an all-gather over output, and for the bias an
+    all-reduce over weight and output.
     Host synchronization: none.
     """
 
@@ -121,9 +122,7 @@ class Linear3D(nn.Module):
 
 
 class LayerNorm3D(SplitLayerNorm):
-    """`nn.LayerNorm` over features that are sharded over ``output``.
-
-    The batch is sharded over ``weight`` and ``input``.
+    """`nn.LayerNorm` over features that are sharded over ``output``, for a batch sharded over ``weight`` and ``input``.
 
         norm = LayerNorm3D(64, registry)
 
@@ -134,14 +133,16 @@ class LayerNorm3D(SplitLayerNorm):
         eps: Added to the variance. Default: 1e-5.
         bias: If True, the layer has a bias. Default: True.
         input, weight, output: The mesh axes, as in the `Linear3D` that follows. Defaults: "input", "weight", "output".
-        device, dtype: Of weight and bias, which start at one and zero. Default None: torch's defaults.
+        device, dtype: Of weight and bias, whose initial values are one and zero. Default None: torch's defaults.
 
-    Shapes:
+    Shapes, in which the name of a mesh axis means its size:
         input and output [batch/(weight*input), ..., features/output]. The output has the input's dtype; half precision
             is computed in float32. weight, bias [features/output] P(output).
     Raises:
-        ValueError: A rank would get no features, or the input does not have this rank's features.
-    Collectives: as in `LayerNorm2D`, with ``output`` in place of col, and both weight and input in place of row.
+        ValueError: A rank would get no features, an axis is unknown, or the last dim of the input is not features/output.
+    Collectives: in forward an all-gather over output of the mean and variance of each rank's features; or two all-reduces,
+    if the number of features is not divisible by the size of output. In backward an all-reduce over output of two means,
+    and an all-reduce over weight and input of the gradients of weight and bias.
     Host synchronization: none.
     """
 
@@ -162,7 +163,7 @@ class LayerNorm3D(SplitLayerNorm):
 
 
 class DiagonalTable(nn.Module):
-    """Table [rows, features] of `Embedding3D` and `Classifier3D`, with its features sharded over ``output``.
+    """Base class of `Embedding3D` and `Classifier3D`: a table [rows, features] whose features are sharded over ``output``.
 
     A shard is stored on the ranks whose coordinates on ``input`` and ``output`` are equal.
 
@@ -171,11 +172,12 @@ class DiagonalTable(nn.Module):
         registry: The process groups.
         input, weight, output: The mesh axes.
 
-    Shapes:
-        weight [rows, features/output] P(None, output, owned={input: output}), replicated over ``weight``; None on other
-            ranks.
+    Shapes, in which the name of a mesh axis means its size:
+        weight [rows, features/output] P(None, output, owned={input: output}), replicated over the axis ``weight``. The
+            attribute is None on ranks whose coordinates on ``input`` and ``output`` differ.
     Raises:
-        ValueError: A rank would get no features, or ``output`` is larger than ``input``.
+        ValueError: A rank would get no features, the axis ``output`` is larger than the axis ``input``, or an axis is
+            unknown.
     """
 
     def __init__(self, full: Tensor, registry: ProcessGroupRegistry, input: str, weight: str, output: str) -> None:
@@ -187,12 +189,13 @@ class DiagonalTable(nn.Module):
         self.register_buffer("_like", full.new_empty(0), persistent=False)  # has the module's dtype and device
 
     def table(self) -> Tensor:
-        """Return the shard [rows, features/output] for this rank's ``output`` coordinate, on every rank.
+        """Return the shard [rows, features/output] for this rank's coordinate on ``output``, on every rank.
 
-        Backward reduces the result's gradient over ``input`` to the rank that holds the shard. This rank then all-reduces
-        the sum over ``weight``.
+        Backward reduces the gradient of the result over ``input`` to the rank that stores the shard. This rank then
+        all-reduces the gradient over ``weight``.
 
-        Collectives: a broadcast over input in forward; a reduce over input and an all-reduce over weight in backward.
+        Collectives: a broadcast over input in forward. In backward a reduce over input, and an all-reduce over weight on
+        ranks that store the shard.
         """
         held = held_or_placeholder(self.weight, self.rows, self._local_features, like=self.get_buffer("_like"))
         if self.weight is not None:
@@ -214,14 +217,16 @@ class Embedding3D(DiagonalTable):
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
             Default None: torch's defaults.
 
-    Shapes:
+    Shapes, in which the name of a mesh axis means its size:
         ids [batch/(weight*input), ...], replicated over output -> [batch/(weight*input), ..., embedding_dim/output].
-        weight [num_embeddings, embedding_dim/output] P(None, output, owned={input: output}); None on ranks whose
-            ``input`` and ``output`` index differ.
+        weight [num_embeddings, embedding_dim/output] P(None, output, owned={input: output}). The attribute is None on
+            ranks whose coordinates on ``input`` and ``output`` differ.
     Raises:
-        ValueError: A rank would get no features, or ``output`` is larger than ``input``.
+        ValueError: A rank would get no features, the axis ``output`` is larger than the axis ``input``, or an axis is
+            unknown.
+        IndexError: An id is out of range (on CPU; a device assertion on CUDA).
     Collectives: in forward a broadcast over input. In backward a reduce over input, and an all-reduce over weight on
-    ranks that hold the table.
+    ranks that store the weight.
     Host synchronization: none.
     """
 
@@ -249,7 +254,9 @@ class Embedding3D(DiagonalTable):
 
 
 class Classifier3D(DiagonalTable):
-    """Linear layer ``input @ weight.T + bias`` with all classes on every rank. It can be tied to an `Embedding3D`.
+    """Linear layer ``input @ weight.T + bias`` that returns all classes on every rank.
+
+    Its weight has the layout of an `Embedding3D` weight, so the two can be tied.
 
         head = Classifier3D(64, 32000, registry)
         loss = cross_entropy_3d(head(hidden), target, registry)
@@ -264,17 +271,17 @@ class Classifier3D(DiagonalTable):
         generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
             Default None: torch's defaults.
 
-    Shapes:
+    Shapes, in which the name of a mesh axis means its size:
         input [batch/(weight*input), ..., in/output] -> [batch/(weight*input), ..., classes], replicated over output, as
             `cross_entropy_3d` expects.
-        weight [classes, in/output] P(None, output, owned={input: output}); None on ranks whose ``input`` and ``output``
-            index differ. bias [classes] P().
+        weight [classes, in/output] P(None, output, owned={input: output}). The attribute is None on ranks whose
+            coordinates on ``input`` and ``output`` differ. bias [classes] P().
         Under autocast the operands are cast to the autocast dtype.
     Raises:
-        ValueError: A rank would get no features; the axis ``output`` is larger than the axis ``input``; or the input has
-            fewer than 2 dims, or not in/output features.
+        ValueError: A rank would get no features; the axis ``output`` is larger than the axis ``input``; an axis is unknown;
+            or the input has fewer than 2 dims, or not in/output features.
     Collectives: in forward a broadcast over input and an all-reduce over output. In backward a reduce over input, an
-    all-reduce over weight on ranks that hold the weight, and for the bias an all-reduce over weight and input.
+    all-reduce over weight on ranks that store the weight, and for the bias an all-reduce over weight and input.
     Host synchronization: none.
     """
 

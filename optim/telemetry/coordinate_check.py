@@ -1,10 +1,10 @@
 """Check of the maximal update parametrization (muP), with which training changes activations equally at every width.
 
-    change of a layer = mean over all elements of |activation after some steps - activation before|, on one input
+    change of a layer = mean over all elements of |output after some steps - output before|, for one input of the model
 
-The check compares models of several widths that are otherwise equal. In muP, the change of each layer does not depend on
-the width, so a learning rate that was tuned on a narrow model fits a wide model. In the standard parametrization, the
-change grows with the width in some layers.
+The check compares models of several widths that are otherwise equal. In muP, the change of each layer does not depend
+on the width, so a learning rate that was tuned on a narrow model fits a wide model. In the standard parametrization,
+the change grows with the width in some layers.
 
 Reference: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 """
@@ -32,8 +32,8 @@ class Trial(NamedTuple):
 
     Args:
         model: The model; it is trained in place.
-        forward: Runs the model's forward on the same input in every call.
-        train: Takes the training steps.
+        forward: Runs the model's forward, on the same input in every call.
+        train: Trains the model for a few steps.
     """
 
     model: nn.Module
@@ -50,16 +50,17 @@ class CoordinateCheck:
 
     Args:
         widths: The widths, ascending.
-        changes: Mean absolute change of the output in training, for each width, by name of the layer.
+        changes: {name of a layer: the mean absolute change of its output in training, one number per width}.
     """
 
     widths: tuple[int, ...]
     changes: Mapping[str, tuple[float, ...]]
 
     def slopes(self) -> dict[str, float]:
-        """Return, by layer, the exponent s with which the change grows: change ~ width^s. It is about 0 in muP.
+        """Return {layer: s}, where the change of the layer grows with the width like width^s. s is about 0 in muP.
 
-        s is the slope of the least-squares line through (log width, log change). NaN if a change is 0 or not finite.
+        s is the slope of the least-squares line through (log width, log change). It is NaN if a change is 0 or not
+        finite.
         """
         return {layer: _slope([log(w) for w in self.widths], values) for layer, values in self.changes.items()}
 
@@ -79,7 +80,7 @@ def coordinate_check(
     registry: ProcessGroupRegistry,
     layers: Sequence[str] = ("*",),
 ) -> CoordinateCheck:
-    """Train a model of each width, and return how much each layer's output changes. Every rank calls it.
+    """Train a model of each width, and return how much each layer's output changes. Every rank must call it.
 
         def build(width):
             torch.manual_seed(0)
@@ -89,18 +90,20 @@ def coordinate_check(
         print(coordinate_check(build, (64, 128, 256), registry))
 
     Args:
-        build: Called with a width; returns the model of this width, which may be sharded over the mesh. Every rank must
-            have the same measured modules. Set the random seed in it, so that models differ only in the width.
+        build: Called with a width; returns a `Trial` with a model of this width, which may be sharded over the mesh.
+            Every rank must have the same measured modules. Set the random seed in it, so that models differ only in the
+            width.
         widths: Two or more different widths.
         registry: The process groups.
-        layers: Globs over names of modules, without the model itself. Modules are measured if they return one
-            floating-point tensor, which may be sharded or replicated, at every width. Default: all.
+        layers: Globs over names of modules; the model itself is not measured. A module is measured if it returns a
+            single floating-point tensor at every width. The tensor may be sharded or replicated. Default: all modules.
 
     Raises:
-        ValueError: There are fewer than two widths, or no matching module returned a floating-point tensor at every width.
+        ValueError: There are fewer than two different widths, or no matching module returned a floating-point tensor at
+            every width.
 
-    Collectives: those of ``build`` and of the model, and one all-reduce per width if there are several ranks.
-    Host synchronization: one per width.
+    Collectives: those of ``build``, ``forward`` and ``train``, and one all-reduce per width if there are several ranks.
+    Host synchronization: one per width, in addition to that of ``build``, ``forward`` and ``train``.
     Memory: the outputs of the measured modules in two forwards.
     """
     if len({*widths}) < 2:
@@ -128,7 +131,7 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
     for name in names:
         moved = (seen[name].double() - before[name].double()).abs().sum()
         sums.append(torch.stack([moved, torch.full_like(moved, seen[name].numel())]))
-    # an output that several ranks replicate is counted equally often in both columns, so their ratio is the mean
+    # an element that several ranks hold is counted equally often in both sums, so their ratio is the mean
     packed = torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64, device=device)
     totals = world_sum(packed.to(device), registry)
     return dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
@@ -136,7 +139,10 @@ def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]
 
 @contextmanager
 def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that receives a copy of each matching module's last floating-point output in the context, by name."""
+    """Yield a dict. Forwards in the context store a copy of the output of each matching module in it, by module name.
+
+    Only outputs that are a single floating-point tensor are stored. A later output replaces an earlier one.
+    """
     named = [(name, module) for name, module in model.named_modules() if name]
     seen: dict[str, Tensor] = {}
 

@@ -8,9 +8,9 @@
 
     S = (small - big) / (x - y)        |G|^2 = (x big - y small) / (x - y)        B_simple = S / |G|^2
 
-A data rank is a coordinate along the data axes. The estimates of S and |G|^2 are unbiased, also if data ranks have batches
-of different sizes and their gradients are weighted by these sizes. The ratio S / |G|^2 of one step is biased and noisy.
-So S and |G|^2 are averaged separately over measured steps, and then divided.
+A data rank is a coordinate along the data axes. The estimates of S and |G|^2 are unbiased, also if data ranks have
+batches of different sizes and their gradients are weighted by these sizes. The ratio S / |G|^2 of one step is biased
+and noisy. So S and |G|^2 are averaged separately over measured steps, and then divided.
 
 Reference: McCandlish et al. 2018, "An empirical model of large-batch training", arXiv:1812.06162, appendix A.1.
 """
@@ -40,15 +40,15 @@ from ..parallel_optimizer import ParallelOptimizer
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Option of `Telemetry` to measure the gradient noise scale.
+    """Option of `Telemetry` to measure the gradient noise scale, an estimate of the largest useful batch size.
 
         Telemetry(optimizer, noise=NoiseScale(samples=64))
 
     Args:
-        samples: Number of samples of one data rank in an accumulation window, over all its micro-batches. The measured
-            noise scale is then a number of samples. None (default): the noise scale has the unit of
-            ``backward(weight=...)``, such as tokens. Without weights, its unit is one micro-batch if
-            ``accumulation_steps`` is given, else one batch of a data rank.
+        samples: Number of samples per data rank and step, over all micro-batches of the step. The measured noise scale
+            is then a number of samples. None (default): the noise scale has the unit of ``backward(weight=...)``, such
+            as tokens. Without weights, its unit is one micro-batch if ``accumulation_steps`` is given, else one batch
+            of a data rank.
         decay: Decay of the exponential means over measured steps, >= 0 and < 1. 0: only the last measured step counts.
             Default: 0.9.
     """
@@ -65,11 +65,11 @@ class NoiseScale:
 
 
 class Estimates(NamedTuple):
-    """Estimates from one step, 0-dim tensors.
+    """Estimates from one step, for the gradient noise scale.
 
-    Attributes:
-        signal: |G|^2, the squared norm of the expected gradient.
-        trace: S, the trace of the covariance of one sample's gradient.
+    Args:
+        signal: |G|^2, the squared norm of the expected gradient, 0-dim.
+        trace: S, the trace of the covariance of one sample's gradient, 0-dim.
     """
 
     signal: Tensor
@@ -77,12 +77,15 @@ class Estimates(NamedTuple):
 
 
 def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Tensor) -> Estimates:
-    """Return unbiased estimates of |G|^2 and S; see `Estimates`. The module's docstring gives the formulas.
+    """Return unbiased estimates of |G|^2 and S from one step.
+
+    |G|^2 is the squared norm of the expected gradient. S is the trace of the covariance of one sample's gradient.
 
     Args:
-        small, big: The squared norms before and after averaging over data ranks, 0-dim.
-        inverse_small, inverse_big: x and y: the mean over data ranks of 1 / (a rank's samples), and 1 / (all samples);
-            0-dim.
+        small: Mean over data ranks of the squared norm of a rank's gradient, before averaging; 0-dim.
+        big: Squared norm of the averaged gradient, 0-dim.
+        inverse_small: Mean over data ranks of 1 / (number of a rank's samples), 0-dim.
+        inverse_big: 1 / (number of samples of all data ranks), 0-dim.
     """
     difference = inverse_small - inverse_big
     signal = (inverse_small * big - inverse_big * small) / difference
@@ -90,20 +93,24 @@ def estimates(small: Tensor, big: Tensor, inverse_small: Tensor, inverse_big: Te
 
 
 class RunningScale:
-    """Exponential means of `Estimates` over steps. Non-finite estimates, from a step with an overflow, are left out.
+    """Exponential means of `Estimates` over steps. Non-finite estimates, such as after an overflow, are left out.
+
+    Args:
+        decay: Decay of the means, >= 0 and < 1.
+        device: Device of the means.
 
     Attributes:
-        means: [3] float64: the exponential means of |G|^2, of S, and of the constant 1. All three start at 0; dividing
-            the first two by the third corrects for that.
+        means: [3] float64: the exponential means of |G|^2 (the signal), of S (the trace), and of the constant 1. All
+            three start at 0. Dividing the first two by the third one corrects for that.
     """
 
     def __init__(self, decay: float, device: torch.device) -> None:
         self.decay, self.means = decay, torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, found: Estimates) -> Tensor:
-        """Add one step's estimates to the means, and return [B_simple, |G|^2, S] of the means, float64.
+        """Add one step's estimates to the means, and return [noise scale S / |G|^2, |G|^2, S] of the means, float64.
 
-        The result is NaN before the first finite estimate.
+        The three numbers are NaN before the first finite estimate.
 
         Host synchronization: none.
         """
@@ -114,11 +121,11 @@ class RunningScale:
         return torch.stack([trace / signal, signal / weight, trace / weight])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the means, which are equal on every rank."""
+        """Return a copy of the means, for `load_state_dict`. It is equal on every rank."""
         return {"means": self.means.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the means.
+        """Load the means from the result of `state_dict`.
 
         Raises:
             ValueError: ``state`` has no finite means; nothing is changed.
@@ -133,19 +140,22 @@ class RunningScale:
 
 # Local sums -----------------------------------------------------------------------------------------------------------
 
-# Per tensor of this rank: the sum of squares, the number of zeros, and the number of elements too small for float16.
+# Per tensor of this rank: the sum of squares, the number of zeros, and the number of elements that are too small for
+# float16.
 
 SMALLEST_NORMAL = 2.0**-14
 """Smallest normal number of float16. Smaller numbers lose precision in float16, or become 0."""
 
 
 def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
-    """Return the sum of squares of each tensor, [n] float64 on ``device``; 0 for None.
+    """Return the sum of squares of each tensor, [n] on ``device``; 0 for None.
+
+    The result is float64, or float32 on a device without float64.
 
     Args:
         tensors: Tensors on any device and of any float dtype.
         device: Device of the result.
-        constants: Cache of small device tensors; the indices into the result are kept there.
+        constants: Cache of small device tensors. Indices into the result are stored there.
     """
     dtype = accumulation_dtype(device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -164,16 +174,17 @@ def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: C
 def counts(
     gradients: Sequence[Tensor | None], numels: Sequence[int], device: torch.device, constants: Constants
 ) -> Tensor:
-    """Count small elements of each gradient, and return the numbers, [2, n] float64 on ``device``.
+    """Count zeros and small elements in each of n gradients, and return the numbers, [2, n] on ``device``.
 
     Row 0 has the numbers of elements that are 0. Row 1 has the numbers of elements whose absolute value is below
-    `SMALLEST_NORMAL`, including zeros. A gradient that is None counts as zeros.
+    `SMALLEST_NORMAL`, including zeros. A gradient that is None counts as zeros. The result is float64, or float32 on a
+    device without float64.
 
     Args:
         gradients: The gradients.
-        numels: Number of elements that a missing gradient would have, per gradient.
+        numels: Per gradient, the number of elements that count as zeros if it is None.
         device: Device of the result.
-        constants: Cache of small device tensors; ``numels`` and the indices into the result are kept there.
+        constants: Cache of small device tensors. ``numels`` and indices into the result are stored there.
     """
     dtype = accumulation_dtype(device)
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -192,9 +203,9 @@ def _places(indices: list[int], device: torch.device, constants: Constants) -> T
 
 
 def _counts(gradient: Tensor) -> Tensor:
-    """Return the two numbers of `counts` for one gradient, [2] float64. NaN elements are in neither number."""
+    """Return [number of zeros, number of elements below `SMALLEST_NORMAL`] of a gradient. NaN is in neither number."""
     flat, dtype = flattened(gradient), accumulation_dtype(gradient.device)
-    # On a CPU, the gradient is processed in parts that fit in the cache: a large temporary tensor would be slower.
+    # On a CPU, the gradient is processed in parts that fit in the cache, because a large temporary tensor is slower.
     length = SCRATCH if gradient.is_cpu else max(len(flat), 1)
     scratch = torch.empty_like(flat[:length])
     found = []
@@ -206,12 +217,12 @@ def _counts(gradient: Tensor) -> Tensor:
 
 
 def kept(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of the tensors, for `changes_`: in float32 for half-precision tensors, else in the same dtype."""
+    """Return copies of the tensors: float32 copies of half-precision tensors, else copies in the same dtype."""
     return [tensor.detach().float() if is_half(tensor) else tensor.detach().clone() for tensor in tensors]
 
 
 def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Subtract ``after`` from ``before`` in place, and return ``before``.
+    """Subtract each tensor in ``after`` from the tensor in ``before``, in place, and return ``before``.
 
     The difference of two elements is exact if they differ by a factor of at most two; otherwise it may be rounded.
     """
@@ -227,7 +238,10 @@ def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tens
 
 
 def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
-    """Raise ValueError if there is one data rank only, or if gradients after backward are not local to a data rank.
+    """Raise ValueError if the gradient noise scale of the optimizer's gradients can't be measured.
+
+    That is the case if there is only one data rank, or if a gradient after backward does not come from the samples of a
+    single data rank, for example because it is averaged during backward.
 
     Collectives: none.
     """
@@ -242,7 +256,7 @@ def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
 
 
 def is_local(entry: ParameterEntry, topology: Topology) -> bool:
-    """Return True if the parameter is trained, and each data rank's gradient of it comes from that rank's samples only.
+    """Return True if the parameter is trained, and its gradient on a data rank comes from this rank's samples only.
 
     If the parameter is sharded over a data axis (experts), or exists on one rank of a data axis only (``owned``), its
     gradient comes from the samples of several data ranks.
@@ -284,13 +298,14 @@ class LocalGradients:
         self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
 
     def powers(self) -> Tensor:
-        """Return this rank's contribution to the squared gradient norms of all data ranks, [data ranks] float64.
+        """Return this rank's contribution to the squared gradient norm of each data rank, [data ranks] float64.
 
-        The contribution is at the index of this rank's data rank; the other elements are 0. The sum of the results over
-        all ranks has the squared norms. The gradients are those after backward: multiplied by the loss scale, and summed
-        over the accumulation window.
+        The contribution is at the index of this rank's own data rank; the other elements are 0. Sum the results over
+        all ranks to get the squared norms. They are norms of the gradients after backward, which are multiplied by the
+        loss scale, and summed over the micro-batches.
 
-        Collectives: with partial gradients or tied parameters, one all-reduce per set of ranks that sum them, and layout.
+        Collectives: those that sum partial gradients and gradients of tied parameters: at least one all-reduce per set
+            of ranks that sum such gradients.
         Host synchronization: none.
         """
         summed = self._summed()
@@ -300,9 +315,9 @@ class LocalGradients:
         return found
 
     def _summed(self) -> dict[int, Tensor | None]:
-        """Sum partial gradients and gradients of tied parameters over the other axes, in copies.
+        """Sum copies of partial gradients, and of gradients of tied parameters, over all axes except the data axes.
 
-        Return the sums by index of the plan's entry. The parameters' gradients are unchanged.
+        Return {index of the plan's entry: sum}. The parameters' gradients are unchanged.
         """
         copies = {}
         for index in self._pending:

@@ -1,7 +1,6 @@
 """`Monitor`, which passes a `Report` of a training run to callbacks every few steps.
 
-Losses and counts stay on the device between reports. A report needs one host synchronization; steps without a report
-need none.
+Losses and counts stay on the device between reports. Only a step with a report needs host synchronization.
 
     with JsonLines("run.jsonl") as lines:
         monitor = Monitor(registry, lines, lambda report: bar.set_postfix_str(str(report)), every=20)
@@ -50,25 +49,26 @@ class Report:
 
     Attributes:
         step: Number of steps so far, including skipped steps.
-        loss: Mean loss since the last report over all ranks, weighted by the counts. A non-finite loss of a step that was
-            skipped because of non-finite gradients is left out. NaN if all losses were left out. None if no rank gave a
-            loss.
+        loss: Mean loss since the last report over all ranks, weighted by ``count=`` of the monitor. A non-finite loss
+            of a step that was skipped because of non-finite gradients is left out. NaN if all losses were left out.
+            None if no rank gave a loss.
         grad_norm: Global gradient norm of the last step, unscaled and before clipping; may be inf or NaN.
         clip_coef: Clip coefficient of the last step.
         loss_scale: Loss scale of the last step; None in modes without one.
         skipped_steps: Number of skipped steps so far.
-        per_second: Number of samples (or other units; see ``unit``) of all data ranks per second of wall-clock time since
-            the last report.
+        per_second: Number of samples (or other units; see ``unit``) of all data ranks together per second of wall-clock
+            time, since the last report.
         unit: The unit that ``count=`` of the monitor counts. Default: "samples".
-        group_norms: Gradient norm of each param group in the last step.
-        parameter_norms: Gradient norm by parameter name in the last step; empty if the optimizer does not measure them.
+        group_norms: Gradient norm of each param group in the last step, unscaled and before clipping.
+        parameter_norms: {parameter name: gradient norm in the last step}; empty if the optimizer does not measure them.
         clipped: Fraction of clipped steps among the steps since the last report.
         skipped: Fraction of skipped steps among the steps since the last report.
         utilization: Floating-point operations per second as a fraction of the devices' peak, from `Flops`. None without
             `Flops`.
         measured_step: The step that `Telemetry` measured for `figures`. None if it measured no step since the last
             report.
-        figures: The figures of `Telemetry` by name.
+        figures: {name: number}, the numbers that `Telemetry` measured in step ``measured_step``; empty if there is
+            none.
     """
 
     step: int
@@ -88,10 +88,10 @@ class Report:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """Return the report's numbers by name, such as ``"grad_norm/total"``.
+        """Return {name: number} with all numbers of the report, such as ``{"grad_norm/total": 1.5}``.
 
-        ``step``, ``measured_step`` and numbers that are None are left out. Norms of param groups are included only if there
-        are several groups. Control characters in names are escaped by `printable`.
+        ``step``, ``measured_step`` and numbers that are None are left out. Norms of param groups are included only if
+        there are several groups. Control characters in names are replaced by escapes.
         """
         own: dict[str, float | None] = {
             "loss": self.loss,
@@ -127,7 +127,8 @@ class Report:
 
 #     utilization = counts per second * flops per count / (devices * peak)
 #
-# Source: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. Operations of activation recomputation do not count.
+# A count is a sample, token or other unit that the monitor counts. Operations of activation recomputation do not count.
+# Source: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B.
 
 
 @renamed_fields(per_count="per_unit")
@@ -138,9 +139,9 @@ class Flops:
         monitor = Monitor(registry, unit="tokens", flops=Flops.of_parameters(optimizer, peak=989e12))
 
     Args:
-        per_unit: Floating-point operations in forward and backward of the full model per sample (or other unit) that the
-            monitor counts.
-        peak: Peak operations per second of one rank's device, in the dtype of the computation.
+        per_unit: Floating-point operations in forward and backward of the full model, per sample (or other unit) that
+            the monitor counts.
+        peak: Peak floating-point operations per second of one rank's device, in the dtype of the computation.
 
     Raises:
         ValueError: A number is not finite and positive.
@@ -158,21 +159,29 @@ class Flops:
     def of_parameters(cls, optimizer: ParallelOptimizer[Any], peak: float, active: float = 1.0) -> Flops:
         """Return `Flops` with 6 N operations per token: 2 per element of the model in forward, 4 in backward.
 
-        N is the number of elements of the optimizer's full tensors, times ``active``. The products of queries and keys, and
-        of attention weights and values, are not included.
+        N is the number of elements of the full tensors of all parameters of the optimizer, times ``active``. The
+        products of queries and keys, and of attention weights and values, are not included.
         Reference: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
         Args:
-            optimizer: The optimizer.
-            peak: Peak operations per second of one rank's device, as in the constructor.
+            optimizer: The optimizer of the model.
+            peak: Peak floating-point operations per second of one rank's device, in the dtype of the computation.
             active: Fraction of the elements that a token uses; below 1 with experts. Default: 1.
+
+        Raises:
+            ValueError: ``peak`` or ``active`` is not finite and positive.
         """
         counted = optimizer.plan.counted
         assert counted is not None, "an optimizer's plan is agreed"
         return cls(6.0 * counted * active, peak)
 
     def utilization(self, per_second: float, registry: ProcessGroupRegistry) -> float:
-        """Return the utilization for ``per_second`` units (such as tokens) per second of all data ranks together."""
+        """Return the operations per second as a fraction of the peak of all ranks' devices.
+
+        Args:
+            per_second: Number of units (such as tokens) of all data ranks together per second.
+            registry: Provides the number of ranks.
+        """
         return per_second * self.per_unit / (self.peak * registry.topology.world_size)
 
 
@@ -189,15 +198,15 @@ class Monitor:
 
     Args:
         registry: The process groups; losses and counts are reduced over all ranks.
-        *callbacks: Each is called with every report, in this order. If a callback has a method ``begin(step)``, it is
-            called before the first report, and again before the first report after `load_state_dict`. ``step`` is the
-            step from which the run continues. The callback should discard its data of later steps, which are of an
-            abandoned run.
+        *callbacks: Each is called with every report, in this order. If a callback has a method ``begin(step)``, this
+            method is called before the first report, and again before the first report after `load_state_dict`.
+            ``step`` is the step from which the run continues, 0 in a new run. The callback should discard its data of
+            later steps, which come from an abandoned run.
         every: Number of steps between reports, >= 1. Default: 10.
         unit: Unit that ``count=`` counts, for names in reports. Default: "samples".
-        telemetry: Source of figures. A report contains the figures of the last measured step, if that came after the
-            previous report. None (default): no figures.
-        flops: Numbers for the utilization of the devices, which reports then contain. None (default): no utilization.
+        telemetry: A report contains the numbers that this `Telemetry` measured last, unless an earlier report contained
+            them. None (default): no such numbers.
+        flops: Numbers for the devices' utilization, which reports then contain. None (default): no utilization.
 
     Raises:
         ValueError: On every rank: ``every`` is no integer >= 1, or differs between ranks.
@@ -206,7 +215,7 @@ class Monitor:
 
     Collectives: two object all-gathers in the constructor, and one small all-reduce over the world per report (over
         gloo an object all-gather). None with one rank.
-    Host synchronization: one per report on rank 0; over gloo on all ranks.
+    Host synchronization: in the constructor; one per report on rank 0, and over gloo also one per report on every rank.
 
     Attributes:
         step: Number of steps so far, including skipped steps. `state_dict` contains it, so that step numbers continue
@@ -230,7 +239,7 @@ class Monitor:
         self.step = 0
         self._begun, self._began_at = False, 0
         self._reported: Measurement | None = None
-        # device of the sums; `_follow` moves them to the GPU of the stats, or without stats of the loss
+        # device of the sums; `_follow` moves them to the GPU of the step's statistics or of the loss
         self._device = registry.device
         self._skipped = self._zero()
         # sums of loss * count and of count in this accumulation window
@@ -241,7 +250,7 @@ class Monitor:
         return torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
 
     def _follow(self, value: object) -> None:
-        """Move the sums to the device of ``value``, if ``value`` is a tensor that is on another device than the CPU."""
+        """Move the sums to the device of ``value``, if ``value`` is a tensor on a device other than the CPU."""
         if isinstance(value, Tensor) and value.device not in (self._device, torch.device("cpu")):
             self._device = value.device
             for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out", "_clipped", "_skipped_before"):
@@ -258,13 +267,14 @@ class Monitor:
 
     @torch.no_grad()
     def __call__(self, stats: GradStats | None, loss: Tensor | float | None = None, count: float = 1) -> None:
-        """Record one micro-batch and, if ``stats`` is given, one step. Every ``every`` steps, call `flush`.
+        """Record one micro-batch and, if ``stats`` is given, one step. In every ``every``-th step, call `flush`.
 
         Args:
-            stats: The result of `ParallelOptimizer.step`. None in the middle of an accumulation window: the loss and the
+            stats: The result of `ParallelOptimizer.step`. None after a micro-batch without a step: the loss and the
                 count are recorded, but no step.
-            loss: Mean loss of this rank's batch, 0-dim. None on a rank without a loss, such as a first pipeline stage.
-            count: Number of samples (or other units) in the batch, equal on ranks with the same data coordinate.
+            loss: Mean loss of this rank's micro-batch, a number or 0-dim. None (default) on a rank without a loss, such
+                as a first pipeline stage.
+            count: Number of samples (or other units) in the micro-batch, equal on ranks with the same data coordinate.
                 Default: 1.
 
         Raises:
@@ -296,10 +306,10 @@ class Monitor:
             self.flush()
 
     def _close_window(self, stats: GradStats) -> None:
-        """Add the window's losses to the sums.
+        """Add the losses of the step's micro-batches to the sums since the last report.
 
-        If the gradients and the loss were non-finite, add only the count, to ``_left_out``: the loss would make the mean
-        non-finite.
+        If both the gradients and the losses were non-finite, add only the count, to ``_left_out``: the losses would
+        make the mean non-finite.
         """
         left_out = stats.found_inf.bool() & ~self._window.isfinite()
         count = self._window.new_full((), self._window_count)
@@ -315,23 +325,24 @@ class Monitor:
         Call it on all ranks at the end of an epoch or of training.
 
         Collectives: one all-reduce over the world, or over gloo an object all-gather; none with one rank.
-        Host synchronization: one on rank 0; over gloo on all ranks.
+        Host synchronization: one on rank 0; over gloo also one on every rank.
         """
         if self._last is not None:
             self._report(self._last)
             self._start_over()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the numbers of steps and of skipped steps, which are equal on all ranks, for a checkpoint's ``extra=``.
+        """Return the number of steps and the number of skipped steps, which are equal on all ranks.
 
-        Losses since the last report are not included. To report them, call `flush` first.
+        Save them in a checkpoint's ``extra=``. Losses since the last report are not included: to report them, call
+        `flush` first.
 
         Host synchronization: one.
         """
         return {"step": self.step, "skipped_steps": int(self._skipped)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load the numbers of steps and of skipped steps. Discard losses and counts recorded since the last report.
+        """Load the result of `state_dict`. Discard losses and counts that were recorded since the last report.
 
         Raises:
             ValueError: ``state`` is not a state of a Monitor; nothing is changed.
@@ -380,7 +391,7 @@ class Monitor:
         self._tell(report)
 
     def _measured(self) -> Measurement | None:
-        """Return the last measurement of ``telemetry``, once; None if an earlier call has returned it."""
+        """Return the last measurement of ``telemetry``; None if there is none or an earlier call has returned it."""
         found = None if self.telemetry is None else self.telemetry.last
         if found is self._reported:
             return None
@@ -396,9 +407,10 @@ class Monitor:
         self._begun = True
 
     def _sums(self) -> Tensor:
-        """Return four sums over all ranks, [4]: loss * count, counts with a loss, counts with a left-out loss, all counts.
+        """Return sums over all ranks, [4]: loss * count, counts with a loss, counts with a left-out loss, all counts.
 
-        The last sum includes each data rank's counts once. The other sums include every rank that has a loss.
+        The last sum includes the counts of each data coordinate once. The other sums include every rank that has a
+        loss.
         """
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)

@@ -19,7 +19,7 @@ from ...parallel.mesh.text import printable
 from .telemetry import TOTAL
 from .writers import read_json_lines
 
-# Style sheet, and the script that shows all values at the pointer -----------------------------------------------------
+# Style sheet, and the script that shows the values of all curves at the mouse pointer ---------------------------------
 
 _LIGHT = ("#2f6ad0", "#c8641b", "#2e8b50", "#c23f48", "#7d55bd", "#8a6a45", "#bd4f93", "#20868e")
 _DARK = ("#7aa9f5", "#f0a263", "#67c58a", "#f2808a", "#b595ec", "#c3a17f", "#ef90c6", "#62c9d0")
@@ -111,7 +111,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
 """
 
 
-# Charts as inline SVG; values at the mouse pointer are shown with and without scripts ---------------------------------
+# Charts as inline SVG -------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 34
@@ -122,7 +122,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Scale:
-    """Map from the values ``low`` to ``high`` to the pixels ``first`` to ``last``, linear or logarithmic."""
+    """Map from the values ``low`` to ``high`` to the chart's pixels ``first`` to ``last``, linear or logarithmic."""
 
     low: float
     high: float
@@ -134,8 +134,8 @@ class Scale:
     def of(cls, values: Sequence[float], first: float, last: float, may_be_log: bool = True) -> Scale:
         """Return a scale for the range of the finite values.
 
-        It is logarithmic if ``may_be_log``, all finite values are positive, and the largest one is more than 30 times the
-        smallest one.
+        It is logarithmic if three conditions hold: ``may_be_log`` is True, all finite values are positive, and the
+        largest one is more than 30 times the smallest one.
         """
         finite = [value for value in values if isfinite(value)]
         low, high = min(finite, default=0.0), max(finite, default=1.0)
@@ -170,18 +170,18 @@ class Scale:
 def chart(name: str, series: Mapping[str, Sequence[Point]]) -> str:
     """Return an SVG element with curves.
 
-    Non-finite values interrupt a curve and are drawn as marks at the upper edge.
+    Non-finite values interrupt a curve, and are drawn as marks at the upper edge.
 
     Args:
         name: Name of the chart, for screen readers.
-        series: Points (step, value) of each curve by label, in the order of steps.
+        series: {label of a curve: its points (step, value), in the order of steps}.
     """
     steps = [step for points in series.values() for step, _ in points]
     x = Scale.of(steps, LEFT, WIDTH - RIGHT, may_be_log=False)
     y = Scale.of([value for points in series.values() for _, value in points], HEIGHT - BOTTOM, TOP)
     parts = [_grid(x, y)]
     drawn = {label: thinned(points) for label, points in series.items()}
-    # the full model's curve is first in the legend and drawn last, above the others
+    # the first curve, which is the full model's if there is one, is drawn last, above the other curves
     for index, (label, points) in reversed([*enumerate(drawn.items())]):
         parts.append(_curve(label, points, x, y, f"c{index % COLORS}" + " main" * (label == TOTAL or len(drawn) == 1)))
     known = [
@@ -229,10 +229,11 @@ def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -
 
 
 def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Return the points if there are at most ``most``; else a selection of about ``most`` points.
+    """Return all points if there are at most ``most``; else a selection of about ``most`` points.
 
-    Of each interval of steps, the points with the smallest and the largest value are selected, so that spikes remain
-    visible. All non-finite points are selected.
+    The points are divided into intervals of consecutive points. In each interval, the points with the smallest and the
+    largest finite value are selected, so that spikes remain visible. All points with a non-finite value are selected
+    too.
     """
     if len(points) <= most:
         return [*points]
@@ -248,7 +249,7 @@ def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """Format a number in few characters."""
+    """Return a number as a short text with three to five significant digits; integers below 10 million in full."""
     if not isfinite(value) or value == 0:
         return f"{value:g}"
     if 1e-3 <= abs(value) < 1e4:
@@ -287,11 +288,11 @@ def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
     """Return the HTML page with the curves of ``reports``.
 
     Numbers whose names are equal up to the first slash share a chart. The full model's curve, if there is one, is the
-    first of its chart.
+    first curve of its chart.
 
     Args:
         title: Title of the page.
-        reports: The result of `read_json_lines`, at least one report.
+        reports: {name: number} per report, in order, as `read_json_lines` returns them. At least one report.
     """
     kinds: dict[str, dict[str, list[Point]]] = {}
     for report in reports:
@@ -336,9 +337,9 @@ def _total_first(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
 
 
 def _tiles(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return HTML with the last value of each number in `TILES`, and of each ``..._per_second``.
+    """Return HTML with the last value of each number in `TILES`, and of each number named ``..._per_second``.
 
-    Of several curves of a number, the full model's is used; the first one if the full model has none.
+    If a number has several curves, the full model's curve is used, or the first one if the full model has none.
     """
     shown = {kind: series.get(TOTAL, next(iter(series.values()))) for kind, series in kinds.items()}
     alone = [(kind, shown[kind][-1][1]) for kind in TILES if kind in shown]
@@ -365,8 +366,12 @@ def _table(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command: write the HTML page of a run, and return the exit code.
 
-    The exit code is 0. If the file can't be read, was not written by `JsonLines` or has no report, or if the page can't be
-    written, it is 2, with a message on stderr. Wrong arguments raise SystemExit.
+    The exit code is 0 if the page was written. It is 2, with a message on stderr, if the file can't be read, was not
+    written by `JsonLines` or has no report, or if the page can't be written. Wrong arguments and ``--help`` raise
+    SystemExit.
+
+    Args:
+        arguments: The command line arguments. None: ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
     report = parser.add_subparsers(required=True, metavar="report").add_parser(
@@ -383,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument("--title", help="default: the file's name")
     options = parser.parse_args(arguments)
     output: Path = options.output or options.run.with_suffix(".html")
-    # in an ASCII locale, Python decodes other bytes to lone surrogates, which can't be encoded again
+    # in an ASCII locale, Python decodes other bytes to lone surrogates, which can't be encoded to UTF-8
     title = os.fsencode(options.title or options.run.stem).decode("utf-8", "replace")
     try:
         reports = read_json_lines(options.run)

@@ -3,12 +3,13 @@
     telemetry = Telemetry(optimizer, every=50)
     monitor = Monitor(registry, JsonLines("run.jsonl"), telemetry=telemetry)
 
-A figure is one measured number, such as ``update_norm/total``. `Telemetry` is a `StepObserver`: `ParallelOptimizer.step`
-calls it before the gradient reduction, between reduction and clipping, and around the update. Each rank measures its
-shards and divides the results by the shards' replication factors. The sums over all shards of a logical parameter come
-from one packed all-reduce:
+A figure is one measured number, such as ``update_norm/total``. `Telemetry` is a `StepObserver`:
+`ParallelOptimizer.step` calls it before the gradient reduction, between reduction and clipping, and around the update.
+Each rank measures its shards. It divides the results by the replication factor of each shard, the number of ranks that
+hold it. One packed all-reduce then gives the sums over all shards of each logical parameter:
 
-    [ |w|^2  |g|^2  |dw|^2  zeros  small ] of each parameter | weights of the window | |g_local|^2 of each data rank
+    [ |w|^2  |g|^2  |dw|^2  zeros  small ] of each parameter | weights of the accumulation window
+    with `NoiseScale` also: weights of the accumulation window per data rank | |g_local|^2 of each data rank
 """
 
 from __future__ import annotations
@@ -54,30 +55,30 @@ from .gradient_noise import (
     squares,
 )
 
-# Labels: one per parameter, per layer, per param group, or per glob ---------------------------------------------------
+# Labels of figures: one per parameter, per layer, per param group, or per glob ----------------------------------------
 
 
 By = Literal["parameter", "layer", "group"] | Mapping[str, str]
-"""The way in which parameters are grouped under labels. `Telemetry` computes each figure per label.
+"""How parameters are grouped under labels. `Telemetry` measures norms and counts per label.
 
-``"parameter"``: each parameter has its own label. ``"layer"``: all direct parameters of a module share a label,
-except that each direct parameter of the model itself has its own label.
-``"group"``: all parameters of a param group do. A mapping from labels to globs over parameter names: each parameter gets
-the first label whose glob matches, or no label.
+``"parameter"``: each parameter has its own label. ``"layer"``: the direct parameters of a module share a label; each
+direct parameter of the model itself has its own label. ``"group"``: the parameters of a param group share a label. A
+mapping from labels to globs over parameter names: a parameter gets the first label whose glob matches its name. If no
+glob matches, it has no label, and is only in the total.
 """
 
 TOTAL = "total"
 
 
 def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list[int | None]]:
-    """Return the labels, and the index of each logical parameter's label; None for a parameter without a label.
+    """Return (labels, for each logical parameter the index of its label). The index is None without a label.
 
     Args:
-        params: (name, index of its param group) per logical parameter.
-        by: The kind of labels; see `By`.
+        params: (name, index of the param group) per logical parameter.
+        by: "parameter", "layer", "group" or {label: glob over parameter names}; see `By`.
 
     Raises:
-        ValueError: A glob matches nothing, or a label is ``"total"``.
+        ValueError: A glob matches no parameter, or a label is ``"total"``.
     """
     names = [name for name, _ in params]
     if isinstance(by, Mapping):
@@ -98,7 +99,7 @@ def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list
 
 
 def checked_by(by: object) -> None:
-    """Raise ValueError if ``by`` is no valid kind of labels."""
+    """Raise ValueError unless ``by`` is "parameter", "layer", "group" or a mapping that is not empty."""
     if by not in ("parameter", "layer", "group") and not (isinstance(by, Mapping) and by):
         raise ValueError(f"by={by!r}: give 'parameter', 'layer', 'group', or labels with globs, {{'mlp': '*.mlp.*'}}")
 
@@ -119,12 +120,12 @@ def _label(name: str, group: int, by: object) -> str:
 
 
 class Slots:
-    """Sums groups of values in a fixed order. The group of a value is given by its slot, an index into the results.
+    """Sums groups of values in a fixed order. Each group has a slot: the index of its sum in the result.
 
     Equal values give bitwise identical sums on every rank. (``index_add_`` on a GPU would add in an arbitrary order.)
 
     Args:
-        slots: Slot of each value. None: the value is in no sum.
+        slots: Per value, the slot of its group. None: the value is in no sum.
         count: Number of slots.
         device: Device of the values.
     """
@@ -140,7 +141,7 @@ class Slots:
         self._members = torch.tensor(rows, dtype=torch.int64).reshape(count, longest).to(device)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the sums per slot, [..., slots], of ``values`` of shape [..., number of values].
+        """Return the sum of each group, [..., slots]. ``values`` has the shape [..., number of values].
 
         Host synchronization: none.
         """
@@ -149,9 +150,10 @@ class Slots:
 
 
 def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """Return the sum of ``packed`` over all ranks, on the device of ``packed``. With one rank, return ``packed`` itself.
+    """Return the sum of ``packed`` over all ranks, on the same device. With one rank, return ``packed`` itself.
 
-    Collectives: an all-reduce if there are several ranks.
+    Collectives: an all-reduce over the world if there are several ranks.
+    Host synchronization: none if ``packed`` is on the device of the process groups.
     """
     if registry.topology.world_size == 1:
         return packed
@@ -166,8 +168,9 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
 #
 # Each element of a matrix is assigned to one of the ranks that hold it, so that replicated elements count once. A rank
 # multiplies the rectangles that are assigned to it. One all-reduce sums the products of all matrices. The next
-# measurement starts from the last v, so that few iterations per measurement are enough. sigma is never larger than the
-# largest singular value. A tensor with more than two dims is used as the matrix [first dim, all other dims].
+# measurement starts from the last v, so that few iterations per measurement are enough. Except for rounding, sigma is
+# never larger than the largest singular value. A tensor with more than two dims is used as the matrix [first dim, all
+# other dims].
 #
 # Reference: Miyato et al. 2018, "Spectral normalization for generative adversarial networks", arXiv:1802.05957, which
 # keeps u between updates.
@@ -180,8 +183,9 @@ class SpectralNorms:
         Telemetry(optimizer, spectral=SpectralNorms(("*.weight",)))
 
     Args:
-        globs: Globs over parameter names; parameters with fewer than two dims are left out. Default: all matrices.
-        iterations: Number of power iterations per measurement, >= 1. Default: 2.
+        globs: Tuple of globs over parameter names. Parameters with fewer than two dims are left out. Default: all
+            others are measured. A parameter with more than two dims counts as the matrix [first dim, all other dims].
+        iterations: Number of power iterations per measurement, an integer >= 1. Default: 2.
     """
 
     globs: tuple[str, ...] = ("*",)
@@ -200,23 +204,24 @@ class PowerIteration:
     """Estimates the largest singular values of sharded matrices by power iteration.
 
     Args:
-        named: (name of the full matrix, stepped tensor, region of the full matrix) per stepped tensor; see
-            `WholeTensors.of`.
+        named: Per stepped tensor: the name of the full matrix (unique in the model), the tensor, and the region of the
+            full matrix that it holds (None: unknown).
         registry: The process groups.
         iterations: Number of power iterations per call.
         device: Device of the results.
 
     Raises:
-        ValueError: As `WholeTensors.of`.
+        ValueError: On every rank: the region of a shard is unknown, the ranks' shapes or dtypes of a matrix differ, or
+            elements of a matrix are missing.
 
-    Collectives: as in `WholeTensors.of`.
+    Collectives: an object all-gather in the constructor; none with one rank.
     Memory: on every rank, one row per matrix in float64. During a call, also a few rows and columns per matrix, and a
         float64 copy of one shard at a time.
 
     Attributes:
         names: Names of the matrices, in the same order on all ranks.
-        vectors: The current vector v of each matrix, by name: float64, with the shape of all dims except the first,
-            bitwise identical on every rank.
+        vectors: {name of a matrix: current estimate of its first right singular vector}. Float64, with the shape of all
+            dims except the first, bitwise identical on every rank.
     """
 
     def __init__(
@@ -241,13 +246,14 @@ class PowerIteration:
     def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the estimated largest singular value of each matrix, [matrices] float64, and update `vectors`.
 
-        The value is 0 for a matrix of zeros, and NaN for a matrix that contains NaN or inf.
+        The values are in the order of `names`. A value is 0 for a matrix of zeros, and NaN for a matrix that contains
+        NaN or inf.
 
         Args:
             pieces: The current stepped tensors, in the order of the constructor's ``named``.
 
         Collectives: two all-reduces over the world per iteration, for all matrices together; none with one rank.
-        Host synchronization: none.
+        Host synchronization: none if the stepped tensors, the results and the process groups are on one device.
         """
         pieces = [piece.detach().contiguous() for piece in pieces]
         found: dict[str, Tensor] = {}
@@ -255,18 +261,20 @@ class PowerIteration:
             left = self._products(pieces, self.vectors, transposed=False)
             for name, w in self._products(pieces, left, transposed=True).items():
                 length, u_length = _length(w), _length(left[name])
-                # a matrix of zeros, or with elements that are not finite, leaves its vector unchanged
+                # a matrix of zeros, or with non-finite elements, leaves its vector unchanged
                 found[name] = torch.where(u_length == 0, torch.zeros_like(u_length), length / u_length)
                 self.vectors[name] = torch.where((length > 0) & length.isfinite(), w / length, self.vectors[name])
         return torch.stack([*found.values()]) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
 
     def _products(self, pieces: Sequence[Tensor], vectors: Mapping[str, Tensor], transposed: bool) -> dict[str, Tensor]:
-        """Return W v of each matrix, or W^T u if ``transposed``, by name, summed over the world.
+        """Return {name: product of the full matrix W and its vector}: W v, or W^T u if ``transposed``.
 
         Args:
             pieces: The stepped tensors.
-            vectors: v, or u if ``transposed``, by name.
-            transposed: See above.
+            vectors: {name: v}, or {name: u} if ``transposed``.
+            transposed: True: multiply by the transposed matrices.
+
+        Collectives: an all-reduce over the world; none with one rank, or if there are no matrices.
         """
         results: dict[str, Tensor] = {}
         for matrix in self._matrices:
@@ -287,11 +295,11 @@ class PowerIteration:
         return {name: next(parts).view(product.shape) for name, product in results.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of `vectors`. They are equal on every rank, and can be loaded in another layout."""
+        """Return copies of `vectors`. They are equal on every rank, and can be loaded on another mesh."""
         return {name: vector.clone() for name, vector in self.vectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the vectors of matrices that have the same name and shape as in ``state``; keep the other vectors.
+        """Load the vectors whose name and shape are in ``state``, the result of `state_dict`; keep the other vectors.
 
         Raises:
             ValueError: A value in ``state`` is not a finite tensor; nothing is changed.
@@ -308,7 +316,10 @@ class PowerIteration:
 
 
 def _start(matrix: LogicalTensor) -> Tensor:
-    """Return a random unit vector v. The seed is a hash of the matrix's name, so v is equal on every rank."""
+    """Return a random unit vector with the shape of all dims of the matrix except the first.
+
+    The seed is a hash of the matrix's name, so that the vector is equal on every rank.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
     vector = torch.randn(matrix.shape[1:], generator=generator, dtype=torch.float64)
     return vector.div_(torch.linalg.vector_norm(vector).clamp_min(1e-300))
@@ -332,16 +343,17 @@ class Planned:
         by, spectral, noise: As in `Telemetry`.
 
     Raises:
-        ValueError: On every rank: a glob of ``by`` matches nothing, a label is ``"total"``, or a matrix has shards of
-            unequal sizes. With ``noise`` also: no trainable parameter's gradient comes from a single data rank's samples.
+        ValueError: On every rank: a glob of ``by`` matches no parameter, a label is ``"total"``, or a matrix has shards
+            of unequal sizes in an unknown order. With ``noise`` also: no trainable parameter's gradient comes from a
+            single data rank's samples.
 
-    Collectives: object all-gathers and one all-reduce.
-    Host synchronization: yes.
+    Collectives: object all-gathers and one all-reduce; none with one rank.
+    Host synchronization: yes, except with one rank.
 
     Attributes:
-        plan: `ReductionPlan` of the stepped tensors, with the names of all logical parameters.
-        values: Function that returns the values of the stepped tensors, or of their master weights if only remainders are
-            kept, in the order of the plan's entries.
+        plan: The `ReductionPlan` of the stepped tensors, with the names of all logical parameters.
+        values: Function that returns the values of the stepped tensors, in the order of the plan's entries. With
+            `SplitMasters`, it returns the float32 weights.
         measured: The tensors whose ``.grad`` is measured, in the order of the plan's entries.
         numels: Number of elements of each gradient; 0 for a frozen parameter.
         labels: Labels of the figures. The last one is ``"total"``, for the full model.
@@ -373,13 +385,14 @@ class Planned:
         self.labels = (*labels, TOTAL)
         self._to_labels = Slots(where, len(labels), device)
 
-        # a frozen parameter has no gradient, which would count as zeros
+        # 0 for a frozen parameter: its missing gradient must not count as zeros
         self.numels = [row.grad_tensor.numel() if row.trained else 0 for row in table]
         elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
         self._elements = self.to_labels(self.summed(elements))
 
         fits = [matches_any(spectral.globs if spectral else (), name) for name in names]
-        # The shape is None if shards have unequal sizes. Such a tensor is included, and `PowerIteration` raises for it.
+        # The shape is None if it is unknown, as with shards of unequal sizes. `PowerIteration` raises for such a
+        # tensor.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
         self.spectral = None if spectral is None else self._power_iteration(table, spectral)
@@ -405,28 +418,28 @@ class Planned:
         self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
 
     def to_parameters(self, values: Tensor) -> Tensor:
-        """Return the sums per logical parameter, [..., logical parameters], of this rank's shards.
+        """Sum the values of this rank's shards per logical parameter, and return [..., logical parameters].
 
         Args:
-            values: One value per entry of the plan, [..., entries]. Each is divided by the entry's replication factor, so
-                that the sum of the results over all ranks counts every shard once.
+            values: One value per stepped tensor of this rank, [..., stepped tensors]. Each is divided by the number of
+                ranks that hold the same shard, so that the sum of the results over all ranks counts every shard once.
         """
         return self._to_parameters(values * self._weights)
 
     def to_labels(self, values: Tensor) -> Tensor:
-        """Return the sums per label, [..., labels], of ``values`` per logical parameter. The last one is the total."""
+        """Sum ``values``, [..., logical parameters], per label, and return [..., labels]. The last sum is the total."""
         return torch.cat([self._to_labels(values), values.sum(-1, keepdim=True)], -1)
 
     def of_local(self, squares: Tensor) -> Tensor:
-        """Return the sum of ``squares`` over the parameters that `local` measures, 0-dim.
+        """Return the sum of ``squares`` over the parameters that the noise scale includes, 0-dim.
 
         Args:
-            squares: One value per logical parameter.
+            squares: One value per logical parameter, [logical parameters].
         """
         return torch.where(self._own > 0, squares, 0.0).sum()
 
     def fractions(self, counts: Tensor) -> Tensor:
-        """Return ``counts`` divided by each label's number of trainable elements; NaN for a label without such elements.
+        """Return ``counts`` divided by each label's number of trainable elements; NaN for a label without any.
 
         Args:
             counts: Numbers of elements per label, [..., labels].
@@ -454,8 +467,9 @@ class Measurement:
 
     Args:
         step: Number of the step, counted from 1, including skipped steps.
-        names: Names of the figures, such as ``"update_norm/total"``. Dashboards group names by the part before the slash.
-        values: The figures, [figures] float64.
+        names: Names of the measured numbers, such as ``"update_norm/total"``. Dashboards group names by the part before
+            the slash.
+        values: The numbers, in the order of ``names``, [number of names] float64.
     """
 
     step: int
@@ -463,9 +477,9 @@ class Measurement:
     values: Tensor
 
     def to_dict(self) -> dict[str, float]:
-        """Return the figures by name; NaN and inf are kept.
+        """Return {name: number}; the numbers may be NaN or inf.
 
-        Host synchronization: one.
+        Host synchronization: one if the numbers are on a GPU.
         """
         return dict(zip(self.names, self.values.tolist(), strict=True))
 
@@ -479,8 +493,8 @@ class Telemetry(StepObserver):
 
         telemetry = Telemetry(optimizer, every=50)
 
-    Every rank creates a `Telemetry` at the same point of the program. A figure is one measured number. These figures are
-    given for the full model (label ``total``) and for every label, with names such as ``param_norm/total``:
+    Every rank creates a `Telemetry` at the same point of the program. A figure is one measured number. These figures
+    are given for the full model (label ``total``) and for every label, with names such as ``param_norm/total``:
 
     * ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the full tensors. The weights are the ones before the
       step (master weights if there are any). The gradient is unscaled, averaged, and not clipped yet. The update is the
@@ -490,34 +504,39 @@ class Telemetry(StepObserver):
     * ``grad_underflow``: Fraction of the trainable elements whose stored gradient is smaller in absolute value than
       2^-14, the smallest normal number of float16. Zeros are included. The stored gradient is multiplied by the loss
       scale, averaged over data ranks, and summed over the accumulation window. In fp16, the fraction shows how many
-      elements are too small despite the loss scale. In other modes, it shows how many elements would be too small in fp16
-      without a loss scale.
+      elements are too small despite the loss scale. In other modes, it shows how many elements would be too small in
+      fp16 without a loss scale.
 
     These figures have no labels:
 
-    * ``spectral_norm/<name>``: With `SpectralNorms`, the largest singular value of each matrix before the step.
-    * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, the gradient noise scale and the
+    * ``spectral_norm/<name>``: With `SpectralNorms`, an estimate of the largest singular value of each matrix before
+    the
+      step.
+    * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, the gradient noise scale and
+    the
       two estimates of which it is the ratio, over all parameters except `excluded_params`.
 
     Args:
         optimizer: The optimizer, with any precision and state placement.
         every: One step in ``every`` is measured; an integer >= 1. Skipped steps are counted. Default: 50.
-        by: Kind of labels; see `By`. Default: "layer".
+        by: One label per "parameter", "layer" (module) or "group" (param group), or a mapping from labels to globs over
+            parameter names. Default: "layer".
         spectral: Options to measure the largest singular values of matrices. None (default): not measured.
         noise: Options to measure the gradient noise scale. None (default): not measured.
 
     Raises:
-        ValueError: On every rank: an argument is out of range or differs between ranks, a glob of ``by`` matches nothing, a
-            label is ``"total"``, a matrix for ``spectral=`` has shards of unequal sizes in an unknown order, or the
-            optimizer already has a Telemetry. With ``noise=`` also: gradients are averaged during backward, there is
-            only one data rank, or no trainable parameter's gradient comes from a single data rank's samples.
+        ValueError: On every rank: an argument is out of range or differs between ranks, a glob of ``by`` matches no
+            parameter, a label is ``"total"``, a matrix for ``spectral=`` has shards of unequal sizes in an unknown
+            order, or the optimizer already has a Telemetry. With ``noise=`` also: gradients are reduced over data ranks
+            before `step`, there is only one data rank, or no trainable parameter's gradient comes from a single data
+            rank's samples.
 
     Collectives: object all-gathers and an all-reduce in the constructor, and in the first measured step after
-        `add_param_group`. In a measured step, one all-reduce over the world. With ``noise=``, in addition one all-reduce
-        per set of ranks that sum partial gradients or gradients of tied parameters. With ``spectral=``, in addition
-        two all-reduces per iteration. None in other steps.
-    Host synchronization: none, except in the constructor and the first measured step after `add_param_group`, and those
-        of `Offloaded`.
+        `add_param_group`. In a measured step, one all-reduce over the world. With ``noise=``, in addition at least one
+        all-reduce per set of ranks that sum partial gradients or gradients of tied parameters. With ``spectral=``, in
+        addition two all-reduces per iteration. None in other steps, and none over the world with one rank.
+    Host synchronization: in the constructor, and in the first measured step after `add_param_group`. In other steps
+        none, except to copy tensors between the CPU and the GPU, as with `Offloaded`.
     Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes
         per logical parameter. With ``noise=``, also copies of partial gradients. With ``spectral=``, also the memory
         of `PowerIteration`.
@@ -571,8 +590,8 @@ class Telemetry(StepObserver):
     def excluded_params(self) -> tuple[str, ...]:
         """Return the names of the parameters that the noise scale does not include; empty without ``noise=``.
 
-        These are frozen parameters, and parameters that are sharded over a data axis or exist on one rank of a data axis
-        only (``owned`` in `P`), such as experts. Gradients of the latter come from the samples of several data ranks.
+        These are frozen parameters, and parameters whose gradients come from the samples of several data ranks. The
+        latter are sharded over a data axis (experts), or exist on one rank of a data axis only (``owned`` in `P`).
         """
         return self._planned.left_out
 
@@ -618,11 +637,10 @@ class Telemetry(StepObserver):
             self._window = torch.cat([self._window, weights.view(-1), self._local])
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update(request)``, and in a measured step measure the weights before and after the call.
+        """Call ``update(request)``. In a measured step, also measure the weights before and after it, and set `last`.
 
-        The results are in `last`.
-
-        Collectives: see the class.
+        Collectives: in a measured step, one all-reduce over the world, and with ``spectral=`` two more per iteration;
+            none with one rank. In addition those of ``update``.
         """
         self.step += 1
         if not self._due:
@@ -652,10 +670,11 @@ class Telemetry(StepObserver):
         """Return the `Measurement` of this step.
 
         Args:
-            rows: Per row |w|^2, |g|^2, |dw|^2, zeros and small elements; per column one logical parameter. Summed over all
-                ranks; |g|^2 still contains the loss scale and the window's weight.
-            window: The other sums over all ranks: weights of the accumulation window and, with ``noise``, weights and
-                |g_local|^2 per data rank.
+            rows: [5, logical parameters], summed over all ranks: |w|^2, |g|^2, |dw|^2, number of zeros, number of small
+                elements. The gradient g is still multiplied by the loss scale and the weight of the accumulation
+                window.
+            window: The other sums over all ranks: weights of the accumulation window per pipeline stage. With
+                ``noise=`` also the weights per data rank, and |g_local|^2 per data rank.
             sigmas: The largest singular values. None: they are not measured.
         """
         planned = self._planned
@@ -698,7 +717,7 @@ class Telemetry(StepObserver):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, the means for the noise scale and the vectors of the power iteration.
 
-        The state is equal on all ranks, and can be loaded in another layout. Save it in a checkpoint's ``extra=``.
+        The state is equal on all ranks, and can be loaded on another mesh. Save it in a checkpoint's ``extra=``.
 
         Host synchronization: none.
         """
@@ -710,7 +729,7 @@ class Telemetry(StepObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `state_dict`, which may come from another layout.
+        """Load the result of `state_dict`, which may come from a run on another mesh.
 
         Raises:
             ValueError: ``state`` is not a state of a Telemetry; nothing is changed.

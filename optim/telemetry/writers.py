@@ -24,12 +24,14 @@ Self_ = TypeVar("Self_", bound="ReportFile")
 
 
 class ReportFile:
-    """Base class of `Monitor` callbacks that append each report to a file.
+    """Base class of `Monitor` callbacks that append each report as a line to a file.
 
     Each line is flushed at once, so that no report is lost if the process ends. Use it as a context manager, or call
-    `close`. If the file exists, lines are appended. First, lines of steps after the monitor's current step are moved to
-    ``<path>.dropped``, because they belong to an abandoned run; an incomplete last line is moved too. The current step
-    comes from `Monitor.load_state_dict`; it is 0 in a new run, in which all lines except a CSV header are moved.
+    `close`.
+
+    If the file exists before the first report, lines of later steps than the monitor's current step are moved to
+    ``<path>.dropped``, because they come from an abandoned run. So are lines that are not complete reports. The current
+    step comes from `Monitor.load_state_dict`. In a new run it is 0, and all lines except a CSV header are moved.
 
     Args:
         path: Path of the file. The first report creates it, so it exists on global rank 0 only.
@@ -40,13 +42,13 @@ class ReportFile:
         self._file: TextIO | None = None
 
     def begin(self, step: int) -> None:
-        """Close the file, and move lines of steps after ``step``, and lines that are no reports, to ``<path>.dropped``."""
+        """Close the file, and move lines that are no reports or of steps after ``step`` to ``<path>.dropped``."""
         self.close()
         if self.path.exists():
             self._drop(lambda line: (found := self._step(line)) is not None and found <= step)
 
     def _step(self, line: str) -> int | None:
-        """Return the step of a complete line, or 0 for a header; None if the line is not a report."""
+        """Return the step of the report in ``line``, or 0 for a header; None if the line is neither."""
         raise NotImplementedError
 
     def _drop(self, is_kept: Callable[[str], bool]) -> None:
@@ -61,7 +63,7 @@ class ReportFile:
         self._replace(kept)
 
     def _replace(self, lines: Iterable[str]) -> None:
-        """Replace the file's content atomically: a crash leaves the old file or the new one."""
+        """Replace the file's content by ``lines``, atomically: a crash leaves either the old file or the new one."""
         new = self.path.with_name(self.path.name + ".new")
         with open(new, "w", encoding="utf-8") as file:
             file.writelines(lines)
@@ -97,16 +99,17 @@ class ReportFile:
 
 
 class CsvFile(ReportFile):
-    """`Monitor` callback that writes a CSV file: a header, then one row per report with the step and all of
-    `Report.scalars`.
+    """`Monitor` callback that writes a CSV file: a header, then one row per report.
 
-    A cell is empty if the report does not have the number. If a report has new numbers, such as the figures of the first
-    step that `Telemetry` measured, the file is rewritten with more columns. `ReportFile` describes resumed runs.
+    The columns are the step and all numbers of `Report.scalars`. A cell is empty if the report does not have the
+    number. If a report has new numbers, such as the first numbers that `Telemetry` measured, the file is rewritten with
+    more columns.
 
         monitor = Monitor(registry, CsvFile("run.csv"))
 
     Args:
-        path: As in `ReportFile`.
+        path: Path of the file. The first report creates it, on global rank 0 only. If it exists, a resumed run appends
+            to it, after moving lines of later steps to ``<path>.dropped``.
     """
 
     _columns: list[str] | None = None
@@ -165,10 +168,11 @@ class JsonLines(ReportFile):
         monitor = Monitor(registry, JsonLines("run.jsonl"))
 
     A line is ``{"step": 20, "loss": 0.25, "grad_norm/total": 1.5, ...}``. JSON has no NaN or infinity; they are written
-    as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` accepts. `ReportFile` describes resumed runs.
+    as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float`` accepts.
 
     Args:
-        path: As in `ReportFile`.
+        path: Path of the file. The first report creates it, on global rank 0 only. If it exists, a resumed run appends
+            to it, after moving lines of later steps to ``<path>.dropped``.
     """
 
     def __call__(self, report: Report) -> None:
@@ -184,13 +188,16 @@ class JsonLines(ReportFile):
 
 
 def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
-    """Return the reports of a file in order, without an incomplete last line.
+    """Return the reports of a file in order, as dicts {name: number} with the key ``"step"``.
+
+    An incomplete last line is left out.
 
     Args:
         path: Path of a file written by `JsonLines`.
 
     Raises:
-        ValueError: A line is not a report of `JsonLines`, except an incomplete last line.
+        ValueError: A line is not a report of `JsonLines`, and it is not an incomplete last line.
+        OSError: The file can't be read.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     reports = []
@@ -212,7 +219,7 @@ def _read(line: str) -> dict[str, Any] | None:
 
 
 def _figures(report: dict[str, Any] | None) -> dict[str, float] | None:
-    """Return the numbers of a report; None if ``report`` is None or a value is no number."""
+    """Return the values of a report as floats; None if ``report`` is None or a value can't be converted."""
     try:
         return None if report is None else {name: float(value) for name, value in report.items()}
     except (TypeError, ValueError, OverflowError):
@@ -230,7 +237,7 @@ class TensorBoardWriter:
         monitor = Monitor(registry, TensorBoardWriter("runs/first"))
 
     Args:
-        log_dir: Directory of the run. Its file is created with the first report, so on global rank 0 only.
+        log_dir: Directory of the run. The first report creates a file in it, so on global rank 0 only.
 
     Raises:
         ImportError: The package tensorboard is not installed.
@@ -248,7 +255,7 @@ class TensorBoardWriter:
         self._writer: Any = None
 
     def __call__(self, report: Report) -> None:
-        """Write one point per curve."""
+        """Write each number of ``report`` as a point of a curve."""
         if self._writer is None:
             self._writer = self._make(self.log_dir)
         for name, value in report.scalars().items():
@@ -283,8 +290,8 @@ class WeightsAndBiases:
     already has. With ``resume_from="<id>?_step=100"``, the service discards steps after 100.
 
     Args:
-        **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. ``wandb.init`` is called with the
-            first report, so on global rank 0 only.
+        **options: Options of ``wandb.init``, such as ``project="...", mode="offline"``. ``wandb.init`` is called with
+            the first report, so on global rank 0 only.
 
     Raises:
         ImportError: The package wandb is not installed.
@@ -302,7 +309,7 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def __call__(self, report: Report) -> None:
-        """Log one point per curve."""
+        """Log the numbers of ``report``, each as a point of a curve."""
         if self._run is None:
             self._run = self._wandb.init(**self.options)
         self._run.log(report.scalars(), step=report.step)
@@ -344,8 +351,8 @@ class Terminal:
 
     Args:
         file: Output stream. None: ``sys.stdout``.
-        rows: Maximum number of rows in the table. The order is: loss and norm, other numbers of the full model, singular
-            values, numbers of labels. Default: 24.
+        rows: Maximum number of rows in the table. The order is: loss and gradient norm, other numbers of the full
+            model, singular values, numbers of single parameters, layers or groups. Default: 24.
     """
 
     def __init__(self, file: TextIO | None = None, rows: int = 24) -> None:
@@ -417,7 +424,7 @@ def _can_write(file: TextIO, text: str) -> bool:
 
 
 def _place(name: str) -> int:
-    """Return the sort key of a number by its name: loss, norm, other numbers of the full model, singular values, rest."""
+    """Return the sort key of a number by its name: loss, norm, other totals, singular values, all other numbers."""
     kind, _, label = name.partition("/")
     if kind in FIRST and label in ("", TOTAL):
         return FIRST.index(kind)
@@ -425,9 +432,9 @@ def _place(name: str) -> int:
 
 
 def drawn(values: deque[float]) -> str:
-    """Return values as bar characters, one per value. The height is relative to the range of the finite values.
+    """Return a string with one bar character per value.
 
-    A non-finite value is drawn as ``!``.
+    The height of a bar is relative to the range of the finite values. A non-finite value is drawn as ``!``.
     """
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

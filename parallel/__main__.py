@@ -1,6 +1,7 @@
 """Command line ``python -m meshstep.parallel pipe=2 data=2 row=2 col=2 [--rank 5] [--svg FILE]``.
 
-It prints the grid of ranks of a topology and the groups along each axis. With ``--svg`` it also draws each rank's shards.
+It prints the grid of ranks of a topology, and the groups of ranks along each axis. With ``--svg`` it also draws each
+rank's shards of typical parameters.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from .mesh.topology import Topology
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table of the topology in the arguments, and with ``--svg`` write a picture of each rank's shards to a file.
+    """Print the grid of ranks and the groups of the topology in the arguments.
 
-    For incorrect arguments, it writes a message to stderr and exits with code 2.
+    With ``--svg FILE``, also write a picture of each rank's shards of typical parameters. If an argument is incorrect,
+    or the file can't be written, the function writes a message to stderr and exits with code 2.
 
     Args:
         arguments: Command line arguments. None: the arguments of the process.

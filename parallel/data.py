@@ -1,4 +1,4 @@
-"""A DataLoader that distributes a dataset over the data-parallel axes. Ranks along all other axes get the same batches.
+"""A DataLoader that distributes a dataset over the data-parallel axes. Ranks along other axes get the same batches.
 
     loader = prepare_dataloader(dataset, registry, batch_size=32, shuffle=True)
     for epoch in range(epochs):
@@ -6,11 +6,12 @@
             loss_sum = cross_entropy(model(images), labels, reduction="sum")
             optimizer.backward(loss_sum, weight=len(labels))
 
-In the last two steps of an epoch batches may be smaller, and their sizes may differ by one between ranks. Because the
-example passes the sum of the losses and the number of samples, the gradient is exact in these steps too.
+In the last two steps of an epoch, batches may be smaller, and their sizes may differ by one between ranks. Because the
+example passes the sum of the losses and the number of samples, the gradient is the mean over all samples in these steps
+too.
 
-A *data coordinate* is a coordinate on the data-parallel axes except ``cp`` and ``context``. All ranks with the same data
-coordinate get the same batches.
+The *data coordinate* of a rank is its coordinate on the data-parallel axes except ``cp`` and ``context``. All ranks
+with the same data coordinate get the same batches.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from .mesh.value_checks import wrong
 
 # The samples of each data coordinate in each step of each epoch (arithmetic only) --------------------------------------
 
-# In each step the D data coordinates take the next ``batch_size * D`` samples of the epoch's order: coordinate 0 the first
-# ``batch_size``, coordinate 1 the next, and so on. The samples of a step therefore depend only on ``batch_size * D``,
-# except in the last two steps if fewer than D samples would remain. The last step has the remaining samples, in D parts
-# whose sizes differ by at most one, so that each sample is used exactly once. With ``drop_last`` the remaining samples are
+# A step takes the next ``batch_size * D`` samples of the epoch's order, where D is the number of data coordinates:
+# coordinate 0 gets the first ``batch_size`` samples, coordinate 1 the next, and so on. The last step has the remaining
+# samples, in D parts whose sizes differ by at most one, so that each sample is used exactly once. If fewer than D
+# samples would remain, the step before it leaves samples to the last step. With ``drop_last`` the remaining samples are
 # skipped.
 
 
 class Batch(list[int]):
-    """Sample indices of a batch, with the seed and the epoch that determine random draws while samples load; picklable.
+    """List of the sample indices of a batch, with the seed and the epoch for random draws while samples load;
+    picklable.
 
     Args:
         indices: Indices into the dataset.
         seed: Seed of the loader.
-        epoch: Number of the epoch.
+        epoch: Number of the epoch, from 0.
     """
 
     def __init__(self, indices: Sequence[int], seed: int, epoch: int) -> None:
@@ -57,20 +59,22 @@ class ShardedBatchSampler(Sampler[Batch]):
     """Batch sampler of one data coordinate. All data coordinates have the same number of batches, and no batch is empty.
 
     Args:
-        samples: Number of samples N.
-        batch_size: Number of samples B per batch of a coordinate.
-        rank: This data coordinate, 0..ranks-1.
+        samples: Number of samples N of the dataset.
+        batch_size: Number of samples B per batch of a data coordinate.
+        rank: Index of this data coordinate, 0..ranks-1.
         ranks: Number of data coordinates D.
-        shuffle: Use a new random order in every epoch. False: the order of the dataset.
+        shuffle: True: use a new random order in every epoch. False: use the order of the dataset.
         drop_last: True: skip the last step if it has fewer than B * D samples. False: keep it as a smaller step.
         seed: Seed of the random orders.
     Raises:
-        ValueError: ``batch_size`` is not an integer >= 1, or ``seed`` is not an integer; or a batch would be empty. With
-            ``drop_last`` a batch is empty if N < B * D; otherwise if N < D, or if B = 1 and N is not a multiple of D.
+        ValueError: ``batch_size`` is not an integer >= 1; ``seed`` is not an integer; or a batch would be empty. With
+            ``drop_last`` a batch would be empty if N < B * D. Without it, if N < D, or if B = 1 and N is not a multiple
+            of D.
 
     Attributes:
-        epoch: Epoch of the next iteration.
-        position: Number of samples at the start of this epoch's order, over all coordinates, that the next iteration skips.
+        epoch: Number of the epoch of the next iteration.
+        position: Number of samples that the next iteration skips at the start of the epoch's order. It counts the
+            samples of all data coordinates.
     """
 
     def __init__(
@@ -97,10 +101,10 @@ class ShardedBatchSampler(Sampler[Batch]):
         """Return the bounds of the steps after the first ``position`` samples, as positions in the epoch's order.
 
         Args:
-            position: Number of samples to skip, over all coordinates.
+            position: Number of samples to skip, counted over all data coordinates.
         Returns:
-            The start of each step, and the end of the last step. If ``position`` is one of ``bounds`` except the last, the
-            result equals ``bounds`` from there on.
+            The start of each step, and the end of the last step. If ``position`` is the start of a step of the full
+            epoch, these are the bounds of this step and of the later steps.
         Raises:
             ValueError: A batch would be empty.
         """
@@ -117,12 +121,13 @@ class ShardedBatchSampler(Sampler[Batch]):
 def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> list[int]:
     """Return the bounds of the steps of an epoch, as numbers of samples: the start of each step, and the end of the last.
 
-    If the last step would have fewer samples than there are data coordinates, samples of the previous step are moved to it,
-    so that each coordinate gets one. This is impossible with ``batch_size=1`` or without a previous step.
+    If the last step would have fewer samples than there are data coordinates, samples of the previous step are moved to
+    the last step, so that each data coordinate gets one sample. With ``batch_size=1``, or without a previous step, this
+    is impossible and an error.
 
     Args:
         samples: Number of samples of the epoch.
-        batch_size: Number of samples per batch of a coordinate.
+        batch_size: Number of samples per batch of a data coordinate.
         ranks: Number of data coordinates.
         drop_last: True: skip an incomplete last step. False: keep it as a smaller step.
     Raises:
@@ -148,7 +153,7 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
 
 
 def mixed(*numbers: int) -> int:
-    """Return a hash of the numbers as a 32-bit seed. It is the same in every process."""
+    """Return a 32-bit seed: a hash of the numbers, which is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
 
 
@@ -176,36 +181,37 @@ def prepare_dataloader(
 
         loader = prepare_dataloader(dataset, registry, batch_size=32, shuffle=True)
 
-    Random draws in loading, for example a random crop, use the CPU generators of torch, Python and NumPy. They depend only
-    on the seed, the epoch and the index of the sample. They are therefore the same on all ranks that get the sample, on
-    every topology, with any number of workers, and after a checkpoint is loaded. The generators are restored afterwards.
-    Draws in a ``collate_fn``, or in a dataset that loads complete batches (``__getitems__``), depend on all indices of the
-    batch.
+    Random draws in loading, for example a random crop, use the CPU generators of torch, Python and NumPy. By default
+    these draws depend only on the seed, the epoch and the index of the sample. They are therefore the same on all ranks
+    that get the sample, on every topology, with any number of workers, and after a checkpoint is loaded. The generators
+    are restored afterwards. Draws in a ``collate_fn``, or in a dataset that loads complete batches (``__getitems__``),
+    depend on all indices of the batch.
 
     Every rank of the world must call this function.
 
     Args:
         dataset: A map-style dataset with a length, the same on every rank.
-        registry: The process groups. The samples are distributed over the data-parallel axes except ``cp`` and ``context``.
-            If there are no such axes, every rank gets all samples.
-        batch_size: Number of samples per batch of one data coordinate. The global batch is this times the number of data
-            coordinates.
-        shuffle: Use a new random order in every epoch. False: the order of the dataset.
+        registry: Provides the topology and the process group of all ranks. The samples are distributed over the
+            data-parallel axes except ``cp`` and ``context``. Without such axes, every rank gets all samples.
+        batch_size: Number of samples per batch of one data coordinate. The size of the global batch is this number
+            times the number of data coordinates.
+        shuffle: True: use a new random order in every epoch. False: use the order of the dataset.
         drop_last: True: skip the last step of an epoch if it has fewer samples than a global batch. False: keep it as a
             smaller step.
-        seed: Seed of the orders and random draws, the same on every rank.
-        seed_samples: True: seed the generators before each sample, as described above. This takes 16 us per sample, or per
-            batch for a dataset that loads complete batches. False: random draws use the generators of the process, or of
-            torch's workers, whose seeds differ between data coordinates. Pass False if loading draws no random numbers.
+        seed: Seed of the orders and of the random draws, the same on every rank. Default: 0.
+        seed_samples: True: seed the generators before each sample, as described above, which takes time. False: random
+            draws use the generators of the process, or of torch's workers, whose seeds differ between data coordinates.
+            Pass False if loading draws no random numbers.
         **loader_kwargs: Arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Returns:
         The loader; one iteration over it is one epoch.
     Raises:
-        TypeError: On every rank: the dataset has no length.
-        ValueError: On every rank: a batch would be empty (see `ShardedBatchSampler`); ``batch_size`` or ``seed`` is out of
-            range; ``sampler`` or ``batch_sampler`` is given; or arguments differ between ranks.
-    Collectives: object all-gathers over the world in this call; none in iteration.
-    Host synchronization: yes, in this call; none in iteration.
+        TypeError: On every rank: the dataset has no length. Also raised by torch for an unknown argument of DataLoader.
+        ValueError: On every rank: a batch would be empty; ``batch_size`` is not an integer >= 1; ``seed`` is not an
+            integer; ``sampler`` or ``batch_sampler`` is given; or arguments differ between ranks. Also raised by torch
+            for an incorrect argument of DataLoader.
+    Collectives: two object all-gathers over the world in this call, or none with one rank; none in iteration.
+    Host synchronization: yes in this call, except with one rank; none in iteration.
     """
 
     def share() -> ShardedBatchSampler:
@@ -237,27 +243,29 @@ def _make_sampler(
 
 
 class ShardedDataLoader(DataLoader[T]):
-    """DataLoader of torch: one iteration over it is one epoch, and its position can be saved; see `prepare_dataloader`.
+    """DataLoader of torch whose position can be saved. `prepare_dataloader` returns it; one iteration over it is one
+    epoch.
 
         for images, labels in loader:       # one epoch; after `load_state_dict` the rest of the saved epoch
             ...
             state = loader.state_dict()
 
     Leaving a ``for`` loop early ends the epoch: the next loop is the next epoch. ``len(loader)`` is the number of batches
-    of a full epoch. ``loader.dataset`` gives access to the attributes of the original dataset.
+    of a full epoch. ``loader.dataset`` has the attributes of the original dataset.
 
     Args:
         dataset: A map-style dataset.
-        sampler: The batches of this data coordinate.
-        seed_samples: As in `prepare_dataloader`.
+        sampler: Batch sampler of this data coordinate.
+        seed_samples: True: random draws in loading depend only on the seed, the epoch and the indices of the samples,
+            as in `prepare_dataloader`. False: the generators are not seeded.
         **loader_kwargs: Arguments of torch's DataLoader.
     """
 
     def __init__(
         self, dataset: Dataset[T], sampler: ShardedBatchSampler, seed_samples: bool = True, **loader_kwargs: Any
     ) -> None:
-        # Without this generator, torch would draw a seed for its workers in every epoch from the global generator, which
-        # the model uses too.
+        # Without this generator, torch would draw a seed for its workers from the global generator in every epoch. The
+        # model uses the global generator too.
         workers_seed = mixed(sampler.seed, sampler.rank)
         loader_kwargs.setdefault("generator", torch.Generator().manual_seed(workers_seed))
         if seed_samples:
@@ -266,7 +274,7 @@ class ShardedDataLoader(DataLoader[T]):
                 loader_kwargs["collate_fn"] = SeededCollate(loader_kwargs["collate_fn"])
         super().__init__(dataset, batch_sampler=sampler, **loader_kwargs)
         self._sampler = sampler
-        # (epoch, number of samples): current position, and start of the next iteration.
+        # Two (epoch, number of samples) pairs: the current position, and the start of the next iteration.
         self._now = self._next = (0, 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -282,20 +290,22 @@ class ShardedDataLoader(DataLoader[T]):
         """Return the current position, and the arguments that determine the order of samples.
 
         Returns:
-            A dict with ``"epoch"``; ``"position"``, the number of samples of the epoch that the loaders of all data
-            coordinates have returned (prefetched batches do not count); and ``"samples"``, ``"shuffle"`` and ``"seed"``.
+            A dict with ``"epoch"``; ``"position"``, the number of samples of the epoch that were returned on all data
+            coordinates together (prefetched batches do not count); and ``"samples"``, ``"shuffle"`` and ``"seed"``.
+            After the last batch of an epoch, the epoch is the next one, and the position is 0.
         """
         return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
     def state_after(self, epoch: int, batches: int) -> dict[str, int]:
-        """Return the result of `state_dict` after ``batches`` batches of ``epoch``, for a loop that counts its batches.
+        """Return the result that `state_dict` has after ``batches`` batches of ``epoch``, for a loop that counts
+        batches.
 
         Args:
             epoch: Number of the epoch, from 0.
-            batches: Number of batches of the epoch that are done, less than ``len(loader)``. The end of an epoch is
-                ``(epoch + 1, 0)``.
+            batches: Number of batches of the epoch that are done, less than ``len(loader)``. For the end of an epoch,
+                pass the next epoch and 0.
         Raises:
-            ValueError: ``batches`` is out of range.
+            ValueError: ``batches`` is not in 0..len(loader)-1.
         """
         _, *stops = self._sampler.bounds_from(0)
         if not 0 <= batches < max(len(stops), 1):
@@ -312,19 +322,22 @@ class ShardedDataLoader(DataLoader[T]):
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Set the position to a saved one. The next iteration has the remaining samples of the saved epoch, each once.
 
-        With ``drop_last`` it skips those that do not fill a step; if they fill none, it is the next epoch.
+        With ``drop_last``, remaining samples that do not fill a step are skipped. If they fill no step, the next
+        iteration is the next epoch.
 
-        If ``batch_size`` times the number of data coordinates and ``drop_last`` are unchanged, the remaining steps have the
-        same samples as in the saved run; only the last two steps may divide their samples differently, if the number of
-        data coordinates has changed. Otherwise the remaining samples are divided into steps again. If the state is from the
+        The global batch size is ``batch_size`` times the number of data coordinates. If the global batch size and
+        ``drop_last`` are unchanged, the remaining steps have the same samples as in the saved run. Only the last two
+        steps may divide their samples differently, if the number of data coordinates has changed. If the global batch
+        size or ``drop_last`` has changed, the remaining samples are divided into new steps. If the state is from the
         end of an epoch, all arguments may differ from the saved run.
 
         Args:
             state_dict: A result of `state_dict`.
         Raises:
-            ValueError: Keys are missing; the epoch or the position is not an integer; or the state is from the middle of an
-                epoch, and its values are out of range, the number of samples, ``shuffle`` or ``seed`` differs, or a batch
-                of the remaining samples would be empty. The loader is unchanged in these cases.
+            ValueError: Keys are missing; or the epoch or the position is not an integer. For a state from the middle of
+                an epoch also: epoch or position is out of range; the number of samples, ``shuffle`` or ``seed`` differs
+                from the saved run; or a batch of the remaining samples would be empty. After an error the loader is
+                unchanged.
         """
         if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
             raise ValueError(
@@ -359,7 +372,7 @@ class ShardedDataLoader(DataLoader[T]):
 
 
 class Fetched(list[Any]):
-    """The loaded samples of a batch, with the seed for random draws in ``collate_fn``."""
+    """List of the loaded samples of a batch, with the seed for random draws in ``collate_fn``."""
 
     def __init__(self, samples: Sequence[Any], seed: int) -> None:
         super().__init__(samples)
@@ -367,10 +380,11 @@ class Fetched(list[Any]):
 
 
 class SeededDataset(Dataset[T]):
-    """Wrapper that seeds the CPU generators before the wrapped dataset loads a sample, and restores them afterwards.
+    """Wrapper of a dataset that seeds the CPU generators before a sample is loaded, and restores them afterwards.
 
-    Only `__getitems__`, which torch's loader calls once per batch, seeds the generators; indexing the dataset does not. All
-    other attributes are those of the wrapped dataset.
+    Only `__getitems__`, which torch's loader calls once per batch, seeds the generators; indexing the dataset does not.
+    If the wrapped dataset loads complete batches, the generators are seeded once per batch. Other attributes are those
+    of the wrapped dataset.
     """
 
     def __init__(self, wrapped: Dataset[T]) -> None:
@@ -401,7 +415,7 @@ class SeededDataset(Dataset[T]):
 
 
 class SeededCollate:
-    """Wrapper of a collate function that seeds the CPU generators with the batch's seed, and restores them afterwards."""
+    """Wrapper of a collate function that seeds the CPU generators by the batch, and restores them afterwards."""
 
     def __init__(self, wrapped: Callable[[list[Any]], Any]) -> None:
         self.wrapped = wrapped
@@ -423,6 +437,6 @@ def _length_of(dataset: object) -> int:
 
 
 def _loads_whole_batches(dataset: object) -> bool:
-    while isinstance(dataset, Subset):  # Subset always has __getitems__, even if its dataset loads single samples
+    while isinstance(dataset, Subset):  # a Subset has __getitems__ even if its dataset loads single samples
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

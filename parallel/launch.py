@@ -1,8 +1,10 @@
 """Initialise `torch.distributed` under any launcher: torchrun, Open MPI, MPICH, MVAPICH, Slurm, or none.
 
-launch = init_distributed()
-model.to(launch.device)
-logger = get_dist_logger()          # writes on rank 0
+A script starts with these lines:
+
+    launch = init_distributed()
+    model.to(launch.device)
+    logger = get_dist_logger()          # writes on rank 0
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ from torch.distributed.rendezvous import rendezvous
 #     MPI         MASTER_ADDR; 127.0.0.1 if the local size equals the world size; the first host of SLURM_JOB_NODELIST
 #     Slurm       MASTER_ADDR; the first host of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; SLURM_LAUNCH_NODE_IPADDR
 #
-# The port is MASTER_PORT, or a hash of the job's id, so that two jobs on a machine rarely use the same port.
+# The port is MASTER_PORT. Without this variable, it is a hash of the job's id, so that two jobs on a machine rarely use
+# the same port.
 #
-# If variables of several launchers are set, the first launcher in the table whose variables are complete is used, because
-# torchrun may run in a Slurm job.
-# Processes that mpirun starts in a Slurm job inherit Slurm's variables, which describe mpirun itself. Slurm's variables are
-# therefore ignored if variables of MPI are set.
+# Variables of several launchers may be set, for example if torchrun runs in a Slurm job. The first launcher in the
+# table whose variables are complete is used. Processes that mpirun starts in a Slurm job inherit Slurm's variables,
+# which describe mpirun itself. Slurm's variables are therefore ignored if mpirun started the process.
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "mvapich", "slurm", "none"]
 
-# Variables of rank, world size and local rank. A launcher is detected if one of them is set.
+# Variables of rank, world size and local rank. A launcher is detected if one of its three variables is set.
 _NUMBERS: Mapping[Launcher, tuple[str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -58,7 +60,7 @@ _LOCAL_SIZE: Mapping[Launcher, str] = {
     "mpich": "MPI_LOCALNRANKS",
     "mvapich": "MV2_COMM_WORLD_LOCAL_SIZE",
 }
-# Variables of launchers that are not supported, because these launchers do not set all needed variables.
+# Variables of launchers that are not supported, because they do not set all variables that are needed.
 _UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 
@@ -71,8 +73,9 @@ class LaunchEnvironment:
         rank: Rank of this process. Default: 0.
         world_size: Number of processes. Default: 1.
         local_rank: Rank among the processes on this machine. Default: 0.
-        address: Host of rank 0; an IPv6 address has no brackets. Empty: not needed for one process.
-        port: Port on the host of rank 0. 0: not needed for one process.
+        address: Host of rank 0; an IPv6 address has no brackets. It may be empty for one process, which needs no
+            address.
+        port: Port on the host of rank 0. It may be 0 for one process.
     """
 
     launcher: Launcher
@@ -90,14 +93,14 @@ class LaunchEnvironment:
 
 
 def read_environment(environ: Mapping[str, str], launcher: Launcher | None = None) -> LaunchEnvironment:
-    """Return the rank, the world size and the address of rank 0 from a launcher's environment variables.
+    """Return the rank, the world size and the address of rank 0, as read from a launcher's environment variables.
 
-    Without variables of any launcher, the result describes one process.
+    If no variables of a launcher are set, the result describes one process.
 
     Args:
         environ: The environment variables.
-        launcher: Read only the variables of this launcher; ``"none"``: ignore all variables. None: use the first launcher
-            whose variables are complete.
+        launcher: Read only the variables of this launcher. ``"none"``: ignore all variables. None: use the first of
+            torchrun, openmpi, mpich, mvapich and slurm whose variables are complete.
     Raises:
         ValueError: ``launcher`` is unknown.
         RuntimeError: Variables of a launcher are missing or have incorrect values, or the launcher is not supported. The
@@ -135,16 +138,19 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
 
 
 def _signs(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers that have a variable set, except two cases in which the launcher did not start this process.
+    """Return the launchers that may have started this process: those of which a variable is set, with these exceptions.
 
-    mpich is left out if srun set its variables. slurm is left out under mpirun, and outside srun in a job of one task.
+    * mpich is left out if srun set the PMI variables.
+    * slurm is left out if mpirun started the process.
+    * slurm is left out in a Slurm job of one task if srun did not start the process.
+
     Several launchers may remain, for example if torchrun runs in a Slurm job.
     """
     found = [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
     if "slurm" in found and "mpich" in found and not environ.get("MPI_LOCALRANKID"):
         pairs = zip(_NUMBERS["mpich"][:2], _NUMBERS["slurm"][:2], strict=True)
         if all(environ.get(one) == environ.get(other) for one, other in pairs):
-            found.remove("mpich")  # srun sets the PMI variables too
+            found.remove("mpich")  # srun set the PMI variables
     only_task = (
         not environ.get("SLURM_NTASKS") and environ.get("SLURM_TASKS_PER_NODE") == "1" and not _has_step(environ)
     )
@@ -190,14 +196,15 @@ def _address(environ: Mapping[str, str], launcher: Launcher) -> str:
     if launcher in _LOCAL_SIZE:
         if environ.get(_LOCAL_SIZE[launcher]) == environ[_NUMBERS[launcher][1]]:
             return "127.0.0.1"
-        # SLURM_STEP_NODELIST is not used: on other nodes it lists the nodes of the Slurm step that runs mpirun's daemons.
+        # SLURM_STEP_NODELIST is not used: under mpirun it may list the nodes of the Slurm step that runs mpirun's
+        # daemons.
         return first_host(environ.get("SLURM_JOB_NODELIST", ""))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     return first_host(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: ``tux03`` for ``tux[03-05,07],gpu1``, and "" for an empty list."""
+    """Return the first host of a Slurm node list: ``tux03`` for ``tux[03-05,07],gpu1``; "" for an empty list."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
 
@@ -212,7 +219,7 @@ def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
         ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
     )
     job = ".".join(environ.get(name, "") for name in names)
-    # A port below 32768, because the operating system assigns ports from 32768 on to other connections.
+    # A port below 32768, because by default Linux assigns ports from 32768 on to other connections.
     return 20_000 + crc32(job.encode()) % 10_000
 
 
@@ -231,7 +238,7 @@ def get_dist_logger(
     file: str | os.PathLike[str] | None = None,
     level: int = logging.INFO,
 ) -> logging.Logger:
-    """Configure the logger ``name`` to write to stderr on some ranks, with the rank in each line, and return it.
+    """Return the logger ``name``, configured to write to stderr on some ranks, with the rank in each line.
 
         logger = get_dist_logger()
         logger.info("step %d", step)        # [12:00:00 rank 0 INFO] step 1
@@ -241,10 +248,11 @@ def get_dist_logger(
     with the same name replaces the configuration.
 
     Args:
-        name: Name of the logger. Default: the logger of this library.
+        name: Name of the logger. Default: ``"meshstep"``, the logger of this library.
         ranks: Ranks that write. Default: rank 0. None: all ranks.
-        file: Path of a file to append to, in addition to stderr. Its directory is created. ``{rank}`` in the path is
-            replaced by the rank; write it if several ranks write, because they must not share a file. None: stderr only.
+        file: Path of a file to append to, in addition to stderr. The directory of the file is created. In the path,
+            ``{rank}`` is replaced by the rank at the time of this call. If several ranks write, the path must contain
+            ``{rank}``, because ranks must not share a file. None: stderr only.
         level: Lowest level of messages to write. Default: INFO.
     """
     logger = logging.getLogger(name)
@@ -259,7 +267,7 @@ def get_dist_logger(
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(
             logging.FileHandler(path, delay=True, encoding="utf-8")
-        )  # ranks without messages create no file
+        )  # a rank without messages creates no file
     for handler in handlers:
         handler.addFilter(_OnRanks(ranks))
         handler.setFormatter(logging.Formatter("[%(asctime)s rank %(rank)d %(levelname)s] %(message)s", "%H:%M:%S"))
@@ -274,7 +282,7 @@ class _OnRanks(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = _rank()
-        vars(record)["rank"] = rank  # read by the formatter
+        vars(record)["rank"] = rank  # for the formatter
         return self._ranks is None or rank in self._ranks
 
 
@@ -283,7 +291,7 @@ def _rank() -> int:
         return dist.get_rank()
     try:
         return read_environment(os.environ).rank
-    except RuntimeError:  # init_distributed raises this error; a log message must not
+    except RuntimeError:  # `init_distributed` raises this error, but a log message must not
         return 0
 
 
@@ -300,12 +308,14 @@ class Launch:
     Attributes:
         rank: Rank of this process, 0..world_size-1.
         world_size: Number of processes.
-        local_rank: Rank among the processes on this machine; if ``launcher`` is ``other``, the index of the device.
-        device: Device for tensors of this process: with NCCL its CUDA device, else the CPU. `init_distributed` binds the
-            default group to the CUDA device, unless the group existed already.
+        local_rank: Rank among the processes on this machine. If ``launcher`` is ``"other"``, the index of the CUDA
+            device, or 0 without one.
+        device: Device for the tensors of this process: with NCCL its CUDA device, else the CPU. `init_distributed`
+            binds the CUDA device to the default group that it creates.
         backend: Backend of the default process group.
-        launcher: ``torchrun``, ``openmpi``, ``mpich``, ``mvapich``, ``slurm`` or ``none``; ``other`` if the default process
-            group existed already and does not match the environment.
+        launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"mvapich"``, ``"slurm"``, or ``"none"`` for one process
+            without a launcher. ``"other"``: the default group existed before the call of `init_distributed`, and its
+            rank and size differ from those in the environment variables.
     """
 
     rank: int
@@ -324,25 +334,25 @@ def init_distributed(
         launch = init_distributed()         # under torchrun, mpirun or srun, or in one process
         model.to(launch.device)
 
-    With NCCL, the function also sets the current CUDA device, and sets the environment variable
-    ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless this variable is set. Without variables of a launcher, the default group has
-    this process alone, and no port is opened. If the default process group exists already, the function returns its
-    description and changes nothing. The function also works after torchrun has restarted the ranks of a node
-    (``--max-restarts``); then load the newest checkpoint.
+    With NCCL, the function also sets the current CUDA device to the device with the index of the local rank; if only
+    one device is visible, every process uses this device. It sets the environment variable
+    ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless the variable is set. If no variables of a launcher are set, the default
+    group has this process alone, and no port is opened. If the default process group exists already, the function
+    returns its description and changes nothing.
 
     Args:
-        backend: As in `torch.distributed.init_process_group`. None: NCCL if CUDA is available, else gloo.
+        backend: Name of a backend, as in `torch.distributed.init_process_group`. None: NCCL if CUDA is available, else
+            gloo.
         timeout: Timeout of this call, of collectives on the default group, and of collectives on groups of registries that
             are created without ``timeout=``. If a rank stops, the other ranks raise an error after this time. It must
             therefore exceed the longest time for which ranks wait while another rank works. None: torch's default, 30
             minutes, or 10 minutes with NCCL.
-        launcher: Read only the variables of this launcher; ``"none"``: ignore all variables and run as one process. None:
-            use the first launcher whose variables are complete.
+        launcher: Read only the variables of this launcher. ``"none"``: ignore all variables, and run as one process.
+            None: use the first of torchrun, openmpi, mpich, mvapich and slurm whose variables are complete.
 
     Raises:
-        RuntimeError: Variables are missing or have wrong values (the message names them); the ranks do not connect within
-            the timeout; or with NCCL, the local rank is not below the number of CUDA devices. If only one device is
-            visible, every process uses it.
+        RuntimeError: Variables are missing or have incorrect values (the message names them); the ranks do not connect
+            within the timeout; or NCCL is used, and the process has no CUDA device.
         ValueError: ``launcher`` is unknown.
 
     Collectives: the rendezvous of the default group, and with NCCL the creation of its communicator.
@@ -354,21 +364,20 @@ def init_distributed(
     device = _device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # With this setting, collectives of several groups run on the GPU in the order in which they were launched, which is
-        # the same on all ranks. Otherwise they could run in different orders on separate streams, and deadlock.
+        # With this setting, collectives of several groups run on the GPU in the order of their launches, which is the
+        # same on all ranks. Otherwise they could run in different orders on several streams, and deadlock.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     _join(backend, place, timeout, device if device.type == "cuda" else None)
     return Launch(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
 
 
 def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, device: torch.device | None) -> None:
-    # Without device_id, torch chooses the device by LOCAL_RANK, or by the rank modulo the number of devices. Under
-    # Slurm, this device may belong to another process. With device_id, torch also creates the NCCL communicator in this
-    # call.
+    # Without device_id, torch chooses the device by LOCAL_RANK or by the global rank. Under Slurm, this device may
+    # belong to another process. With device_id, torch also creates the NCCL communicator in this call.
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
-    # torchrun's agent may already serve the store; only torch's env:// method can connect to the agent's store.
+    # torchrun's agent may already serve the store. Only torch's method env:// connects to this store.
     agent = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     url = "env://" if agent else place.url
     ranks: dict[str, Any] = {
@@ -394,10 +403,10 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, dev
 
 
 def _attempt() -> str:
-    """Return a prefix for store keys after torchrun has restarted the ranks; "" before the first restart.
+    """Return a prefix for store keys after torchrun has restarted the ranks of one node; "" before the first restart.
 
     torchrun's agent keeps its store when it restarts ranks. Without a prefix, gloo would connect to the addresses of the
-    previous processes. With several nodes the result is always "", because each agent counts restarts separately.
+    previous processes. With several nodes the result is "", because each agent counts restarts separately.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -408,7 +417,7 @@ def _device(backend: str, local_rank: int) -> torch.device:
     if "nccl" not in backend:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1:  # some launchers make only one device visible per process
+    if count == 1:  # some launchers make only one device visible to each process
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise RuntimeError(
@@ -419,8 +428,8 @@ def _device(backend: str, local_rank: int) -> torch.device:
 
 
 def _describe_existing() -> Launch:
-    # For a group that was created without a backend, `get_backend` returns "undefined", and the config has one backend per
-    # device type.
+    # For a group that was created without a backend, `get_backend` returns "undefined", and `get_backend_config`
+    # returns one backend per device type.
     config = dist.get_backend_config()
     backend = config if dist.get_backend() == "undefined" else dist.get_backend()
     world = dist.group.WORLD

@@ -1,1 +1,1 @@
-"""The layout of a parameter on the mesh: the spec, its annotation on a tensor, and the shards that it defines."""
+"""The layout of a parameter on the mesh: its spec `P`, the annotation that stores the spec, and its shards."""

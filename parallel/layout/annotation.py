@@ -1,4 +1,4 @@
-"""The layout of a parameter, stored in an `Annotation` that is an attribute of the parameter tensor."""
+"""Declare the layout of parameters. The layout is stored in an `Annotation`, an attribute of the parameter tensor."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ Source = Literal["layer", "rule", "default"]
 
 @dataclass(frozen=True)
 class Annotation:
-    """The layout of a parameter, and its origin.
+    """The layout of a parameter, with the name and the full shape of the parameter.
 
     Args:
         spec: The layout.
         name: Name of the parameter in errors. None: no name.
-        mesh_axes: For the local tensor of a DTensor, the dims of the DTensor's device mesh. torch reduces the gradient over
-            these dims. Empty for other parameters.
-        declared: False if the spec was only derived from DTensor placements, which describe the layout over ``mesh_axes``
-            and over no other axis.
-        full_shape: Shape of the full tensor. None: unknown. It is needed for uneven shards, whose local shapes do not
-            determine the full shape.
-        dims: (mesh dim, axes) pairs for mesh dims whose names are neither axes nor aliases of the topology.
-        source: Origin of the layout: ``"layer"`` (set by `annotate`), ``"rule"`` (set by a rule of `declare`) or
-            ``"default"`` (set by the rule ``"*"`` of `declare`, or by an optimizer for an undeclared parameter).
+        mesh_axes: For the local tensor of a DTensor, the names of the dims of the DTensor's device mesh. Empty for
+            other parameters.
+        declared: False if the spec was derived from DTensor placements alone. Such a spec describes the layout over
+            ``mesh_axes`` only.
+        full_shape: Shape of the full tensor. None: unknown. It is needed for uneven shards, because the full shape
+            can't be computed from the shape of one shard.
+        dims: (mesh dim, axes) pairs: the axes of the topology of which a mesh dim consists. A mesh dim whose name is an
+            axis or an alias of the topology needs no entry.
+        source: Origin of the layout. ``"rule"``: a rule of `declare`. ``"default"``: the rule ``"*"`` of `declare`, or
+            an optimizer that counts a parameter without a layout as replicated. ``"layer"``: any other origin, such as
+            `annotate`.
     """
 
     spec: P
@@ -44,7 +46,7 @@ class Annotation:
     source: Source = "layer"
 
     def spec_on(self, topology: Topology) -> P:
-        """Return the layout with mesh dims and aliases replaced by axes of ``topology``.
+        """Return the layout as a spec that names only axes of ``topology``, instead of mesh dims and aliases.
 
         Raises:
             ValueError: As in `P.resolve`.
@@ -52,7 +54,7 @@ class Annotation:
         return self.spec.resolve(topology, dict(self.dims))
 
     def mesh_axes_on(self, topology: Topology) -> tuple[str, ...]:
-        """Return ``mesh_axes`` as axes of ``topology``."""
+        """Return the axes of ``topology`` of which the mesh dims ``mesh_axes`` consist, in their order."""
         if not self.mesh_axes:
             return ()
         known = dict(self.dims)
@@ -61,9 +63,10 @@ class Annotation:
         )
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the model axes larger than 1 over which the layout is unknown; () if the layout was declared.
+        """Return the model axes larger than 1 over which the layout is unknown.
 
-        The layout over a model axis is unknown if the spec was derived from DTensor placements on a mesh without this axis.
+        The layout over an axis is unknown if the spec was derived from DTensor placements alone, and the device mesh of
+        the DTensor does not contain the axis. For a declared layout the result is ().
         """
         if self.declared:
             return ()
@@ -74,9 +77,8 @@ class Annotation:
 def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tuple[int, ...] | None = None) -> None:
     """Attach a layout to one parameter. Layers call this function for their own parameters.
 
-    The layout is an attribute of the tensor. ``copy.deepcopy`` and wrappers that create new parameters drop it; then call
-    `declare` again. Functions that need the layout raise an error for a parameter without one, but an optimizer on a
-    topology without model axes counts it as replicated.
+    The layout is an attribute of the tensor. ``copy.deepcopy``, and wrappers that create new parameters, do not copy
+    it. Call `declare` for the new parameters.
 
         annotate(self.weight, P("tensor", None), "weight")
 
@@ -84,8 +86,8 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
         param: The parameter, on this rank.
         spec: Its layout.
         name: Name of the parameter in errors. None: errors show the shape.
-        full_shape: Shape of the full tensor. Pass it if a dim is not a multiple of its axes' sizes, because checkpoints
-            need it then. None: all shards have the same shape.
+        full_shape: Shape of the full tensor. Checkpoints need it if the length of a dim is not a multiple of the sizes
+            of the axes that shard it. None: all shards have the same shape.
     Raises:
         ValueError: The spec has more entries than the parameter has dims.
     """
@@ -104,13 +106,13 @@ def attach(param: Tensor, annotation: Annotation) -> None:
 
 
 def annotation_of(param: Tensor) -> Annotation | None:
-    """Return the annotation of a parameter, or None if its layout is not declared."""
+    """Return the annotation of a parameter, or None if it has no annotation."""
     found: Any = getattr(param, ATTRIBUTE, None)
     return found if isinstance(found, Annotation) else None
 
 
 def label_of(param: Tensor, kind: str = "parameter") -> str:
-    """Return the annotated name of a parameter for messages; without a name, ``kind`` and the shape."""
+    """Return a text for a parameter in messages: the name in its annotation, or else ``a {kind} of shape {shape}``."""
     annotation = annotation_of(param)
     return (annotation.name if annotation else None) or f"a {kind} of shape {tuple(param.shape)}"
 
@@ -120,23 +122,22 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
 
         declare(model, {"*": P(), "head.weight": P("tensor", None), "layers.*.mlp.bias": P("tensor")})
 
-    A rule is a parameter's full name or a glob pattern, in which ``*`` also matches dots. The most specific matching rule
-    applies: the full name, or else the pattern with the most literal characters.
+    A rule is a parameter's full name, or a glob pattern, in which ``*`` also matches dots. For each parameter the most
+    specific matching rule is used: its full name, or else the pattern with the most literal characters.
 
     * A full name always sets the layout.
-    * A pattern does not change parameters whose layer has declared them (`annotate`).
-    * The pattern ``"*"`` applies only to parameters without a layout: those that no layer, no more specific rule and no
-      earlier call has declared.
+    * A pattern does not change the layout of a parameter whose layer has declared it with `annotate`.
+    * The pattern ``"*"`` sets the layout only of parameters that have no layout yet.
 
     If the function raises, no layout is changed.
 
     Args:
-        module: The model, or a part of it.
+        module: The model, or a submodule.
         rules: Layout per full name or pattern. None: only store the names; every parameter must have a layout already.
     Raises:
-        ValueError: A rule matches no parameter; a parameter has no layout and no matching rule; two equally specific rules
-            give a parameter different layouts; a pattern gives another layout than a rule of an earlier call; or a spec has
-            more entries than its parameter has dims.
+        ValueError: A rule matches no parameter; a parameter has no layout, and no rule matches it; two equally specific
+            rules give a parameter different layouts; a pattern gives a parameter another layout than a rule of an
+            earlier call; or a spec has more entries than its parameter has dims.
     """
     rules = dict(rules or {})
     params = dict(module.named_parameters())
@@ -176,8 +177,13 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
 
 
 def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name: str) -> bool:
-    """Return True if the parameter keeps its existing layout, although ``rule`` is its most specific rule (None: no rule).
+    """Return True if a parameter keeps its existing layout, False if its most specific rule sets the layout.
 
+    Args:
+        existing: Annotation of the parameter.
+        rule: The most specific rule that may change the layout. None: there is no such rule.
+        rules: Layout per full name or pattern.
+        name: Full name of the parameter.
     Raises:
         ValueError: ``rule`` is a pattern, and gives another layout than a rule of an earlier call.
     """
@@ -194,10 +200,10 @@ def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name:
 
 
 def _most_specific(name: str, rules: Mapping[str, P]) -> str | None:
-    """Return the rule for a parameter: its name, or else the matching pattern with the most literal characters.
+    """Return the most specific rule that matches a parameter; None if no rule matches.
 
-    Returns:
-        The rule, or None if no rule matches.
+    The most specific rule is the full name ``name``, or else the pattern with the most literal characters.
+
     Raises:
         ValueError: Several patterns have the most literal characters, and their layouts differ.
     """
@@ -221,14 +227,14 @@ def _literal_characters(pattern: str) -> int:
 
 
 def copy_annotation(source: Tensor, target: Tensor) -> None:
-    """Copy the annotation of ``source``, if there is one, to ``target``, for example master weights or a slice."""
+    """Set the annotation of ``target`` to the annotation of ``source``. If ``source`` has none, change nothing."""
     annotation = annotation_of(source)
     if annotation is not None:
         setattr(target, ATTRIBUTE, annotation)
 
 
-# Axes of partial gradients of DTensors, in a form that ranks can exchange ---------------------------------------------
+# Partial gradients of DTensors: data that ranks exchange --------------------------------------------------------------
 
 Sums = Mapping[tuple[tuple[int, ...], int], tuple[str, ...]]
-"""Per DTensor parameter, the axes over which its gradient is partial. The key identifies the parameter: the ranks of its
-device mesh, and its index among the parameters on meshes of these ranks."""
+"""Per DTensor parameter, the axes over which the gradient of the parameter is partial. The key of a parameter is a
+pair: the ranks of its device mesh, and its index among all parameters on device meshes of the same ranks."""

@@ -1,8 +1,8 @@
 """Draw the shards of typical parameters on a topology: ``python -m meshstep.parallel data=2 row=2 col=2 --svg ranks.svg``.
 
-There is a panel per parameter, for the parameters of those parallel layers whose axis names the topology has. A panel has
-one card per rank: the full tensor as a grid, in which the cells of this rank's shard are filled. Equal shards have the same
-colour. `P.spans` and `P.holds` give the cells.
+The picture has one panel per parameter. The parameters are those of the parallel layers whose axis names the topology
+has, and a replicated parameter. A panel has one card per rank. A card shows the full tensor as a grid, in which the
+cells of the rank's shard are filled. Equal shards have the same colour.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .spec import P
 
 # Svg ------------------------------------------------------------------------------------------------------------------
 
-# SVG is written as text, because that needs no package, and every browser displays it.
+# SVG is written as text, because that needs no package.
 #
-# A picture follows the reader's light or dark mode: `STYLE` has the colours of each class on a light page, and `DARK` the
-# colours on a dark page. The colours of shards, `COLOURS`, are the same on both pages, and differ in lightness too.
+# A picture follows the light or dark mode of the browser: `STYLE` has the colours of light mode, and `DARK` the colours
+# of dark mode. The colours of shards, `COLOURS`, are the same in both modes.
 
 COLOURS = ("#2f81f7", "#e8912d", "#2da44e", "#bf4b8a", "#8957e5", "#1b9e9e", "#d1453b", "#8c959f")
 STYLE = """
@@ -45,8 +45,8 @@ def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start"
     Args:
         x, y: Position of the anchor, in pixels.
         content: The text.
-        kind: Class of the style sheet. Empty: no class.
-        anchor: Point of the text that is at ``x``: ``"start"``, ``"middle"`` or ``"end"``.
+        kind: Class of the style sheet. Default: no class.
+        anchor: Point of the text that is at ``x``: ``"start"``, ``"middle"`` or ``"end"``. Default: ``"start"``.
     """
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(content, quote=False)}</text>'
 
@@ -58,8 +58,8 @@ def box(x: float, y: float, width: float, height: float, kind: str, radius: floa
         x, y: Position of the upper left corner, in pixels.
         width, height: Size, in pixels.
         kind: Class of the style sheet.
-        radius: Radius of the corners, in pixels.
-        fill: Fill colour. Empty: the colour of the class.
+        radius: Radius of the corners, in pixels. Default: 0.
+        fill: Fill colour. Default: the colour of the class.
     """
     style = f' style="fill: {fill}"' if fill else ""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"{style}/>'
@@ -70,9 +70,9 @@ def line(points: Iterable[tuple[float, float]], kind: str = "line", colour: str 
 
     Args:
         points: Positions, in pixels.
-        kind: Class of the style sheet.
-        colour: Line colour. Empty: the colour and width of the class.
-        width: Line width with ``colour``, in pixels.
+        kind: Class of the style sheet. Default: ``"line"``.
+        colour: Line colour. Default: the colour and the line width of the class.
+        width: Line width in pixels, if ``colour`` is given. Default: 1.6.
     """
     style = f' style="fill: none; stroke: {colour}; stroke-width: {width:g}"' if colour else ""
     return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="{kind}"{style}/>'
@@ -85,7 +85,7 @@ def page(title: str, width: float, height: float, parts: Iterable[str], style: s
         title: Title at the top.
         width, height: Size, in pixels.
         parts: SVG elements below the title.
-        style: Style sheet. None: one that follows the reader's light or dark mode.
+        style: Style sheet. None: a style sheet that follows the light or dark mode of the browser.
     """
     style = style or f"{STYLE}  @media (prefers-color-scheme: dark) {{{DARK}  }}\n"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
@@ -99,7 +99,7 @@ def page(title: str, width: float, height: float, parts: Iterable[str], style: s
 MOST = 64  # largest number of ranks in a picture
 CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900
 BAR = 14  # height of a tensor of one dim, in pixels
-HEAD, FOOT = 48, 52  # pixels of a panel above its grids (title and spec) and below (text)
+HEAD, FOOT = 48, 52  # pixels of a panel above its cards, for title and spec, and below its cards, for text
 
 Cells = frozenset[tuple[int, ...]]
 
@@ -113,7 +113,7 @@ class Shown(NamedTuple):
 
 
 def parameters(topology: Topology) -> list[Shown]:
-    """Return the parameters of all layers whose axis names the topology has, and then a replicated parameter."""
+    """Return the parameters to draw: those of layers whose axis names the topology has, and a replicated one."""
     names = {*topology.axes, *topology.aliases}
     found = []
     if {"row", "col"} <= names:
@@ -138,7 +138,7 @@ def parameters(topology: Topology) -> list[Shown]:
 
 
 def held(shown: Shown, topology: Topology, rank: int) -> Cells:
-    """Return the cells of the full tensor that a rank holds; along each dim, the tensor has one cell per shard."""
+    """Return the indices of the cells that ``rank`` holds. Along each dim, the full tensor has one cell per shard."""
     coordinate = topology.coordinate(rank)
     if not shown.spec.holds(coordinate, topology):
         return frozenset()
@@ -149,7 +149,7 @@ def held(shown: Shown, topology: Topology, rank: int) -> Cells:
 
 
 def cells_of(shown: Shown, topology: Topology) -> tuple[int, ...]:
-    """Return the number of cells per tensor dim: the number of shards along the dim."""
+    """Return the number of cells along each tensor dim, which is the number of shards along the dim."""
     return tuple(topology.size(*topology.expand_aliases(*shown.spec.dim_axes(dim))) for dim in range(shown.dims))
 
 
@@ -189,7 +189,7 @@ def draw(topology: Topology) -> str:
 
 
 def blocks_of(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes larger than 1 in two tuples: the slower axes, and the two fastest, which span a block of cards."""
+    """Return the axes larger than 1 in two tuples: slower axes, and the two fastest axes, which span a block."""
     axes = tuple(axis for axis in topology.axes if topology.size(axis) > 1)
     return axes[:-2], axes[-2:]
 
@@ -202,7 +202,7 @@ def block_shape(topology: Topology) -> tuple[int, int]:
 
 
 def names_above(topology: Topology) -> float:
-    """Return the height of the labels above a block, in pixels: coordinates of slow axes, and column numbers."""
+    """Return the height in pixels of the labels above a block: its coordinate on slower axes, and column numbers."""
     return 42 if blocks_of(topology)[0] else 24
 
 
@@ -214,7 +214,7 @@ def panel_size(topology: Topology) -> tuple[float, float]:
 
 
 def blocks_across(topology: Topology) -> tuple[int, int]:
-    """Return the number of blocks of cards side by side, and the number of such rows of blocks in a panel."""
+    """Return the number of columns and the number of rows of blocks in a panel."""
     rows, columns = block_shape(topology)
     count = topology.world_size // (rows * columns)
     most = max(1, int((WIDTH - 2 * MARGIN) // (columns * (CARD + BETWEEN) + 34)))
@@ -223,7 +223,11 @@ def blocks_across(topology: Topology) -> tuple[int, int]:
 
 
 def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator[str]:
-    """Iterate over a panel's SVG elements: title, spec, a card per rank, number of shards and replicas, partial axes."""
+    """Iterate over the SVG elements of the panel of a parameter, whose upper left corner is at (``left``, ``top``).
+
+    The panel has a title, the spec, one card per rank with labels of the coordinates, the number of shards and
+    replicas, and the axes of a partial gradient.
+    """
     slow, fast = blocks_of(topology)
     rows, columns = block_shape(topology)
     across, _ = blocks_across(topology)
@@ -259,10 +263,10 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
 
 
 def card(rank: int, sizes: Sequence[int], cells: Cells, colour: str, x: float, y: float) -> Iterator[str]:
-    """Iterate over the SVG elements of a rank's card: its number, and the full tensor with the rank's cells filled.
+    """Iterate over the SVG elements of the card of a rank: the rank, and the full tensor with the rank's cells filled.
 
-    A tensor of one dim is a bar, and a matrix is a square: a dim that is not sharded is one cell of full size.
-    A tensor of three dims is a column of cells along the first dim.
+    A tensor of one dim is drawn as a bar, and a matrix as a square. A dim that is not sharded has one cell. Of a tensor
+    of three dims, the cells along the first dim are drawn as a column.
     """
     yield box(x, y, CARD, CARD, "card", 6)
     yield text(x + CARD / 2, y + 14, str(rank), "quiet", "middle")

@@ -1,9 +1,9 @@
-"""The elements of a full tensor that a rank holds, as rectangles; shapes of shards; and `shard`, `unshard` and `join`.
+"""Shard a full tensor, and join shards: `shard`, `unshard`, `join`, the shapes of shards, and the elements of a shard.
 
-A rank's shard of a parameter is a rectangle of the full tensor, or one rectangle per block of a fused weight. Of an
-optimizer state a rank may hold only a *run*: consecutive elements of the flattened (row-major) shard. A run consists of
-rectangles too: the end of a row, complete rows, and the start of a row. Because every layout consists of rectangles, a
-checkpoint can be loaded with another layout.
+A rank's shard of a parameter is a rectangle of the full tensor, or several rectangles if a dim consists of blocks, as
+in a fused weight. A rank may hold only a *run* of an optimizer state: consecutive elements of the flattened (row-major)
+shard. A run of a matrix consists of rectangles too: the end of a row, complete rows, and the start of a row. Because
+all layouts consist of rectangles of the full tensor, a checkpoint can be loaded with another layout.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor: its first index and its length per dim."""
+    """A rectangle of a tensor: per dim, its first index (``offsets``) and its length (``sizes``)."""
 
     offsets: Shape
     sizes: Shape
 
     def overlaps(self, other: Box) -> bool:
-        """Return True if the boxes have a common element."""
+        """Return True if this box and ``other`` have a common element."""
         sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(max(a, b) < min(a + length, b + width) for a, length, b, width in sides)
 
     def common(self, other: Box) -> Box:
-        """Return the intersection with ``other``, which must overlap this box."""
+        """Return the intersection of this box with ``other``. The boxes must overlap."""
         sides = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         begins = tuple(max(a, b) for a, _, b, _ in sides)
         ends = [min(a + length, b + width) for a, length, b, width in sides]
@@ -58,10 +58,10 @@ class Region:
 
     Args:
         full_shape: Shape of the full tensor.
-        spans: Per dim, the (offset, length) spans in the full tensor of the shard's elements, in the order of the shard. A
-            dim has several spans if it consists of blocks.
-        start: Index of the run's first element in the flattened shard.
-        stop: Index after the run's last element. The run is the entire shard if it has all elements of the shard.
+        spans: Per dim, the (offset, length) pairs of the elements of the full tensor that are in the shard, in the
+            order of the shard. There are several pairs if the dim consists of blocks.
+        start: Index of the first element of the run in the flattened shard.
+        stop: Index after the last element of the run.
     """
 
     full_shape: Shape
@@ -81,7 +81,7 @@ class Region:
     ) -> Region:
         """Return the region that is the entire shard of the rank at ``coordinate``.
 
-        A dim that is not a multiple of the axes' sizes is sharded as `torch.chunk` does, axis by axis.
+        A dim whose length is not a multiple of the sizes of its axes is sharded as `torch.chunk` does.
 
         Args:
             full: Shape of the full tensor.
@@ -89,10 +89,10 @@ class Region:
             spec: Layout of the tensor.
             topology: Provides the sizes of the axes.
             coordinate: The rank's index on each axis.
-            name: Name of the tensor in errors.
+            name: Name of the tensor in errors. Default: ``"a tensor"``.
         Raises:
-            ValueError: ``spec`` gives a shard with another shape than ``shape``; or the size of a block is not a multiple
-                of the axes' sizes.
+            ValueError: ``spec`` gives a shard with another shape than ``shape``; a dim has several blocks that its axes
+                can't divide evenly; or ``spec`` does not fit ``topology``.
         """
         try:
             spans = tuple(spec.spans(dim, length, topology, coordinate) for dim, length in enumerate(full))
@@ -108,12 +108,12 @@ class Region:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of the shard."""
+        """Return the shape of the entire shard."""
         return tuple(sum(length for _, length in spans) for spans in self.spans)
 
     @property
     def offsets(self) -> Shape:
-        """Return the offset of the shard's first element in the full tensor, per dim."""
+        """Return, per dim, the index in the full tensor of the first element of the shard."""
         return tuple(spans[0][0] for spans in self.spans)
 
     @property
@@ -122,9 +122,9 @@ class Region:
         return self.stop - self.start
 
     def of(self, full: Tensor) -> Tensor:
-        """Return the entire shard of the full tensor; ``start`` and ``stop`` are ignored.
+        """Return the entire shard of ``full``, not only the run from ``start`` to ``stop``.
 
-        The result is a view of ``full`` if no dim consists of several blocks, else a copy.
+        The result is a view of ``full`` if each dim of the region has one span, else a copy.
         """
         for dim, spans in enumerate(self.spans):
             parts = [full.narrow(dim, offset, length) for offset, length in spans]
@@ -132,18 +132,20 @@ class Region:
         return full
 
     def run(self, start: int, numel: int) -> Region:
-        """Return the region of ``numel`` consecutive elements of this region's run, from the run's element ``start`` on."""
+        """Return the region of ``numel`` elements of this run, which begins at element ``start`` of this run."""
         return replace(self, start=self.start + start, stop=self.start + start + numel)
 
     def parts(self, tensor: Tensor) -> dict[Shape, Tensor]:
         """Split a tensor with the elements of this region into rectangles of the full tensor.
 
         Args:
-            tensor: The entire shard in its shape; or the elements of the run in row-major order, in any shape.
+            tensor: If the run is the entire shard, a tensor with the shape of the shard. Otherwise a tensor of any
+                shape that has the elements of the run in row-major order.
         Returns:
-            Tensor per rectangle. The key is the rectangle's offset in the full tensor. The tensors are views of ``tensor``
-            if it is contiguous. A region without elements has no rectangles, unless the full tensor has no elements either
-            and ``tensor`` has the shape of the shard.
+            Tensor per rectangle. The key is the index of the rectangle's first element in the full tensor. The tensors
+            are views of ``tensor`` if it is contiguous. Usually a region without elements has no rectangles. But if the
+            full tensor has no elements either, and ``tensor`` has the shape of the shard, ``tensor`` is the only
+            rectangle.
         """
         if tensor.shape == self.shape:
             if not self.numel:
@@ -161,13 +163,13 @@ class Region:
 
         Args:
             box: The rectangle, in indices of the shard.
-            part: Tensor with the elements of ``box``.
+            part: Tensor with the elements of ``box``, in its shape.
         Returns:
-            (offset in the full tensor, view of ``part``) pairs.
+            Iterator over (index of the first element in the full tensor, view of ``part``) pairs.
         """
         by_dim = []
         for spans, first, length in zip(self.spans, box.offsets, box.sizes, strict=True):
-            found, at = [], -first  # start of the span, relative to the box
+            found, at = [], -first  # `at` is the start of the span, relative to the box
             for offset, numel in spans:
                 start, stop = max(at, 0), min(at + numel, length)
                 if start < stop:
@@ -190,10 +192,10 @@ class Region:
         return any(box.overlaps(other_box) for box in self.boxes() for other_box in other.boxes())
 
     def __str__(self) -> str:
-        """Return the offsets and lengths of the shard as a short text: ``0,4+8,4``.
+        """Return the offsets and the lengths of the shard, each per dim, as a short text such as ``0,4+8,4``.
 
-        If the run is not the entire shard, its start and stop follow: ``0,4+8,4:3-9``. Several spans of a dim are separated
-        by ``|``: ``0|8,4+4|4,4``.
+        If the run is not the entire shard, its start and stop follow: ``0,4+8,4:3-9``. If a dim has several spans,
+        their offsets and lengths are separated by ``|``: ``0|8,4+4|4,4``.
         """
         run = "" if self.numel == prod(self.shape) else f":{self.start}-{self.stop}"
         offsets, lengths = (
@@ -205,15 +207,15 @@ class Region:
 def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) -> Tensor:
     """Reorder a tensor of concatenated shards into the full tensor; differentiable.
 
-    Concatenated shards are in another order than the full tensor if the dim consists of blocks, because each shard has
-    elements of every block.
+    If the dim consists of blocks, each shard has elements of every block. The concatenated shards therefore have
+    another order than the full tensor.
 
     Args:
         tensor: All shards, concatenated along ``dim``.
         dim: The sharded tensor dim.
-        pieces: Per shard, its (offset, length) spans of the full dim.
+        pieces: Per shard, the (offset, length) pairs of its elements along ``dim`` of the full tensor.
     Returns:
-        The reordered tensor; ``tensor`` itself if its elements are already in the order of the full tensor.
+        The reordered tensor; ``tensor`` itself if its elements are in the order of the full tensor already.
     """
     runs, at = [], 0
     for offset, length in (span for spans in pieces for span in spans):
@@ -225,9 +227,10 @@ def joined_in_order(tensor: Tensor, dim: int, pieces: Iterable[Sequence[Span]]) 
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Split consecutive elements of a flattened tensor into rectangles of the tensor: at most 2 * dims - 1.
+    """Split consecutive elements of a flattened tensor into rectangles of the tensor.
 
-    Of a tensor of shape [3, 4], the elements from 2 up to (not including) 9 are three rectangles: ``..## / #### / #...``
+    Elements 2 to 8 of a tensor of shape [3, 4] are three rectangles, one per row: ``..## / #### / #...``. There are at
+    most 2 * dims - 1 rectangles.
 
     Args:
         shape: Shape of the tensor.
@@ -241,7 +244,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # complete rows
-    if first > last:  # the run is inside row `last`
+    if first > last:  # all elements are in row `last`, which is not complete
         yield from _rows(last, boxes_of_run(shape[1:], start - last * row, stop - last * row))
         return
     if start < first * row:
@@ -259,16 +262,17 @@ def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 # Full tensors and shards ----------------------------------------------------------------------------------------------
 
 # A dim that is sharded over axes (a, b) is divided into ``size(a) * size(b)`` equal chunks. A rank's shard is chunk
-# number ``coordinate[a] * size(b) + coordinate[b]``: the first axis is the slowest. If the dim consists of blocks, each
-# block is divided like this, and the shard is the concatenation of one chunk per block. A dim whose length is not a
-# multiple of the number of chunks has uneven shards: `torch.chunk` over a, then `torch.chunk` of each chunk over b. Only
-# axes that shard it jointly count as one axis. The `tied` and `partial` axes of a spec do not change the shards.
+# number ``coordinate[a] * size(b) + coordinate[b]``: the first axis varies slowest. If the dim consists of blocks, each
+# block is divided like this, and the shard is the concatenation of one chunk per block. If the length of the dim is not
+# a multiple of the number of chunks, shards are uneven: `torch.chunk` splits the dim over a, and then each chunk over
+# b. If a and b shard the dim jointly, one `torch.chunk` splits it over both. The `tied` and `partial` axes of a spec do
+# not change the shards.
 
 
 def local_shape(
     full_shape: Sequence[int], spec: P, topology: Topology, coordinate: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of a rank's shard of a tensor. Owned and tied axes are ignored, as if every rank held a shard.
+    """Return the shape of a rank's shard of a tensor. ``owned`` and ``tied`` of the spec are ignored.
 
         local_shape((8, 6), P("row", "col"), Topology(row=2, col=3))    # (4, 2)
 
@@ -276,12 +280,12 @@ def local_shape(
         full_shape: Shape of the full tensor.
         spec: Layout of the tensor.
         topology: Provides the sizes of the axes.
-        coordinate: Index per axis of the rank. With a coordinate, a dim that is not a multiple of its axes' sizes is
-            sharded as `torch.chunk` does, so that later shards are smaller or empty. None: all shards must have the same
-            shape, which is returned.
+        coordinate: Index per axis of the rank. If a coordinate is given, a dim may have any length: it is sharded as
+            `torch.chunk` does, so that later shards can be smaller or empty. None: all shards must have the same shape,
+            which is returned.
     Raises:
-        ValueError: A dim is not a multiple of its axes' sizes, and ``coordinate`` is None; a block is not a multiple of its
-            axes' sizes; or as in `P.validate`.
+        ValueError: ``coordinate`` is None, and the length of a dim is not a multiple of the sizes of its axes; a dim
+            has several blocks that its axes can't divide evenly; or as in `P.validate`.
     """
     spec.validate(len(full_shape), topology)
     spec = spec.resolve(topology)
@@ -299,12 +303,12 @@ def local_shape(
                 f"{sizes}; make it a multiple of {parts}"
             )
         shape.append(length // parts)
-        spec.spans(dim, length, topology, dict.fromkeys(axes, 0))  # raises if a block doesn't divide
+        spec.spans(dim, length, topology, dict.fromkeys(axes, 0))  # raises if the axes can't divide a block evenly
     return tuple(shape)
 
 
 def full_shape(local_shape: Sequence[int], spec: P, topology: Topology) -> tuple[int, ...]:
-    """Return the shape of the full tensor whose shards all have the shape ``local_shape``: the inverse of `local_shape`.
+    """Return the shape of the full tensor whose shards all have the shape ``local_shape``.
 
         full_shape((4, 2), P("row", "col"), Topology(row=2, col=3))     # (8, 6)
 
@@ -328,14 +332,14 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
         full: The full tensor, equal on all ranks.
         spec: Layout of the tensor.
         registry: Provides the topology and this rank's coordinate.
-        uneven: True: shard a dim that is not a multiple of its axes' sizes as `torch.chunk` does. False: such a dim is an
-            error. Do not pass True for a sharded batch dim: the average of means over unequal batches is not the mean over
-            all samples.
+        uneven: True: a dim may have any length; it is sharded as `torch.chunk` does. False: the length of a dim must be
+            a multiple of the sizes of its axes. Do not pass True for a sharded batch dim: the average of means over
+            unequal batches is not the mean over all samples.
     Returns:
-        The shard, contiguous. An empty tensor of shape (0,) if the spec has owned axes and this rank is not an owner.
+        The shard, contiguous. An empty tensor of shape (0,) if the spec has owned axes, and this rank is not an owner.
     Raises:
-        ValueError: A dim is not a multiple of its axes' sizes, and ``uneven`` is False; a block is not a multiple of its
-            axes' sizes; or as in `P.validate`.
+        ValueError: ``uneven`` is False, and the length of a dim is not a multiple of the sizes of its axes; a dim has
+            several blocks that its axes can't divide evenly; or as in `P.validate`.
     Collectives: none.
     Host synchronization: none.
     """
@@ -348,7 +352,7 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
 
 @torch.no_grad()
 def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """Return the full tensor on every rank, from the shards of all ranks: the inverse of `shard`; not differentiable.
+    """Return the full tensor on every rank, from the shards that `shard` returned on all ranks; not differentiable.
 
     Every rank of the world must call this function. Use it for checkpoints and checks, not in every training step.
 
@@ -356,15 +360,16 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
 
     Args:
         local: This rank's shard of a parameter or gradient; shards may be uneven. If the spec has owned axes, ranks that
-            are not owners may pass None; a tensor that they pass is ignored.
+            are not owners may pass None; a tensor that such a rank passes is ignored.
         spec: Layout of the tensor.
         registry: Provides the process groups.
     Raises:
-        ValueError: The shard of an owner is None; the shapes of the shards do not fit the spec; or as in `P.validate`.
+        ValueError: ``local`` is None on a rank that must hold a shard; the shapes of the shards do not fit the spec; or
+            as in `P.validate`.
     Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes,
-    broadcasts over the owned axes precede them: two for the object with the shard's shape and dtype, then one of the shard.
-    None over one rank.
-    Host synchronization: yes.
+    first three broadcasts over the owned axes: two of an object with the shard's shape and dtype, then one of the
+    shard. None over groups of one rank.
+    Host synchronization: yes, unless all these groups have one rank.
     """
     spec = spec.resolve(registry.topology)
     if spec.owned:
@@ -391,20 +396,20 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
 def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor:
     """Return the full tensor from a list of the shards of all ranks, without communication; not differentiable.
 
-    For a small model, gather the shards of all parameters with one `gather_objects`, then join each parameter. `unshard`
-    would issue collectives for each parameter.
+    For a small model, gather the shards of all parameters with one call of `gather_objects`, then join each parameter.
+    `unshard` would issue collectives for each parameter.
 
         by_rank = gather_objects({name: param.cpu() for name, param in model.named_parameters()}, registry)
         weight = join([shards["weight"] for shards in by_rank], P("tensor", None), registry.topology)
 
     Args:
-        pieces: Per global rank, its shard, or None for a rank without a shard. Shards may be uneven. Of several replicas of
-            a shard, the first is used.
+        pieces: Shard per global rank; None for a rank without a shard. Shards may be uneven. If several ranks have
+            replicas of a shard, the first replica is used.
         spec: Layout of the tensor.
         topology: Provides the axes.
     Raises:
-        ValueError: There is not one entry per rank; a shard is missing; shards have different dtypes or numbers of dims;
-            their shapes do not fit the spec; or as in `P.validate`.
+        ValueError: ``pieces`` does not have one entry per rank; a shard is missing; shards have different dtypes or
+            numbers of dims; their shapes do not fit the spec; or as in `P.validate`.
     Collectives: none.
     Host synchronization: none.
     """
@@ -436,17 +441,17 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
 
 
 def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
-    """Convert indices into a sharded dim to indices into this rank's shard.
+    """Convert indices of the elements of a sharded dim to indices into this rank's shard.
 
     Args:
-        index: Integers in 0..length-1, any shape.
-        length: Length of the full dim.
+        index: Integer tensor of any shape, with values in 0..length-1.
+        length: Length of the dim in the full tensor.
         registry: Provides this rank's coordinate.
         axis: The mesh axis that shards the dim.
     Returns:
-        The indices into this rank's shard, with 0 in place of indices that belong to other ranks; and a bool mask that is
-        True at these positions. An index outside the full dim becomes an index outside the shard on every rank, so that a
-        lookup fails as in the dense model.
+        Two tensors of the shape of ``index``. The first has the indices into this rank's shard, and 0 where the element
+        is in the shard of another rank. The second is a bool mask that is True at these positions. If a value is not in
+        0..length-1, its index is outside the shard on every rank, so that a lookup fails as in the dense model.
     """
     ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
@@ -454,7 +459,10 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
 
 
 def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
-    """Broadcast the owner's shard over the owned axes, and return it on every rank; None if the owner passed None."""
+    """Broadcast the shard of the owner rank over the owned axes, and return it on every rank.
+
+    None: the shard of the owner rank is None.
+    """
     spec.validate(len(spec.entries), registry.topology)
     axes = tuple(axis for axis, _ in spec.owned)
     if registry.size(*axes) == 1:
@@ -475,8 +483,8 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
 def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroupRegistry) -> Tensor:
     """Rearrange stacked shards of equal shape into the full tensor: [group size, *shard shape] -> full shape.
 
-    The ranks of the group are in row-major order over ``axes``. With axes (row, col) and P(("col", "row"), None), the
-    einops pattern is ``(row col) d0 d1 -> (col row d0) d1``.
+    Shards are stacked in row-major order over ``axes``. With axes (row, col) and P(("col", "row"), None), the einops
+    pattern is ``(row col) d0 d1 -> (col row d0) d1``.
     """
     names = {axis: f"a{number}" for number, axis in enumerate(registry.topology.axes)}
     dims = range(pieces.dim() - 1)
@@ -497,9 +505,16 @@ def _join_uneven(
     axes: tuple[str, ...],
     topology: Topology,
 ) -> Tensor:
-    """Join shards of any shapes into the full tensor. ``coordinates`` has the coordinate of the rank of each shard.
+    """Join shards, whose shapes may differ, into the full tensor.
 
-    The length of a dim of the full tensor is the sum of the shards' lengths along the axes that shard the dim.
+    The length of a dim of the full tensor is the sum of the lengths of the shards along the axes that shard the dim.
+
+    Args:
+        pieces: The shards, without replicas.
+        coordinates: Coordinate of a rank that holds the shard, per shard.
+        spec: Layout of the tensor, without aliases.
+        axes: All axes that shard the tensor.
+        topology: Provides the sizes of the axes.
     """
     shape = []
     for dim in range(pieces[0].dim()):
@@ -516,7 +531,14 @@ def _join_uneven(
 
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
-    """Yield the spans of each shard of tensor dim ``dim``, in order; ``length`` is the dim's length in the full tensor."""
+    """Yield, per shard of a tensor dim, the (offset, length) pairs of its elements in the full tensor.
+
+    Args:
+        length: Length of the dim in the full tensor.
+        dim: The tensor dim.
+        spec: Layout of the tensor.
+        topology: Provides the sizes of the axes.
+    """
     axes = spec.resolve(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

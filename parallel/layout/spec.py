@@ -1,15 +1,15 @@
 """The layout of one parameter on the mesh: `P`.
 
 Like JAX's PartitionSpec, `P` has one entry per tensor dim: the mesh axis that shards the dim, a tuple of axes, or None.
-Over data and model axes without an entry or keyword the parameter is replicated; along pipeline axes, stages hold
-different parameters. Keywords describe other layouts:
+Keywords describe layouts other than sharding. The parameter is replicated over data and model axes that the spec does
+not name. Along a pipeline axis that the spec does not name, stages hold different parameters. Examples:
 
     P("tensor", None)                      dim 0 is sharded over `tensor`
     P(("col", "row"))                      dim 0 is sharded over both axes, `col` slowest
     P("data")                              dim 0 is sharded jointly over all axes of the topology's alias `data`
     P(blocks("tensor", 2))                 dim 0 consists of two blocks, and each block is sharded over `tensor`
     P("col", owned={"row": 0})             sharded over `col`; only ranks with coordinate 0 on `row` hold a shard
-    P("col", owned={"row": "col"})         sharded over `col`; only ranks with equal coordinates on `row` and `col` hold one
+    P("col", owned={"row": "col"})         as before, but ranks with equal coordinates on `row` and `col` hold a shard
     P(partial="tensor")                    replicated, but its gradient is partial: it must be summed over `tensor`
     P("tensor", None, tied={"pipe": (0, -1)})   one logical parameter, held by the first and the last stage
     P()                                    replicated over all data and model axes, declared explicitly
@@ -28,9 +28,9 @@ from ..mesh.topology import Topology, by_axis
 
 # Blocks: a dim that consists of several concatenated tensors, each of which is sharded separately ---------------------
 
-# An example is a fused weight: the gate and up weights of a gated MLP in one matrix, or q, k and v. If such a matrix were
-# sharded over two ranks as one block, the first rank would hold the gate weight, and the second the up weight. But each
-# rank needs its shard of both:
+# An example is a fused weight: the gate and up weights of a gated MLP in one matrix, or the q, k and v weights. If the
+# first matrix were sharded over two ranks as one block, one rank would hold the gate weight, and the other the up
+# weight. But each rank needs its shard of both weights:
 #
 #     blocks("tensor", 2)             tensor=2    gggguuuu -> gguu | gguu
 #     blocks("tensor", (4, 1, 1))     tensor=2    qqqqqqqqkkvv -> qqqqkv | qqqqkv
@@ -41,7 +41,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Part of a spec entry: ``axes`` shard each block of the dim separately; ``sizes`` is the ratio of block lengths."""
+    """Part of a spec entry: ``axes`` shard each block of a dim separately; ``sizes`` are relative block lengths."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -57,9 +57,9 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
         P((blocks("tensor", 2), "data"))    # the shard over `tensor` is sharded again over `data`, as one block
 
     Args:
-        axes: A mesh axis, or a tuple of axes, of which the first varies slowest over the chunks of the dim.
+        axes: A mesh axis, or a tuple of axes, slowest axis first.
         sizes: Number of equal blocks; or one positive integer per block, such as its number of heads. The lengths of the
-            blocks have the ratio of these integers.
+            blocks are proportional to these integers.
 
     Raises:
         ValueError: ``sizes`` is neither a positive integer nor a sequence of positive integers.
@@ -70,7 +70,7 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
             f"blocks({axes!r}, {sizes!r}): sizes must be positive integers; give a number of equal blocks, such "
             "as 2, or the sizes of the blocks, such as (4, 1, 1)"
         )
-    divisor = gcd(*ratio)  # normalizes equal ratios to equal objects with equal hashes
+    divisor = gcd(*ratio)  # makes blocks(axis, (2, 1)) and blocks(axis, (4, 2)) equal, with equal hashes
     return Blocks((axes,) if isinstance(axes, str) else tuple(axes), tuple(size // divisor for size in ratio))
 
 
@@ -86,12 +86,11 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
         spans: (offset, length) spans of the elements to shard, in order.
         parts: Number of shards.
         index: Number of the shard, from 0.
-        sizes: Ratio of the lengths of the blocks in ``spans``. With several blocks, the shard is the concatenation of its
-            shards of all blocks. A single block whose length is not a multiple of ``parts`` is sharded as `torch.chunk`
-            does.
+        sizes: Relative lengths of the blocks in ``spans``. With several blocks, each block is split into ``parts``, and
+            the shard is the concatenation of one part per block. A single block is split as `torch.chunk` does.
     Raises:
-        ValueError: There are several blocks, and the total length does not have the ratio ``sizes``, or the length of a
-            block is not a multiple of ``parts``.
+        ValueError: There are several blocks, and the total length is not a multiple of the sum of ``sizes``, or the
+            length of a block is not a multiple of ``parts``.
     """
     total = sum(length for _, length in spans)
     if len(sizes) == 1:
@@ -118,7 +117,10 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
 
 
 def _narrow(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
-    """Return the spans of elements ``start`` to ``start + length`` of the concatenated ``spans``; an empty span if none."""
+    """Return the spans of ``length`` elements of the concatenated ``spans``, from element ``start`` on.
+
+    If there are no such elements, return one span of length 0.
+    """
     found: list[Span] = []
     for offset, numel in spans:
         first, last = max(start, 0), min(start + length, numel)
@@ -129,7 +131,7 @@ def _narrow(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge adjacent spans, drop empty spans, and return the result; one empty span if all are empty."""
+    """Return spans with adjacent spans merged and empty spans dropped. If all are empty, return one empty span."""
     found: list[Span] = []
     for offset, length in spans:
         if found and (not length or sum(found[-1]) == offset):
@@ -145,8 +147,10 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 # An entry of a spec has the axes that shard one tensor dim:
 #   ("a", "b")        a shards the dim, then b shards each shard of a
-#   (("a", "b"),)     both at once, like one axis of size a * b; different from ("a", "b") if the length is not a multiple
+#   (("a", "b"),)     a and b shard the dim jointly, like one axis of size a * b
 #   blocks("a", n)    a shards each of n blocks of the dim
+#
+# The first two entries differ only if the length of the dim is not a multiple of a * b.
 
 Together = tuple[str, ...]
 """Axes that shard a dim jointly, like one axis whose size is the product of their sizes."""
@@ -155,7 +159,7 @@ Entry = str | Blocks | tuple[Part, ...] | None
 
 
 def parts_of(entry: Entry) -> tuple[Part, ...]:
-    """Return the parts of an entry of a spec, in order: the first part varies slowest over the chunks of the dim.
+    """Return the parts of an entry of a spec: axis names, `Blocks`, and tuples of axes that shard the dim jointly.
 
     Raises:
         ValueError: ``entry`` is not a valid entry of a spec.
@@ -173,7 +177,7 @@ def _is_part(part: object) -> bool:
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
-    """Return all axes of an entry of a spec, in order: the first axis varies slowest over the chunks of the dim.
+    """Return all axes of an entry of a spec, in the order of the entry: slowest axis first.
 
     Raises:
         ValueError: ``entry`` is not a valid entry of a spec.
@@ -186,7 +190,7 @@ def _axes_of_part(part: Part) -> tuple[str, ...]:
 
 
 def joint_axes_of(entry: Entry) -> Iterator[Together]:
-    """Iterate over the parts of an entry whose axes shard the dim jointly."""
+    """Return an iterator over the tuples of an entry of a spec whose axes shard the dim jointly."""
     return (part for part in parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
 
 
@@ -196,7 +200,7 @@ def unwrap_axis(axes: str | Together) -> str | Together:
 
 
 def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Iterate over the axes of an entry that shard a dim of several blocks, as (axis, block sizes) pairs."""
+    """Iterate over (axis, relative block lengths) pairs: the axes of an entry of a spec that shard several blocks."""
     for part in parts_of(entry):
         if isinstance(part, Blocks) and len(part.sizes) > 1:
             yield from ((axis, part.sizes) for axis in part.axes)
@@ -205,14 +209,14 @@ def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
 # Owner ranks: the only ranks along an axis that hold a parameter ------------------------------------------------------
 
 Owned = tuple[tuple[str, int | str], ...]
-"""(axis, coordinate) pairs: only ranks with this coordinate on the axis hold the parameter. If the coordinate is the name
-of another axis, only ranks with equal coordinates on both axes hold it."""
+"""(axis, coordinate) pairs: only ranks with this coordinate on the axis hold the parameter. In place of a coordinate, a
+pair may have the name of another axis: then only ranks with equal coordinates on the two axes hold the parameter."""
 
 
 def owner_of(owned: Owned, coordinate: Mapping[str, int]) -> dict[str, int]:
-    """Return the coordinates of the owner rank on the owned axes, as {axis: coordinate}.
+    """Return the coordinates of an owner rank on the owned axes, as {axis: coordinate}.
 
-    On all other axes the owner rank has the same coordinates as the rank at ``coordinate``.
+    The owner rank is the one that has the same coordinates on all other axes as the rank at ``coordinate``.
     """
     return {axis: coordinate[at] if isinstance(at, str) else at for axis, at in owned}
 
@@ -223,14 +227,14 @@ def owns(owned: Owned, coordinate: Mapping[str, int]) -> bool:
 
 
 def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, int | str]:
-    """Replace every alias in ``owned`` by its axes, and return the result as {axis: coordinate or axis}.
+    """Return ``owned`` as {axis: coordinate or other axis}, with every alias replaced by its axes.
 
     Args:
-        owned: (axis or alias, coordinate or name) pairs, as in `P`.
+        owned: (axis or alias, coordinate or other axis or alias) pairs, as in `P`.
         topology: Provides the sizes of the axes.
         aliases: Axes per alias.
     Raises:
-        ValueError: The owner along an alias is given by another axis or alias, and the sizes of their axes differ.
+        ValueError: A pair has two names, of which one is an alias, and the sizes of their axes differ.
     """
     pairs = (pair for axis, at in owned for pair in _by_axis((axis, at), topology, aliases))
     return dict(pairs)
@@ -250,7 +254,7 @@ def _by_axis(
     axes = aliases.get(axis, (axis,))
     sizes = {atom: topology.size(atom) for atom in axes}
     others = aliases.get(at, (at,)) if isinstance(at, str) else ()
-    if not others:  # an integer coordinate, or a mesh dim of size 1, which may be no axis of the topology
+    if not others:  # `at` is an integer, or a mesh dim of size 1 that is no axis of the topology
         yield from ((atom, index) for atom, (index,) in by_axis((at if isinstance(at, int) else 0,), sizes))
     elif [*sizes.values()] != [topology.size(atom) for atom in others]:
         raise ValueError(
@@ -274,29 +278,31 @@ class P:
         P(partial="tensor")                     # replicated, with a partial gradient
         P("tensor", None, tied={"pipe": (0, -1)})   # held by the first and the last stage
 
-    Aliases of the topology are valid wherever an axis is; `resolve` replaces them by their axes.
+    Aliases of the topology are valid wherever an axis is; `resolve` replaces them by their axes. Over data and model
+    axes that the spec does not name, the parameter is replicated.
 
     Args:
-        entries: One entry per tensor dim: the mesh axis that shards it, a tuple of axes (slowest first), or None. Dims
-            after the last entry are not sharded. Instead of an axis, an entry may have `blocks`, or a nested tuple of axes
-            that shard the dim jointly, like one axis whose size is the product of their sizes. Joint sharding differs from
-            sharding axis by axis only if the dim is not a multiple of the axes' sizes.
+        entries: One entry per tensor dim: the mesh axis that shards the dim, a tuple of axes (slowest first), or None.
+            Dims after the last entry are not sharded. Instead of an axis, an entry may have `blocks`, or a nested tuple
+            of axes that shard the dim jointly, like one axis whose size is the product of their sizes. Joint sharding
+            differs from sharding axis by axis only if the length of the dim is not a multiple of this product.
         partial: Axis or axes over which the gradient is partial at the end of backward: it must still be summed. None: no
             axis.
         owned: ``{axis: coordinate}``: only ranks with this coordinate on the axis hold the parameter. ``{axis: other}``:
             only ranks with equal coordinates on both axes hold it; ``other`` must shard the parameter. None: no axis.
-        tied: ``{axis: (coordinate, ...)}``: the ranks at exactly these coordinates hold the same logical parameter, and
-            each contributes a term of its gradient. Negative coordinates count from the end. None: no axis.
+        tied: ``{axis: (coordinate, ...)}``: the ranks at these coordinates, and no others, hold one logical parameter.
+            The gradient is the sum of their gradients. Negative coordinates count from the end. None: no axis.
 
     Attributes:
         entries: Axes per tensor dim, up to the last dim that is sharded.
         joint_axes: Tuples of axes that shard a dim jointly.
-        blocks: (axis, block sizes) pairs of the axes that shard a dim of several blocks.
-        partial, owned, tied: As passed, as sorted tuples.
+        blocks: (axis, relative block lengths) pairs of the axes that shard a dim of several blocks.
+        partial: The axes of the argument, as a sorted tuple.
+        owned, tied: The items of the argument, as a sorted tuple of pairs.
 
     Raises:
-        ValueError: An axis is named twice; an entry is not of a form above; ``other`` in ``owned`` does not shard the
-            parameter; or a tied axis has no coordinates.
+        ValueError: An axis is named twice; an entry or ``partial`` has another form; ``other`` in ``owned`` does not
+            shard the parameter; or a tied axis has no coordinates.
     """
 
     entries: tuple[tuple[str, ...], ...]
@@ -340,26 +346,26 @@ class P:
 
     @cached_property
     def sharded_axes(self) -> tuple[str, ...]:
-        """Return the axes that shard a dim, in the order of the dims."""
+        """Return all axes that shard a dim of the parameter, in the order of the dims."""
         return tuple(axis for axes in self.entries for axis in axes)
 
     @cached_property
     def named_axes(self) -> tuple[str, ...]:
-        """Return all axes of the spec: sharded, partial, owned and tied."""
+        """Return all axes that the spec names: axes that shard a dim, then partial, owned and tied axes."""
         return (*self.sharded_axes, *self.partial, *dict(self.owned), *dict(self.tied))
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
-        """Return the axes that shard tensor dim ``dim`` (>= 0), in the order of `axes_of`; () if the dim is not sharded."""
+        """Return the axes that shard tensor dim ``dim`` (>= 0), slowest axis first; () if the dim is not sharded."""
         return self.entries[dim] if dim < len(self.entries) else ()
 
     def block_sizes(self, axis: str) -> tuple[int, ...]:
-        """Return the ratio of the lengths of the blocks that ``axis`` shards; (1,) if it shards one block or no dim."""
+        """Return the relative lengths of the blocks that ``axis`` shards; (1,) if it shards one block or no dim."""
         return dict(self.blocks).get(axis, (1,))
 
     def joint_dim_axes(self, dim: int) -> tuple[Together, ...]:
-        """Return tuples of axes that shard tensor dim ``dim``, slowest first; axes in one tuple shard it jointly.
+        """Return the axes that shard tensor dim ``dim`` as tuples, slowest tuple first.
 
-        An axis that does not shard the dim jointly with others is a tuple of one axis.
+        Axes that shard the dim jointly are in one tuple. Any other axis has a tuple of its own.
         """
         found: list[Together] = []
         for axis in self.dim_axes(dim):
@@ -378,10 +384,10 @@ class P:
         """Return a copy of the spec with other sharded axes.
 
         Args:
-            dims: Per tensor dim, its new axes, as `joint_dim_axes` returns them, or plain axis names. An axis that shards
-                blocks in this spec keeps its block sizes.
-            partial: Axes with partial gradients. None: unchanged.
-            blocks: (axis, block sizes) pairs to add. By default none.
+            dims: Per tensor dim, the new axes: axis names, or tuples of axes as `joint_dim_axes` returns them. An axis
+                that shards blocks in this spec shards the same blocks in the new spec.
+            partial: Axes over which the gradient is partial. None: unchanged.
+            blocks: (axis, relative block lengths) pairs of further axes that shard blocks. Default: no further axes.
         """
         sizes = dict(self.blocks) | dict(blocks)
         entries = (tuple(Blocks((a,), sizes[a]) if a in sizes else a for a in map(unwrap_axis, cuts)) for cuts in dims)
@@ -389,7 +395,7 @@ class P:
         return P(*entries, partial=partial, owned=dict(self.owned), tied=dict(self.tied))
 
     def with_partial(self, partial: tuple[str, ...]) -> P:
-        """Return a copy of the spec with ``partial`` as the axes with partial gradients."""
+        """Return a copy of the spec with ``partial`` as the axes over which the gradient is partial."""
         return self.with_dims(map(self.joint_dim_axes, range(len(self.entries))), partial=partial)
 
     def renamed(self, names: Mapping[str, str]) -> P:
@@ -413,16 +419,17 @@ class P:
         )
 
     def resolve(self, topology: Topology, dims: Mapping[str, Together] | None = None) -> P:
-        """Return the spec with every alias replaced by its axes; the spec itself if it has no aliases.
+        """Return the spec with every alias replaced by its axes; the spec itself if it names no alias.
 
         Args:
             topology: Provides the aliases.
             dims: Further aliases: axes per dim of a device mesh. None: no further aliases.
 
         Raises:
-            ValueError: The spec names an axis both directly and by an alias, or by two aliases; a coordinate is out of
-                range; the coordinates of a tied alias are not a product of coordinates of its axes; or
-                ``owned={'a': 'b'}`` with an alias gives a coordinate by another one, and the sizes of their axes differ.
+            ValueError: The spec names an alias, and an axis is named twice, directly or by an alias; an owned or tied
+                axis is unknown; a coordinate is out of range; the coordinates of a tied alias are not a product of
+                coordinates of its axes; or an alias is in ``owned={name: other}``, and the sizes of the axes of
+                ``name`` and ``other`` differ.
         """
         aliases = {**topology.aliases, **(dims or {})}
         if not aliases or aliases.keys().isdisjoint(self.named_axes):
@@ -433,7 +440,7 @@ class P:
         def atoms(*names: str) -> tuple[str, ...]:
             return tuple(atom for name in names for atom in aliases.get(name, (name,)))
 
-        def has_axes(axes: Together) -> bool:  # a mesh dim of size 1 may have no axes of the topology
+        def has_axes(axes: Together) -> bool:  # False for a mesh dim of size 1 that is no axis of the topology
             return bool(atoms(*axes))
 
         def part(axes: Together) -> Part:
@@ -455,10 +462,10 @@ class P:
             raise ValueError(f"{self} on {topology!r}: {problem}") from None
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
-        """Return the (offset, length) spans of the full dim ``dim`` that the rank at ``coordinate`` holds.
+        """Return the (offset, length) spans of tensor dim ``dim`` that the rank at ``coordinate`` holds.
 
-        A length that is not a multiple of the axes' sizes is sharded as `torch.chunk` does: one axis after the other,
-        except that the axes of an alias or a nested tuple shard it jointly.
+        If ``length`` is not a multiple of the sizes of the axes, the dim is sharded as `torch.chunk` does: by one axis
+        after the other. The axes of an alias or of a nested tuple shard it jointly, like one axis.
 
         Args:
             dim: Tensor dim (>= 0).
@@ -466,10 +473,10 @@ class P:
             topology: Provides the sizes of the axes.
             coordinate: Index per axis of the rank.
         Returns:
-            The spans in the order of the shard. There are several if the dim consists of blocks.
+            The spans in the order of the shard. There are several spans if the dim consists of blocks.
         Raises:
-            ValueError: There are several blocks, and the length of a block is not an integer, or not a multiple of the
-                axes' sizes.
+            ValueError: The dim has several blocks that its axes can't divide evenly; an axis is unknown; or as in
+                `resolve`.
         """
         spans: tuple[Span, ...] = ((0, length),)
         spec = self.resolve(topology)
@@ -485,7 +492,7 @@ class P:
         return spans
 
     def tied_coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
-        """Return the coordinates along the tied axis ``axis`` at which ranks hold the parameter: ascending, all >= 0."""
+        """Return the coordinates on the tied axis ``axis`` at which ranks hold the parameter, ascending and >= 0."""
         size = topology.size(axis)
         return tuple(sorted({index % size for index in dict(self.tied)[axis]}))
 
@@ -512,13 +519,16 @@ class P:
         return tuple(axis for axis in topology.axes if axis in distinct)
 
     def replica_axes(self, topology: Topology) -> tuple[str, ...]:
-        """Return the axes over which the parameter is replicated, except its owned and tied axes."""
+        """Return the axes over which the parameter is replicated.
+
+        These are all axes that are not in `distinct_axes`, and that are neither owned nor tied.
+        """
         spec = self.resolve(topology)
         excluded = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
         return tuple(axis for axis in topology.axes if axis not in excluded)
 
     def num_replicas(self, topology: Topology) -> int:
-        """Return the replication factor: the number of ranks that hold the same shard, including ranks of tied stages."""
+        """Return the replication factor: the number of ranks that hold the same shard, on all tied stages together."""
         spec = self.resolve(topology)
         replicas = prod(topology.size(axis) for axis in spec.replica_axes(topology))
         return replicas * prod(len(spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
@@ -529,10 +539,10 @@ class P:
         Args:
             ndim: Number of dims of the tensor.
             topology: Provides axes, aliases and sizes.
-            name: Name of the parameter in errors.
+            name: Name of the parameter in errors. Default: ``"parameter"``.
         Raises:
-            ValueError: The spec has more than ``ndim`` entries, an unknown axis, or a coordinate out of range; or as in
-                `resolve`.
+            ValueError: The spec has more than ``ndim`` entries, an unknown axis, or a coordinate out of range;
+                ``other`` in ``owned={axis: other}`` is larger than ``axis``; or as in `resolve`.
         """
         if len(self.entries) > ndim:
             raise ValueError(

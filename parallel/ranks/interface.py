@@ -1,4 +1,4 @@
-"""`Ranks`, the interface to call a function on several ranks; `RanksError`; and the serialization of calls."""
+"""The interface `Ranks` to call a function on several ranks, its error `RanksError`, and the serialization of calls."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 Own = TypeVar("Own", bound="Ranks")
 
 TIMEOUT = 180.0  # seconds per call
-CASES_A_CALL = 25  # cases of `run_each` per call of `run`, so that each call takes much less than its timeout
+CASES_A_CALL = 25  # number of cases that `run_each` passes to one call of `run`, to keep each call below its timeout
 
 
 class Ranks(ABC):
-    """Ranks on which functions can be called: a `RankPool`, or the processes of a launcher.
+    """Interface of objects that call a function on several ranks: a `RankPool`, or the processes of a launcher.
 
         def test_norm(ranks):                                   # the pytest fixture
             assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
 
-    When the function is called on a rank, the default process group is initialised, and torch's global seed is 0. The
-    function must destroy the process groups that it creates, for example by closing its registry. Define the function
-    at the top level of a module or script, because other processes find it by its name.
+    Before the function is called on a rank, the default process group is initialised, and torch's global seed is set to
+    0. The function must destroy the process groups that it creates, for example by closing its registry. Define the
+    function at the top level of a module or script, because other processes find it by its name.
 
     Attributes:
-        timeout: Seconds that a call may take, unless `run` gets another timeout.
+        timeout: Seconds that a call of `run` without a timeout argument may take.
     """
 
     timeout: float
@@ -46,32 +46,33 @@ class Ranks(ABC):
             function: A function at the top level of a module or script. Use ``functools.partial`` for keyword arguments.
             world_size: Number of ranks.
             args: Arguments of the function, the same on all ranks. Arguments and results must be picklable.
-            timeout: Seconds that the call may take. None: ``self.timeout``. The timeout of the default group's collectives
-                is a third of it.
+            timeout: Seconds that the call may take. None: ``self.timeout``. The timeout of collectives on the default
+                group is a third of this time.
         Returns:
             One result per rank.
         Raises:
-            RanksError: A rank raised an error, died, or exceeded the timeout. The message has the traceback of each failed
-                rank, and the current stack of each rank that did not finish.
-            TypeError: The function can't be found by its name, or an argument can't be pickled.
+            RanksError: A rank raised an error, died, or exceeded the timeout; or its result can't be pickled. The
+                message has the traceback of each rank that raised, and the current stack of each rank that did not
+                finish.
+            TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
             ValueError: ``world_size`` is not a positive integer.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the processes or process groups that are kept between calls. The next `run` starts new ones."""
+        """End the processes or the process groups that are kept between calls. The next `run` starts new ones."""
 
     def run_each(self, function: Callable[..., T], cases: Sequence[tuple[int, tuple[Any, ...]]]) -> list[list[T]]:
         """Run a function for several cases and return the results in the order of the cases.
 
-        This is faster than one `run` per case. Cases with the same world size share calls, because each world size needs a
-        new default group, and each call a round trip to all processes. The traceback of a failed rank names the case.
+        This is faster than one `run` per case: up to 25 cases with the same world size share one `run`. The traceback
+        of a failed rank shows the arguments of the case.
 
         Args:
-            function: As in `run`.
-            cases: (world_size, args) per case.
+            function: A function at the top level of a module or script.
+            cases: (world_size, args) per case: the number of ranks, and the tuple of arguments of the function.
         Returns:
-            Per case, the results by rank.
+            Per case, the list of the results by rank.
         Raises:
             RanksError, TypeError, ValueError: As in `run`.
         """
@@ -94,7 +95,9 @@ class Ranks(ABC):
 
 
 def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Call ``function`` for each case on this rank, each time with torch's global seed 0, and return the results.
+    """Call ``function(*args)`` on this rank for the ``args`` of each case, and return the results.
+
+    torch's global seed is set to 0 before each call.
 
     Raises:
         RuntimeError: ``function`` raised an error, which is the cause. The message has the arguments of the case.
@@ -115,7 +118,7 @@ def check_size(world_size: int) -> None:
         raise ValueError(f"{world_size!r} is not a number of ranks; give an integer >= 1: run(function, 4, *arguments)")
 
 
-# The error of a call on several ranks: the tracebacks of all ranks, equal texts once ----------------------------------
+# The error of a call on several ranks: the tracebacks of all ranks, without repetitions -------------------------------
 
 
 class RanksError(AssertionError):
@@ -129,10 +132,10 @@ class RanksError(AssertionError):
     Args:
         function: Name of the function that was called.
         world_size: Number of ranks of the call.
-        failures: Description per failed rank: a traceback, or the stack of a rank that did not finish.
+        failures: Text per failed rank: a traceback, the stack of a rank that did not finish, or the cause of its death.
 
     Attributes:
-        failures: As passed, sorted by rank.
+        failures: Text per failed rank, sorted by rank.
     """
 
     def __init__(self, function: str, world_size: int, failures: Mapping[int, str]) -> None:
@@ -140,7 +143,7 @@ class RanksError(AssertionError):
         ranks_of: dict[str, list[int]] = {}
         for rank, text in self.failures.items():
             ranks_of.setdefault(text.strip(), []).append(rank)
-        # Errors first, because unfinished ranks are usually their consequence.
+        # Tracebacks first, because other ranks usually did not finish as a consequence of an error.
         causes_first = sorted(ranks_of.items(), key=lambda item: not item[0].startswith("Traceback"))
         paragraphs = (f"{named_ranks(ranks)}: {text}" for text, ranks in causes_first)
         count = f"{len(failures)} of {world_size} ranks" if world_size > 1 else "the only rank"
@@ -148,27 +151,27 @@ class RanksError(AssertionError):
         self._arguments = function, world_size, self.failures
 
     def __reduce__(self) -> tuple[type[RanksError], tuple[str, int, dict[int, str]]]:
-        """Pickle the arguments, because pytest-xdist sends errors between processes."""
+        """Pickle the arguments of the constructor, because pytest-xdist sends errors between processes."""
         return type(self), self._arguments
 
 
 # Serialization of a call for another process: the function by name, its arguments by value ----------------------------
 
-# The receiving process imports the function's module with the `sys.path` of the caller. If this path leads to no module of
-# that name, or to another file, it imports the module from the caller's file. This is common for test files of pytest.
-# Functions of the script itself (``__main__``) work too, because `multiprocessing` imports the script in each worker.
-# Scripts therefore need ``if __name__ == "__main__":``.
+# The receiving process imports the function's module with the `sys.path` of the caller. If this path has no such
+# module, or a module of that name in another file, the process imports the module from the caller's file. Test files of
+# pytest often need this. Functions of the script itself (``__main__``) work too, because `multiprocessing` imports the
+# script in each worker. Scripts therefore need ``if __name__ == "__main__":``.
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function in errors, for example ``test_layers.check_norm``."""
+    """Return the name of a function for errors: module and qualified name, such as ``test_layers.check_norm``."""
     inner: Any = _unwrap_partial(function)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     return f"{_module_of(inner)}.{name}"
 
 
 def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Serialize a call of ``function(*args)``, for `decoded` in another process.
+    """Return the call ``function(*args)`` as bytes, which `decoded` reads in another process.
 
     Raises:
         TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
@@ -187,7 +190,10 @@ def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def decoded(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Set `sys.path` to the caller's, import the function's module, and return the function and its arguments."""
+    """Return the function and the arguments that the caller passed to `encoded`.
+
+    First set `sys.path` to the path of the caller, and import the function's module.
+    """
     path, (module, file), call = pickle.loads(message)
     sys.path[:] = path
     if file is not None and module != "__main__":
@@ -197,7 +203,7 @@ def decoded(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def result_of(value: object, function: Callable[..., Any]) -> bytes:
-    """Pickle the result of a rank.
+    """Return ``value``, the result of ``function`` on a rank, as pickled bytes.
 
     Raises:
         TypeError: The result can't be pickled.
@@ -239,12 +245,12 @@ def _module_of(function: object) -> str:
 
 
 def _import(name: str, file: str) -> None:
-    """Import the module ``name`` from ``file``, unless it is already imported, or ``sys.path`` finds it in ``file``."""
+    """Import the module ``name`` from ``file``, unless it is imported already, or `sys.path` leads to ``file``."""
     if name in sys.modules:
         return
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # raised for a package that is not on the path
+    except (ImportError, ValueError):  # raised if the package that contains the module is not on the path
         spec = None
     if spec is not None and spec.origin == file:
         return  # unpickling imports it

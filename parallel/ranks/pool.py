@@ -1,4 +1,4 @@
-"""A pool of worker processes, each of which is a rank. They communicate over gloo, and stay alive between calls.
+"""A pool of worker processes. Each worker is a rank; workers communicate over gloo, and stay alive between calls.
 
     def norm_of_sum(scale: float) -> float:
         value = torch.tensor(scale * dist.get_rank())
@@ -9,10 +9,10 @@
         with RankPool() as ranks:
             print(ranks.run(norm_of_sum, 4, 2.0))      # [12.0, 12.0, 12.0, 12.0]
 
-Starting a process that imports torch takes seconds, and a call of the pool takes milliseconds. On Linux, workers are forked
-from a server process that has loaded torch (``forkserver``); on other systems each worker is started separately
-(``spawn``). Workers connect through a store of the pool, on a port that the system chooses. After any failure all workers
-are replaced, because a rank may still wait in a collective.
+Starting a process that imports torch takes seconds; a call of the pool takes milliseconds. On Linux, workers are forked
+from a server process that has loaded torch (``forkserver``). On other systems each worker is started separately
+(``spawn``). Workers connect through a store of the pool, on a port that the operating system chooses. After a failed
+call all workers are replaced, because a rank may still wait in a collective.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ from .interface import TIMEOUT, Ranks, RanksError, check_size, decoded, encoded,
 
 # Worker ---------------------------------------------------------------------------------------------------------------
 
-# A worker process receives tasks: it joins a process group, calls a function and sends back the result.
-#
-# A worker exits when its parent process exits for any reason, also during a call.
+# A worker process receives tasks. For each task it joins a process group, calls a function and sends back the result. A
+# worker exits when the process of the pool exits for any reason, also during a call.
 
 
 class Task(NamedTuple):
@@ -57,10 +56,11 @@ class Task(NamedTuple):
     Args:
         rank: Rank of the worker in this call.
         world_size: Number of ranks.
-        group: Name of the default process group. A worker keeps its group if rank and name are those of its previous call.
+        group: Name of the default process group. A worker keeps its group if rank and name are the same as in its
+            previous task.
         port: Port of the pool's store on this machine.
         group_timeout: Timeout of the group's collectives, in seconds.
-        call: The serialized call, a result of `encoded`.
+        call: The serialized function and its arguments, as `encoded` returns them.
     """
 
     rank: int
@@ -72,11 +72,11 @@ class Task(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The reply of one rank.
+    """The reply of one rank to a `Task`.
 
     Args:
-        succeeded: True if the function returned.
-        content: The pickled result, or the text of the failure.
+        succeeded: True if the function returned, and its result could be pickled.
+        content: The pickled result as bytes if the function succeeded, else the text of the failure.
     """
 
     succeeded: bool
@@ -87,17 +87,19 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
     """Run the main loop of a worker: receive tasks, call their functions and send replies, until the connection is closed.
 
     Args:
-        tasks: Connection from which each pickled `Task` is received, and to which its pickled `Reply` is sent.
-        stack: Connection to which the stacks of this process are written at each signal ``SIGUSR1``, even while C++ code
+        tasks: Connection from which pickled `Task` tuples are received, and to which pickled `Reply` tuples are sent.
+        stack: Connection to which the stacks of all threads are written at each signal ``SIGUSR1``, even while C++ code
             runs.
-        initializer: Called once, before the function of the first task. None: no call.
-        folder: Folder with temporary files of the parent process. It is removed if the parent exits. None: no folder.
+        initializer: Function without arguments that is called once, before the function of the first task. None: no
+            call.
+        folder: Folder with temporary files of the parent process, which the worker removes if the parent exits. None:
+            no folder.
     """
     _end_with_parent(folder)
     faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
     torch.set_num_threads(1)
     _stay_on_this_machine()
-    gc.freeze()  # excludes objects from before the fork; scanning them would copy their memory pages
+    gc.freeze()  # the garbage collector skips objects from before the fork; scanning them would copy their memory pages
     membership = _Membership()
     while True:
         try:
@@ -116,14 +118,14 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
 
 
 def _called(call: bytes) -> bytes:
-    # `_main_thread` searches for the name of this function in a stack, to remove the frames of the pool.
+    # `_main_thread` removes the frames of the pool from a stack; it finds them by the name of this function.
     function, args = decoded(call)
     torch.manual_seed(0)
     return result_of(function(*args), function)
 
 
 class _Membership:
-    """The default process group that this worker has joined. `join` replaces it if a task needs another."""
+    """The default process group that this worker has joined. `join` replaces it if a task needs another group."""
 
     def __init__(self) -> None:
         self._joined: tuple[int, str] | None = None
@@ -145,11 +147,11 @@ class _Membership:
 
 
 def _forget_device_meshes() -> None:
-    """Clear torch's cache of the results of DTensor operations, which hold device meshes.
+    """Clear torch's cache of DTensor operations, because its entries hold device meshes of destroyed process groups.
 
-    A device mesh equals a later mesh with the same ranks and names, but its process groups were destroyed.
+    torch would use such an entry for a later mesh with the same ranks and names, because the two meshes compare equal.
     """
-    # torch's public modules have no function for it, and the import of torch.distributed.tensor.debug takes half a second.
+    # torch has no public function for it, and the import of torch.distributed.tensor.debug is slow.
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
     if dtensor is not None:
         dtensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
@@ -170,9 +172,9 @@ def _end_with_parent(folder: str | None) -> None:
 
 
 def _stay_on_this_machine() -> None:
-    """Set GLOO_SOCKET_IFNAME to the loopback interface, unless it is set.
+    """Set the environment variable GLOO_SOCKET_IFNAME to the loopback interface, unless the variable is set already.
 
-    By default gloo resolves the host name, which fails on some machines.
+    Without it gloo resolves the host name, which fails on some machines.
     """
     with suppress(OSError):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -184,14 +186,14 @@ def _stay_on_this_machine() -> None:
 
 T = TypeVar("T")
 
-GRACE = 5.0  # seconds for which other ranks may still run after a rank has failed, instead of until their timeout
+GRACE = 5.0  # after a rank has failed, other ranks may run for at most this number of seconds
 
-# Modules to load once before workers are forked. Otherwise each worker would import them separately.
+# Modules that the server process loads once, before it forks workers. Otherwise each worker would import them.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshstep.parallel.ranks.pool", "meshstep.optim")
 
-# A process group has three threads, which wake up a hundred times per second, and torch never frees the groups of device
-# meshes. A few hundred groups in each worker would take most of the machine's time. The pool therefore replaces all workers
-# if a worker has more threads than this.
+# A process group has threads that wake up many times per second, and torch does not free the groups of device meshes.
+# Hundreds of groups in each worker would take most of the machine's time. If a worker has more threads than this
+# number, the pool replaces all workers.
 MOST_THREADS = 200
 
 
@@ -207,14 +209,14 @@ class RankPool(Ranks):
         with RankPool() as ranks:
             norms = ranks.run(norm_of_my_model, 4)
 
-    The first call that needs a worker starts it, in the working directory that this process has at that time. The
-    environment variables are those at that time too; on Linux those at the first start of a worker, when the server process
-    starts. A call with the same world size and timeout as the previous call uses the same default process group, unless the
-    workers were replaced.
+    The first call that needs a worker starts it. The worker has the working directory of this process at that time. On
+    Linux all workers have the environment variables that this process had when it started the first worker; on other
+    systems, when it started the worker. A call with the same world size and timeout as the previous call uses the same
+    default process group, unless the workers were replaced.
 
     Args:
-        timeout: Seconds that a call may take. The timeout of the default group's collectives is a third of it. Default:
-            180.
+        timeout: Seconds that a call may take. The timeout of collectives on the default group is a third of this time.
+            Default: 180.
         preload: Names of further modules to load once, before workers are forked (Linux only). torch and this library are
             always loaded, and pytest and Hypothesis if this process has imported them. Default: no further modules.
         initializer: Function without arguments that each worker calls once, before its first task. None: no call.
@@ -241,16 +243,17 @@ class RankPool(Ranks):
         self._store: TCPStore | None = None
 
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
-        """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, as `Ranks.run` describes.
+        """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank.
 
-        After a RanksError, an interruption, or a call that leaves too many threads, all workers are replaced.
+        Arguments and errors are those of `Ranks.run`. After a RanksError or an interruption, or if a worker has more
+        than 200 threads after the call, all workers are replaced.
         """
         check_size(world_size)
         call = encoded(function, args)
         timeout = self.timeout if timeout is None else timeout
         try:
             failures, replies = self._exchange(call, world_size, timeout)
-        except BaseException:  # also KeyboardInterrupt, because the workers may still be in the call
+        except BaseException:  # also KeyboardInterrupt, because the workers may still run the function
             self.close()
             raise
         if failures:
@@ -275,12 +278,11 @@ class RankPool(Ranks):
     def _exchange(self, call: bytes, world_size: int, timeout: float) -> tuple[dict[int, str], dict[int, bytes]]:
         """Send the call to ``world_size`` workers, and return the failure texts and the pickled results by rank.
 
-        The store, missing workers and a new group are created first, if they are needed.
+        First create the store, missing workers and the name of a new default group, if they are needed.
         """
         if self._store is None:
-            # This process serves a TCP store. A file store would poll a hundred times per second, which slows group
-            # creation. The socket is IPv4 only, because torch would ask a name server for ::ffff:127.0.0.1 while ranks
-            # wait.
+            # A TCP store, because a file store polls, which slows the creation of groups. The socket is IPv4 only,
+            # because torch would ask a name server for ::ffff:127.0.0.1 while ranks wait.
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 port = listening.getsockname()[1]
                 self._store = TCPStore(
@@ -324,7 +326,7 @@ class RankPool(Ranks):
         return failures, replies
 
     def _where(self, ranks: Any, what: str) -> dict[int, str]:
-        """Return a text per rank in ``ranks``: ``what``, and the current stack of the rank's main thread."""
+        """Return a text per rank in ``ranks``: the text ``what``, then the current stack of the rank's main thread."""
         ranks = list(ranks)
         for rank in ranks:
             with suppress(OSError):
@@ -345,7 +347,7 @@ class RankPool(Ranks):
         folder = None
         if isinstance(self._context, ForkServerContext):
             self._context.set_forkserver_preload(self._preload)
-            folder = get_temp_dir()  # contains the socket of the fork server
+            folder = get_temp_dir()  # contains the socket of the server process
         tasks, of_worker = self._context.Pipe()
         stack, into_stack = self._context.Pipe(duplex=False)
         arguments = (of_worker, into_stack, self._initializer, folder)
@@ -357,7 +359,7 @@ class RankPool(Ranks):
 
 
 def _read(stack: Connection) -> str:
-    """Return the text that a worker writes to ``stack``, until it writes nothing for 0.3 seconds (at first 3 seconds)."""
+    """Return the text that a worker writes to ``stack``: wait 3 seconds for the first part, 0.3 for each next part."""
     parts: list[bytes] = []
     while wait([stack], timeout=0.3 if parts else 3.0):
         parts.append(os.read(stack.fileno(), 1 << 16))
@@ -367,9 +369,10 @@ def _read(stack: Connection) -> str:
 
 
 def _main_thread(stacks: str) -> str:
-    """Return the main thread's frames in ``stacks`` without frames of the pool, latest call first.
+    """Return the frames of the main thread without the frames of the pool, latest call first.
 
-    If the main thread is not found, return all stacks, or a message if ``stacks`` is empty.
+    If ``stacks``, the stacks of all threads of a worker, does not have the main thread, return all stacks. If it is
+    empty, return a message.
     """
     blocks = [block for block in stacks.split("\n\n") if "in serve\n" in f"{block}\n"]
     if not blocks:

@@ -1,4 +1,4 @@
-"""Run functions on ranks: on a pool of processes, on the processes of a launcher, or on one rank of a fake world."""
+"""Run functions on ranks: in a pool of processes, in the processes of a launcher, or on one rank of a fake world."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 @cache
 def ranks_of_this_process() -> Ranks:
-    """Return the `Ranks` for this process: the processes of its launcher if there are several, else a new pool.
+    """Return the `Ranks` of this process: the processes of its launcher if there are several, else a `RankPool`.
 
-    Every call returns the same object.
+    The first call creates the object, and every call returns it.
     """
     return LaunchedRanks() if was_launched() else RankPool()
 
@@ -57,13 +57,15 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout: 
     Args:
         function: A function at the top level of a module or script.
         world_size: Number of ranks.
-        args: Arguments of the function; they must be picklable.
+        args: Arguments of the function, the same on all ranks; they must be picklable, as must the results.
         timeout: Seconds that the call may take. None: 180.
     Returns:
         One result per rank.
     Raises:
-        RanksError, TypeError, ValueError: As in `Ranks.run`.
-        unittest.SkipTest: A launcher has started fewer processes than ``world_size``.
+        RanksError: A rank raised an error, died, or exceeded the timeout. The message has the tracebacks.
+        TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
+        ValueError: ``world_size`` is not a positive integer; or the processes of a launcher make different calls.
+        unittest.SkipTest: A launcher has started several processes, but fewer than ``world_size``.
     """
     return ranks_of_this_process().run(function, world_size, *args, timeout=timeout)
 
@@ -83,7 +85,8 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         with fake_world(4096, rank=77), ProcessGroupRegistry(Topology(data=64, tensor=64)) as registry:
             print(registry.coordinate)                 # {'data': 1, 'tensor': 13}
 
-    In the block, an existing default process group is replaced; it is restored afterwards. Fake worlds may be nested.
+    In the block, the fake world replaces the default process group of this process, which is restored afterwards. Fake
+    worlds may be nested.
 
     Args:
         size: Number of ranks.
@@ -106,9 +109,10 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
 
 # Process group swap ---------------------------------------------------------------------------------------------------
 
-# Temporarily replaces the default process group: torch's tables of process groups are saved, and restored unchanged.
+# To replace the default process group temporarily, torch's tables of process groups are saved, and later restored
+# unchanged.
 
-# Names of torch's tables; older versions of torch do not have all of them.
+# Names of the tables. Some versions of torch do not have all of these tables.
 _TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"),
     *("pg_flight_recorder_hooks", "comms"),
@@ -116,11 +120,13 @@ _TABLES = (
 
 
 class ProcessGroups:
-    """A default process group and the groups created under it. They are stored here while they are not active in torch.
+    """A default process group, and all process groups that were created while it was the default group.
+
+    In the block of `activate`, `torch.distributed` uses these groups. At other times this object stores them.
 
     Args:
-        first_name: First of the consecutive numbers with which torch names the groups of this object. It must be the
-            same on all members, and no other group of this process may have one of these numbers.
+        first_name: First of the consecutive numbers with which torch names these groups. The number must be the same on
+            all members, and no other group of this process may have a name from the same range of numbers.
     """
 
     def __init__(self, first_name: int) -> None:
@@ -130,7 +136,7 @@ class ProcessGroups:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Context manager in which `torch.distributed` has these groups. The groups that it had before are restored."""
+        """Context manager in which `torch.distributed` uses these groups; afterwards it uses the previous ones."""
         before = ProcessGroups(0)
         before._take()
         self._give()
@@ -143,7 +149,7 @@ class ProcessGroups:
             before._give()
 
     def end(self) -> None:
-        """Destroy the groups. Pending NCCL collectives are aborted."""
+        """Destroy the process groups of this object. Pending NCCL collectives are aborted."""
         with self.activate():
             if dist.is_initialized() and "nccl" in dist.get_backend_config():
                 distributed_c10d._abort_process_group()
@@ -176,13 +182,13 @@ class ProcessGroups:
 
 # Ranks in the processes of a launcher: ``torchrun --nproc-per-node 4 -m pytest`` --------------------------------------
 
-# Every process runs the complete program, and must make the same calls in the same order. In a call on n ranks the first
-# n processes run the function, and other processes wait. Then every process returns the results of all ranks, or all raise
-# the same error. Processes exchange results through the store of the default process group instead of collectives, because
-# a tested function may make collectives fail.
+# Every process runs the complete program, and must make the same calls in the same order. In a call on n ranks the
+# first n processes run the function, and other processes wait. Then all processes return the results of all ranks, or
+# all processes raise a RanksError. Processes exchange results through the store of the default process group instead of
+# by collectives, because a tested function may make collectives fail.
 
 POLL_INTERVAL = 0.01  # seconds
-_PIECE = 4 << 20  # bytes per value of the store, whose limit is 8 MB
+_PIECE = 4 << 20  # largest value to write into the store, in bytes; torch's TCPStore accepts 8 MB
 _NAMES_OF_A_GROUP = 10**6
 
 
@@ -190,14 +196,14 @@ def was_launched() -> bool:
     """Return True if a launcher has started several processes, and this process is one of them."""
     try:
         return read_environment(os.environ).world_size > 1
-    except RuntimeError:  # incomplete variables, for example in a shell of a batch system
+    except RuntimeError:  # the variables of a launcher are incomplete, for example in a shell of a batch system
         return False
 
 
 class LaunchedRanks(Ranks):
-    """The processes of a launcher as `Ranks`, over NCCL if there is a CUDA device per process, else over gloo.
+    """The processes of a launcher as `Ranks`, over NCCL if this machine has a CUDA device per process, else over gloo.
 
-    If a default process group exists already, its backend is used instead.
+    If a default process group exists when this object is constructed, its backend is used instead.
 
     Args:
         timeout: Seconds that a call may take. Default: 180.
@@ -213,19 +219,22 @@ class LaunchedRanks(Ranks):
         self._calls = self._stages = 0
         self._groups: ProcessGroups | None = None
         self._of: tuple[int, float] | None = (
-            None  # world size and timeout of the current process groups, also on ranks that are not members
+            None  # world size and timeout of the current process groups, also in processes that are not members
         )
 
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
-        """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, as `Ranks.run` describes.
+        """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, in every process.
 
-        All launched processes must make this call, also processes whose rank is ``world_size`` or larger.
+        All launched processes must make this call with the same arguments, also processes whose rank is ``world_size``
+        or larger. The arguments are those of `Ranks.run`.
 
         Raises:
             unittest.SkipTest: There are fewer processes than ranks.
-            RanksError: As in `Ranks.run`; or a process has finished the test without making this call.
-            TypeError: As in `Ranks.run`.
-            ValueError: ``world_size`` is not a positive integer, or functions or arguments differ between processes.
+            RanksError: A rank raised an error, or exceeded the timeout; a process did not respond; or a process has
+                finished the test without making this call.
+            TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
+            ValueError: ``world_size`` is not a positive integer; or the function or an argument differs between
+                processes.
         """
         check_size(world_size)
         call = encoded(function, args)
@@ -235,7 +244,7 @@ class LaunchedRanks(Ranks):
         timeout = self.timeout if timeout is None else timeout
         self._calls += 1
         self._check_same((name_of(function), world_size, args), timeout)
-        self._forget(f"reply/{self._calls - 1}")  # every process that makes this call has read it
+        self._forget(f"reply/{self._calls - 1}")  # all processes have read the reply to the previous call
         if self._of != (world_size, timeout):
             self.close()
             self._of = world_size, timeout
@@ -249,11 +258,11 @@ class LaunchedRanks(Ranks):
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
 
     def gather_outcomes(self, outcome: str) -> dict[int, str]:
-        """Exchange the outcomes of a finished test between all processes, and return them by rank, empty for a pass.
+        """Exchange the outcomes of a finished test between all processes, and return the outcome per rank.
 
-        If some processes do not respond in time, only their ranks are returned, each with a failure text.
-
-        If another process still waits in `run` for this process, `run` raises RanksError there before its timeout.
+        An outcome is the failure text of a process, or empty if the test passed there. If some processes do not respond
+        in time, only these ranks are returned, each with a failure text. If another process still waits in `run` for
+        this process, `run` raises RanksError there before its timeout.
 
         Args:
             outcome: Failure text of this process; empty if the test passed.
@@ -272,15 +281,16 @@ class LaunchedRanks(Ranks):
         return dict(zip(by_rank, outcomes, strict=True))
 
     def close(self) -> None:
-        """Destroy the process groups that `run` created. The next `run` creates new ones."""
+        """Destroy the process groups that `run` created. The next `run` creates new process groups."""
         if self._groups is not None:
             self._groups.end()
         self._groups = self._of = None
 
     def leave(self) -> None:
-        """Destroy all process groups that this object created. Call it on all processes, at the end of all tests.
+        """Destroy all process groups that this object created. Call this method in all processes, after all tests.
 
-        Rank 0, which may serve the store, first waits until all ranks have called this method, or until the timeout.
+        Rank 0 may serve the store. It therefore waits until all ranks have called this method, or until the timeout,
+        before it destroys the default process group.
         """
         self.close()
         self._post("leave", None)
@@ -291,7 +301,10 @@ class LaunchedRanks(Ranks):
             dist.destroy_process_group()
 
     def _reply(self, function: Callable[..., Any], call: bytes) -> None:
-        """Call the function and post one reply: its result or error, or at the timeout this rank's stack as an error."""
+        """Call the function, and write one reply into the store: its result, its traceback, or this rank's stack.
+
+        The stack is written if the function has not finished at the timeout.
+        """
         assert self._of is not None
         key, timeout, once = f"reply/{self._calls}", self._of[1], threading.Lock()
         main = threading.get_ident()
@@ -309,7 +322,7 @@ class LaunchedRanks(Ranks):
             raise
         except BaseException:  # also the errors of pytest.fail
             text = traceback.format_exc()
-            self.close()  # before the reply: ranks that wait for this rank in a collective then get an error
+            self.close()  # before the reply, so that ranks that wait for this rank in a collective get an error
             reply(False, text)
         finally:
             timer.cancel()
@@ -371,14 +384,15 @@ class LaunchedRanks(Ranks):
             self._store.delete_key(own)
 
     def _gather(self, key: str, ranks: Sequence[int], timeout: float) -> dict[int, Any]:
-        """Wait for the values that ``ranks`` post under ``key``, and return them by rank.
+        """Wait for the values that ``ranks`` write into the store under ``key``, and return them by rank.
 
         Raises:
-            RanksError: A rank has finished the test without posting a value, or did not post one within the timeout.
+            RanksError: A rank has finished the test without writing a value, or did not write one within ``timeout``
+                seconds.
         """
         deadline, end = time.monotonic() + timeout, f"end/{self._stages}"
         while True:
-            # `gone` is read before `waiting`, because a rank posts its values before it leaves the test.
+            # `gone` is read before `waiting`, because a rank writes its value before it finishes the test.
             gone = [rank for rank in ranks if self._store.check([f"{end}/{rank}"])]
             waiting = [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]
             if not waiting:

@@ -28,7 +28,7 @@ def __getattr__(name: str) -> object:
     if name == "__all__":
         return sorted(_package_by_name())
     if not name.startswith("_"):
-        package = _package_by_name().get(name, "optim")  # ``__getattr__`` of optim returns former names
+        package = _package_by_name().get(name, "optim")  # ``__getattr__`` of ``meshstep.optim`` accepts former names
         with suppress(AttributeError):
             return getattr(import_module(f".{package}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,9 +15,10 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m meshstep.COMMAND`` with the other arguments; for ``--help``, print the list of commands.
+    """Run the module ``meshstep.COMMAND``, where COMMAND is the first argument, with the other arguments.
 
-    Without a known command, it writes a message to stderr and exits with code 2.
+    For ``--help`` as the first argument, the function prints the list of commands and exits with code 0. If the first
+    argument is missing or is no command, it writes a message to stderr and exits with code 2.
 
     Args:
         arguments: Command line arguments. None: the arguments of the process.

@@ -4,11 +4,11 @@
         assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
 
 By default the ranks are a pool of processes. Under ``torchrun --nproc-per-node 4 -m pytest`` the ranks are the processes of
-torchrun, and each process runs all tests. A test with the fixture that fails in one process then fails in all processes,
-unless it fails only in its teardown. Tests that need more ranks than processes are skipped. If a call needs fewer ranks
-than there are processes, the other processes wait.
+torchrun, and each process runs all tests. If a test with the fixture fails in one process, it then fails in all
+processes; failures in the teardown of a test are not exchanged. A test that needs more ranks than there are processes
+is skipped. If a call needs fewer ranks, the other processes wait.
 
-The plugin imports torch only when a test uses the fixture, or if environment variables of a launcher are set.
+The plugin imports torch only when a test uses the fixture, or if an environment variable of a launcher is set.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import pytest
 if TYPE_CHECKING:
     from meshstep.testing import Ranks
 
-# Environment variables that launchers set. If one of them is set, the plugin imports torch to find out the launcher.
+# Environment variables that launchers set. If one of these variables is set, the plugin reads the launcher's variables,
+# which imports torch.
 _SIGNS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _launched = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Provide `meshstep.testing.Ranks`: the processes of a launcher if there are several, else a pool over gloo."""
+    """Provide a `meshstep.testing.Ranks`: the processes of a launcher if there are several, else a pool over gloo."""
     from meshstep.parallel.ranks.run import LaunchedRanks, ranks_of_this_process
 
     found = ranks_of_this_process()
@@ -39,10 +40,10 @@ def ranks() -> Iterator[Ranks]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """If a launcher has started several processes, make them run the same tests with the same random cases.
+    """Detect whether a launcher has started several processes; if so, make Hypothesis draw the same examples in all.
 
     Raises:
-        pytest.UsageError: The option -n of pytest-xdist is given.
+        pytest.UsageError: A launcher has started several processes, and the option -n of pytest-xdist is given.
     """
     config.stash[_launched] = any(map(os.environ.get, _SIGNS)) and _was_launched()
     if not config.stash[_launched]:
@@ -54,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import HealthCheck, settings
 
-        # Run times differ between processes, so a deadline could fail a test or end its random cases in one process only.
+        # Run times differ between processes, so a deadline could fail a test, or end its examples, in one process only.
         slow = [*settings().suppress_health_check, HealthCheck.too_slow]
         settings.register_profile(
             "meshstep-launched",
@@ -73,8 +74,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Exchange the outcome of a test with the fixture ``ranks`` between launched processes.
 
-    If the test failed in one process, it fails in all; failures in its teardown are not exchanged. No process starts the
-    next test before all have finished this one, or the timeout has passed.
+    If the test failed in one process, it fails in all processes. Failures in the teardown of the test are not
+    exchanged. No process starts the next test before all processes have finished this test, or a timeout has passed.
     """
     report = yield
     at_end = call.when == "call" or (call.when == "setup" and not report.passed)

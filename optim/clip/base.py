@@ -1,8 +1,8 @@
 """The interface of clipping rules, their thresholds, and the state of a rule.
 
-A rule maps norms, and its state from earlier steps, to factors on gradients. Each rule has a level, which determines the
-norms that it receives. Norms are device tensors, bitwise identical on every rank. They are norms of the unscaled, averaged
-gradients.
+A rule maps gradient norms, and its state from earlier steps, to factors on gradients. The level of a rule determines
+which norms it receives. Norms are device tensors, bitwise identical on every rank. They are norms of the averaged
+gradients, without the loss scale.
 
     level          norms.<level>            factors
     "total"        0-dim                    0-dim; applied in the update if the optimizer supports it
@@ -11,12 +11,12 @@ gradients.
     "named"        [patterns + 1]           one per pattern of the rule's `patterns`, and one for all other parameters
     "units"        [units of all params]    one per unit: a slice along a dim, such as a row
 
-A step with a non-finite total norm is skipped, whatever the rule returns. All norms that rules need are computed by the
-collectives of the step that measure the norm. Rules do not synchronize the host.
+A step with a non-finite total norm is skipped, whatever the rule returns. The collectives that compute the total norm
+also compute all other norms that rules need. Rules must not synchronize the host.
 
-A rule has no mutable state. It declares its initial state (`Clip.initial`), and the optimizer keeps it in tensors
-(`ClipState`). So one rule object can serve several optimizers. The optimizer passes the tensors to `Clip.decide`, and
-stores the returned state. The state stays unchanged if the step is skipped because of a non-finite norm, a vote of a rank,
+A rule has no mutable state. It declares its initial state (`Clip.initial`), and `ClipState` keeps the current state in
+tensors. So one rule object can serve several optimizers. `ClipState` passes the tensors to `Clip.decide`, and stores
+the returned state. The state stays unchanged if the step is skipped because of a non-finite norm, a vote of a rank,
 replicas that differ, or ranks that disagree. If only the rule itself skips the step, the returned state is stored.
 """
 
@@ -40,7 +40,7 @@ from ..norm.global_norm import Named, UnitDim
 from ..norm.measure import Level, Norms
 
 Threshold = float | Callable[[Tensor], Tensor]
-"""A threshold in units of the unscaled gradient: a number, or a function such as `WarmUp`.
+"""A threshold for norms of gradients without the loss scale: a number, or a function such as `WarmUp`.
 
 The function maps the number of steps that were not skipped to the threshold, both as 0-dim tensors.
 """
@@ -68,10 +68,10 @@ class PerParameterState(NamedTuple):
 
 
 Initial = float | Sequence[float] | PerParameterState
-"""The initial value of a state tensor.
+"""The initial value of a state tensor of a clipping rule.
 
-A number is the value of a 0-dim tensor, a sequence the values of a 1-dim tensor. `PerParameterState` is the value of every
-element of a 1-dim tensor with one element per logical parameter.
+A number gives a 0-dim tensor, a sequence of numbers a 1-dim tensor. `PerParameterState` gives a 1-dim tensor with one
+element per logical parameter, all of the same value.
 """
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -84,7 +84,7 @@ class ClipResult(NamedTuple):
 
     Args:
         factors: Factors on gradients, of the shape of the norms at the rule's level. None: gradients are unchanged.
-        state: The new state tensors by name. The state of a name that is left out stays unchanged. Default: empty.
+        state: The new state tensors by name. States that are left out stay unchanged. Default: empty.
         skip: 0-dim bool: True skips the step although its norm is finite. None (default): the rule does not skip.
     """
 
@@ -105,7 +105,7 @@ class ClipResult(NamedTuple):
 
 @renamed_members(shown="reported_coef")
 class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
-    """A clipping rule; pass it as ``max_norm=``.
+    """The base class of clipping rules. Pass a rule to `ParallelOptimizer` as ``max_norm=``.
 
         class HalfGradients(Clip):
             def factors(self, norms):
@@ -116,46 +116,53 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
     """
 
     level: Level = "total"
+    """The norms that the rule receives and maps to factors.
+
+    "total": one norm of all gradients. "groups": one per param group. "parameters": one per logical parameter. "named":
+    one per name pattern. "units": one per slice along a dim, such as a row.
+    """
     patterns: tuple[str, ...] = ()
-    """The named groups at level "named": globs over parameter names."""
+    """The name patterns (globs) at level "named"; not used at other levels."""
     weights: bool = False
     """True: the rule needs ``norms.weights``, the norms of the weights at the same level."""
     in_place: bool = False
     """True: the rule overrides `finish_`. Gradients are unscaled and multiplied by their factors before it is called."""
     norm_type: float | None = None
-    """The p of the norms. None: the p of the optimizer or of `clip_grad_norm_`."""
+    """The p of the norms. None: the ``norm_type`` of the optimizer or of `clip_grad_norm_`."""
     unit_dim: UnitDim = 0
-    """The dim along which units are counted at level "units"."""
+    """The dim along which parameters are divided into units at level "units", or a dict from name globs to dims."""
 
     @property
     def unclipped(self) -> tuple[str, ...]:
-        """Return the named groups whose gradients this rule never changes. Default: empty."""
+        """Return the name patterns of parameters that this rule never clips, for `GradStats.unclipped`. Default: empty."""
         return ()
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise ValueError if the rule does not support ``names``, the names of all logical parameters.
 
-        Default: at level "named", every pattern must be the first match of a parameter; otherwise no check.
+        By default, a rule of level "named" supports them if each of its patterns is the first match of a parameter. A
+        rule of another level supports all names.
         """
         if self.level == "named":
             Named.of(names, self.patterns)
 
     def check(self) -> None:  # noqa: B027 (a rule without numbers has nothing to check)
-        """Raise ValueError or TypeError for invalid arguments. All ranks call it, before the rule is first used."""
+        """Raise ValueError or TypeError if an argument of the rule is invalid. Called on all ranks before the first use."""
 
     def factors(self, norms: Norms) -> Tensor | None:
         """Return the factors on gradients, in the shape of the norms at this rule's level. None: gradients stay unchanged.
 
+        An override must not synchronize the host.
+
         Args:
-            norms: The norms of the unscaled gradients.
-        Host synchronization: an override must not synchronize the host.
+            norms: The norms of the gradients without the loss scale.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has neither factors(norms) nor decide(norms, state): write one of them"
         )
 
     def initial(self) -> Mapping[str, Initial]:
-        """Return the state before the first step, by name. Default: no state. `ClipState` calls this method once."""
+        """Return the state before the first step, by name. Default: no state."""
         return NOTHING
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> ClipResult:
@@ -164,7 +171,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
         An override must not write to ``state``, and must not synchronize the host.
 
         Args:
-            norms: The norms of the unscaled gradients.
+            norms: The norms of the gradients without the loss scale.
             state: One tensor per name in `initial`, with the device and dtype of the norms.
         """
         return ClipResult(self.factors(norms))
@@ -183,7 +190,7 @@ class Clip(ABC):  # noqa: B024 (a subclass overrides one of two methods)
 
 
 def bound_factor(norm: Tensor, bound: float | Tensor) -> Tensor:
-    """Return min(1, bound / norm) elementwise. Unlike `clip_coefficient`, it adds no epsilon to the norm."""
+    """Return min(1, bound / norm) elementwise; 1 if norm is NaN. Unlike `clip_coefficient`, it adds nothing to norm."""
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 
@@ -193,12 +200,12 @@ def resolve_threshold(threshold: Threshold | None, steps: Tensor | None) -> floa
 
 
 def initial_step_count(*thresholds: Threshold | None) -> Mapping[str, Initial]:
-    """Return ``{"steps": 0.0}`` if one of the thresholds is a function of the number of steps, else an empty mapping."""
+    """Return the initial state ``{"steps": 0.0}`` if any threshold is a function of the number of steps, else no state."""
     return {"steps": 0.0} if any(map(callable, thresholds)) else NOTHING
 
 
 def next_step_count(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the new state with ``"steps"`` increased by 1; empty if ``state`` has no ``"steps"``."""
+    """Return ``{"steps": state["steps"] + 1}``; empty if ``state`` has no ``"steps"``."""
     return {"steps": state["steps"] + 1} if "steps" in state else NOTHING
 
 
@@ -211,6 +218,7 @@ def check_threshold(value: Threshold, name: str) -> None:
     Raises:
         TypeError: The threshold is neither a number nor callable.
         ValueError: The threshold is not finite and positive.
+        Exception: Any error of the ``check`` method.
     """
     if callable(value):
         getattr(value, "check", bool)()
@@ -259,15 +267,15 @@ def check_decay(value: float, name: str) -> None:
 
 # State ----------------------------------------------------------------------------------------------------------------
 
-# The state of a rule is a dict of tensors, bitwise identical on every rank. Steps update the tensors in place. Checkpoints
-# store them as Python numbers.
+# The state of a rule is a dict of tensors, bitwise identical on every rank. Steps change the tensors in place.
+# Checkpoints store their values as Python numbers.
 
 Numbers = float | list[float] | dict[str, float]
 """A saved state tensor: one number (0-dim), a list (1-dim), or a dict by name of the logical parameter."""
 
 
 class ClipState:
-    """A rule with its state. `ParallelOptimizer` makes one from ``max_norm=``; make one yourself for `clip_grad_norm_`:
+    """A clipping rule with its state. `ParallelOptimizer` makes one from ``max_norm=``; make one for `clip_grad_norm_`:
 
         clip = ClipState(ZClip())
         for batch in batches:
@@ -279,7 +287,7 @@ class ClipState:
         rule: The rule. Several `ClipState` objects can share one rule, because rules have no mutable state.
 
     Attributes:
-        initial: The initial state of the rule; empty for most rules.
+        initial: The result of `Clip.initial`.
         names: The names of the logical parameters, equal on every rank. Empty until `bind`.
         tensors: The state by name. The first step creates the tensors on the device of the norms; later steps change them
             in place.
@@ -293,29 +301,28 @@ class ClipState:
 
     @property
     def needs_names(self) -> bool:
-        """Return True if the rule distinguishes parameters, so that ranks must agree on their names."""
+        """Return True if the rule has norms or state per parameter, so that ranks must agree on the parameters' names."""
         of_each = any(isinstance(value, PerParameterState) for value in self.initial.values())
         return of_each or self.rule.level in ("parameters", "named", "units")
 
     def bind(self, names: Sequence[str]) -> None:
-        """Set the names of the logical parameters.
+        """Set the names of the logical parameters, which must be equal on every rank.
 
-        If the names changed, the next step creates the state tensors again. Parameters whose name was bound before keep
-        their state.
+        If the names changed, the next step creates new state tensors. Parameters that keep their name keep their state.
 
-        Host synchronization: only if the names changed.
+        Host synchronization: one per state tensor if the names changed, else none.
         """
         if tuple(names) != self.names:
             self._numbers = self._read_numbers()
             self.names, self.tensors = tuple(names), {}
 
     def decide(self, norms: Norms, rule: Clip | None = None) -> ClipResult:
-        """Return the result of the rule in one step. The state tensors are created if they are missing, but not updated.
+        """Return the result of the rule in one step. Missing state tensors are created; `remember` updates them.
 
         Args:
-            norms: The norms of the unscaled gradients.
-            rule: Another rule that is applied with this state, such as `rule` combined with thresholds of param groups.
-                None (default): `rule`.
+            norms: The norms of the gradients without the loss scale.
+            rule: A rule to apply with this state instead of the attribute `rule`: for example this rule combined with
+                thresholds of param groups. None (default): the attribute `rule`.
         Raises:
             RuntimeError: A CUDA graph is captured before the state tensors exist, or the rule assigned a new object to one
                 of its attributes during a capture.
@@ -327,8 +334,11 @@ class ClipState:
             return rule.decide(norms, self.tensors)
 
     def remember(self, decision: ClipResult, taken: Tensor) -> None:
-        """Write the new state of ``decision`` into `tensors` if ``taken``, 0-dim bool on the device, is True.
+        """Write the new state of ``decision`` into `tensors` if the step is taken.
 
+        Args:
+            decision: The result of `decide`.
+            taken: 0-dim bool on the device of the norms. False: the state stays unchanged.
         Raises:
             TypeError: ``decision`` has a state that the rule's `Clip.initial` does not have.
         Host synchronization: none.
@@ -370,9 +380,9 @@ class ClipState:
     # Saving and loading ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as Python numbers. They can be loaded on another mesh or layout.
+        """Return the rule's class name and its state as Python numbers, which can be loaded on another mesh or layout.
 
-        Host synchronization: one per tensor.
+        Host synchronization: one per state tensor.
         """
         return {"rule": type(self.rule).__name__, "state": self._read_numbers()}
 
@@ -384,17 +394,17 @@ class ClipState:
         return found
 
     def check_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Raise ValueError unless ``saved`` is None or the result of `state_dict`, of this or another rule."""
+        """Raise ValueError unless ``saved`` is None or the result of `state_dict` of any rule."""
         if saved is None:
             return
         fields({"rule": check_text, "state": dict_of(_check_numbers)})(saved, "clip")
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Replace the state by ``saved``, the result of `state_dict` on this or another layout.
+        """Replace the state by ``saved``, the result of `state_dict` on this or another mesh or layout.
 
-        A rule without state loads nothing. If ``saved`` is None, belongs to another rule, or has other names or lengths,
-        this method warns, and the state starts from its initial values. It also warns if logical parameters have no
-        saved value. Their state starts from its initial values.
+        For a rule without state, nothing is loaded. If ``saved`` is None, belongs to another rule, or has other state
+        names or lengths, this method warns, and the state starts from its initial values. It also warns if a logical
+        parameter has no saved value; the state of this parameter starts from its initial value.
 
         Raises:
             ValueError: ``saved`` is not the result of a `state_dict`.

@@ -3,9 +3,10 @@
     final gradient = gradient * inverse * factor,      factor = rule(norms * inverse, state)
     inverse = D / W / loss scale
 
-Before clipping, a gradient still contains the loss scale. Gradient reduction divided it by the number D of data-parallel
-ranks, but the mean over an accumulation window needs a division by the window's total weight W. Without weights, W is D
-times the number of micro-batches whose mean is taken. Rules and `GradStats` receive the norms of ``gradient * inverse``.
+Before clipping, a gradient still contains the loss scale. Gradient reduction divided it by the number D of
+data-parallel ranks, but the mean over an accumulation window needs a division by the window's total weight W, such as
+its number of tokens. Without weights, W is D times the number of micro-batches in the mean. Rules and `GradStats`
+receive the norms of ``gradient * inverse``.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ class SkipVote:
     """Combines the votes of all ranks to skip a step. The result is equal on all ranks.
 
     Args:
-        commit: Returns False if this rank rejects the step; called once per update. None: ranks have no vote.
+        commit: The argument ``commit=`` of `ParallelOptimizer`. It returns False if this rank rejects the step. None:
+            ranks do not vote.
         watch: The periodic comparison of replicas. None: replicas are not compared periodically.
         device: The device on which votes are summed.
 
     Attributes:
-        problem: The exception that ``commit`` raised on this rank in the last step, or a TypeError if its result was not a
-            bool. It counts as a vote to skip. None: no exception.
+        problem: The exception that ``commit`` raised on this rank in the last step; or a TypeError, if its result was
+            neither a bool nor a 0-dim bool tensor. Such a result counts as a vote to skip. None: no exception.
     """
 
     def __init__(self, commit: Commit | None, watch: FingerprintMonitor | None, device: torch.device) -> None:
@@ -55,16 +57,19 @@ class SkipVote:
     def fields(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Call ``commit``, and return this rank's votes as fields of a `PackedSum`.
 
-        The fields are ``"veto"`` (1: skip), and one ``"fingerprints ..."`` per comparison of replicas that is due.
+        The field ``"veto"`` is 1 to skip the step. If a periodic comparison of replicas is due, each of its checks has
+        a field ``"fingerprints 0"``, ``"fingerprints 1"``.
 
-        Host synchronization: none, unless ``commit`` synchronizes.
+        Args:
+            gradients: One gradient, or None, per entry of the plan.
+        Host synchronization: that of ``commit``; none by this method if all tensors are on one device.
         """
         votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
         fingerprints = [] if self.watch is None else self.watch.slots(gradients)
         return votes | {f"fingerprints {index}": values for index, values in enumerate(fingerprints)}
 
     def _vote(self, commit: Commit) -> Tensor:
-        """Call ``commit`` and return this rank's vote as a 0-dim tensor: 1 to skip, else 0. An exception is a 1."""
+        """Call ``commit`` and return this rank's vote, 0-dim: 1 to skip the step, also after an exception; else 0."""
         self.problem = None
         try:
             answer = commit()
@@ -74,7 +79,7 @@ class SkipVote:
                 answer = bool(answer)  # a CPU tensor: no synchronization
             if not isinstance(answer, bool):
                 raise TypeError(f"commit= returned {answer!r}: return True or False, or a 0-dim tensor of dtype bool")
-        except Exception as error:  # raised after the collective, in which the other ranks wait for this rank
+        except Exception as error:  # the caller raises it after the collective in which the other ranks wait
             self.problem, answer = error, False
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
@@ -85,7 +90,7 @@ class SkipVote:
 
         Args:
             sums: The sum of each field over all ranks.
-            finite: 0-dim bool: the gradient norm is finite.
+            finite: 0-dim bool: True if the gradient norm is finite.
         """
         rejected = None
         if self.commit is not None:
@@ -107,15 +112,16 @@ def multiply_(
     units: Units | None = None,
     named: Named | None = None,
 ) -> None:
-    """Multiply gradients in place by the factors of one level. Host synchronization: none.
+    """Multiply gradients in place by the factors of a clipping rule.
 
     Args:
-        gradients: One gradient per entry of the plan. None: the entry has no gradient.
-        level: The level of the factors; see the levels of a clipping rule in the module `clip.base`.
-        factors: 0-dim for "total"; otherwise 1-dim, one factor per param group, parameter, named group or unit.
-        plan: The agreed plan.
-        units: The units, for level "units".
-        named: The named groups, for level "named".
+        gradients: One gradient, or None, per entry of the plan.
+        level: The level of the rule (`Clip.level`).
+        factors: 0-dim for "total"; otherwise 1-dim: one factor per param group, parameter, named group or unit.
+        plan: The reduction plan; with parameter names for levels other than "total" and "groups".
+        units: The units, for level "units". Default: None.
+        named: The named groups, for level "named". Default: None.
+    Host synchronization: none if the factors are on the gradients' device.
     """
     if level == "total":
         scale_each(gradients, factors)
@@ -149,16 +155,17 @@ SHARD_COUNTS = "shards with a gradient"  # the field of `MissingShards` in the p
 
 
 class StepDecision(NamedTuple):
-    """The decision of a step: skip it if ``skipped`` is 1, else multiply all gradients by ``factor``.
+    """The decision of a step: skip it if ``skipped`` is 1, else multiply all gradients by ``factor`` in the update.
 
     Args:
         stats: The measurements of the step.
         skipped: ``stats.skipped``, 0-dim float32.
         factor: 0-dim factor that the update must apply. None: gradients are already multiplied, or need no factor.
         past: 0-dim bool: True if the step is skipped because some gradients were not computed by
-            `ParallelOptimizer.backward`. None: not checked.
-        problem: The exception that ``commit=`` raised on this rank. None: no exception.
-        shard_counts: The sum of `MissingShards.field`. None: no parameter is sharded.
+            `ParallelOptimizer.backward`. None (default): not checked.
+        problem: The exception that ``commit=`` raised on this rank. None (default): no exception.
+        shard_counts: 1-dim: for each logical parameter the number of its shards with a gradient, summed over all ranks.
+            None (default): shards were not counted, for example because no parameter is sharded.
     """
 
     stats: GradStats
@@ -169,10 +176,11 @@ class StepDecision(NamedTuple):
     shard_counts: Tensor | None = None
 
     def after(self, earlier: StepDecision) -> StepDecision:
-        """Return this decision combined with an ``earlier`` one of the same accumulation window.
+        """Return this decision combined with an ``earlier`` decision of the same accumulation window.
 
-        The step is skipped if ``earlier`` skips it, or if this decision has ``found_inf`` or ``ranks_disagree``. Votes and
-        ``spiked`` are taken from ``earlier``. The ``factor`` is None.
+        The step is skipped if ``earlier`` skips it, or if this decision has ``found_inf`` or ``ranks_disagree``. The
+        fields ``rejected``, ``replicas_diverged``, ``spiked`` and ``problem`` are taken from ``earlier``. ``factor`` is
+        None.
         """
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
         votes = {name: getattr(earlier.stats, name) for name in ("rejected", "replicas_diverged", "spiked")}
@@ -189,11 +197,11 @@ class GradScaleInfo(NamedTuple):
     """The factors that gradients still contain, and fields that the measurement sums over all ranks.
 
     Args:
-        pack: Fields that the measurement sums over all ranks. It may have these fields:
-            ``"window_weight"``: the accumulation window's weight per pipeline stage, see `window_fields`;
-            ``"agreement"``: 0 if ranks agree, see `StepAgreement`;
-            `SHARD_COUNTS`: the number of shards with a gradient per full tensor, see `MissingShards`;
-            ``"bypassed"``: negative if gradients must not be applied, for example because their loss was not scaled.
+        pack: Fields that the measurement sums over all ranks. It may have these fields: ``"window_weight"``: the
+            accumulation window's weight per pipeline stage (`window_fields`); ``"agreement"``: the sum is 0 if the
+            settings of all ranks agree (`StepAgreement`); `SHARD_COUNTS`: for each logical parameter the number of
+            shards with a gradient (`MissingShards`); ``"bypassed"``: the sum is negative if gradients must not be
+            applied, as if their loss was not scaled.
         scale: The loss scale that gradients still contain. None: gradients contain no loss scale.
         is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Needs the field
             ``"window_weight"``. Default: False.
@@ -215,7 +223,7 @@ class GradScaleInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class AgreedThresholds:
-    """The ``max_norm`` of each param group of the full model. Pipeline stages with fewer groups use the same thresholds.
+    """The ``max_norm`` of each param group of the model. Pipeline stages with fewer param groups use the same thresholds.
 
     Args:
         values: One threshold per param group. None: the group has no ``max_norm``.
@@ -231,8 +239,10 @@ class AgreedThresholds:
         return any(value is not None for value in self.values)
 
     def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Return one threshold per param group. For this rank's groups it is the current value of ``max_norm``.
+        """Return one threshold per param group: for groups on this rank the present ``max_norm``, else the agreed value.
 
+        Args:
+            param_groups: This rank's param groups.
         Raises:
             ValueError: A threshold of this rank changed, and some ranks have fewer param groups.
         """
@@ -255,12 +265,14 @@ class AgreedThresholds:
             param_groups: This rank's param groups.
             norm_type: The p of the norms.
         Raises:
-            ValueError, TypeError: As `now` and `check_thresholds`.
+            ValueError: A threshold is out of range, ``clip`` does not support thresholds of param groups, or a
+                threshold changed and some ranks have fewer param groups.
+            TypeError: A threshold is not a number.
         """
         check_thresholds(clip, param_groups)
         thresholds = self.now(param_groups)
         if not any(threshold is not None for threshold in thresholds):
-            # The norm of the other groups is computed from their norms, which needs p.
+            # ByGroup combines norms of param groups into a common norm, for which it needs p.
             return replace(clip, norm_type=norm_type) if isinstance(clip, ByGroup) else clip
         others = clip.max_norm if isinstance(clip, ByNorm) else None
         return ByGroup(tuple(thresholds), others, norm_type, clip.clip_value if isinstance(clip, ByValue) else None)
@@ -284,7 +296,7 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
 
 
 def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
-    """Return the thresholds of all param groups of the model, from the thresholds of every rank.
+    """Return the ``max_norm`` of all param groups of the model, from the values of every rank.
 
     Args:
         by_rank: For each rank the ``max_norm`` of each of its param groups, or None.
@@ -307,10 +319,7 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
 
 @dataclass(frozen=True)
 class MeasurementSpec:
-    """The norms that one measurement computes in addition to the total norm and the norms of param groups.
-
-    The fields are the attributes of a `Clip` with the same names.
-    """
+    """A description of the norms that a clipping rule needs. The fields are attributes of `Clip` with the same names."""
 
     norm_type: float
     level: Level = "total"
@@ -323,7 +332,7 @@ class MeasurementSpec:
 
     @classmethod
     def of(cls, clip: Clip | None, norm_type: float) -> MeasurementSpec:
-        """Return the norms that the rule ``clip`` needs. None: only the total and the groups. ``norm_type``: their p."""
+        """Return the description of the norms, of order ``norm_type``, that the rule ``clip`` needs. None: no rule."""
         if clip is None:
             return cls(norm_type)
         return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
@@ -334,20 +343,21 @@ class GradientClipper:
 
     Args:
         params: The tensors whose gradients are clipped, in the order of the plan's entries.
-        regions: For each tensor its region of the full tensor. None: shards of the parameter have unequal sizes.
-        plan: The plan that all ranks agreed on.
+        regions: For each tensor the part of the full tensor that it holds. None: the part is not known, because shards
+            have unequal sizes.
+        plan: The reduction plan, compared over all ranks (`norm.plan_agreement.agree`).
         registry: The process groups.
         thresholds: The thresholds of param groups.
         optimizer: The optimizer whose param groups may have a ``max_norm``.
-        checks: Comparisons of replicas. The first check compares ``params`` and their gradients. Default: none.
-        vote: The votes of ranks to skip. None: ranks have no vote.
-        shards: The comparison of shards, until the first step with a finite norm. Ignored without ``checks``. None: shards
-            are not compared.
+        checks: Comparisons of replicas. The first check compares gradients too. Default: none.
+        vote: The votes of ranks to skip the step. None (default): ranks do not vote.
+        shards: The search for replicas that are declared as shards. It runs until the first measurement with a finite
+            norm, and not without ``checks``. None (default): shards are not compared.
         norm_type: The p of the norms, unless the rule has a ``norm_type``. Default: 2.
         reduction: As in `GlobalNorm`. Default: "packed".
         per_parameter_norms: True: report the norm of every logical parameter. Default: False.
-        check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise: only until the
-            first step with a finite norm. Default: False.
+        check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise, run them until
+            the first measurement with a finite norm. Default: False.
 
     Attributes:
         checks: The checks that the next measurement runs.
@@ -388,7 +398,7 @@ class GradientClipper:
         self._named.clear()
 
     def not_captured(self) -> Iterator[str]:
-        """Yield the reasons why this object's next measurement can't be captured in a CUDA graph. No reason: it can."""
+        """Yield the reasons why a CUDA graph can't capture this object's next measurement; no item if it can."""
         if self.vote is not None and self.vote.commit is not None:
             yield "commit= is called in Python: leave it out, and decide before a replay"
         if isinstance(self._check_replicas, Fingerprints):
@@ -401,7 +411,7 @@ class GradientClipper:
     def start_over(self) -> None:
         """Discard detected replica divergence, and compare replicas in the next step if `Fingerprints` are used.
 
-        Call it after weights or states were replaced.
+        Call it after other code replaced weights or optimizer states.
         """
         if self.vote is not None and self.vote.watch is not None:
             self.vote.watch.start_over()
@@ -429,12 +439,14 @@ class GradientClipper:
                 vote only in the first decision of a window.
             captured: True: a CUDA graph is being captured.
         Raises:
-            ValueError: On one rank: a threshold of its param groups is invalid, or changed although other ranks do not have
-                the param group. On every rank, if shards are compared: shards of a parameter are replicas.
-            TypeError: On one rank: a threshold of its param groups is not a number.
+            ValueError: On one rank: a threshold of its param groups is invalid, or changed although other ranks do not
+                have the param group. On every rank: all shards of a parameter are equal, so it is probably replicated.
+            TypeError: On one rank: a threshold of its param groups is not a number. Or the rule returned a state that
+                its `Clip.initial` does not have.
+            RuntimeError: As in `ClipState.decide`.
             ReplicaMismatchError: On every rank, if replicas are compared and differ.
         Collectives: those of `GlobalNorm`: one with ``reduction="packed"``.
-        Host synchronization: none, except one if replicas are compared.
+        Host synchronization: that of ``commit=``, and one if ``checks`` run; otherwise none.
         """
         given = None if clip is None else clip.rule
         norm_type = self.norm_type if given is None or given.norm_type is None else given.norm_type
@@ -444,8 +456,8 @@ class GradientClipper:
         norms, inverse, sums = self._measure_unscaled(needs, scale_info, vote)
         finite, past = norms.total < inf, None  # False for NaN
         if "bypassed" in sums:
-            # Gradients that bypassed the optimizer must not be applied. A norm of 0 is accepted, because code that only
-            # creates optimizer states steps with gradients of zeros.
+            # Gradients of a backward that bypassed the optimizer must not be applied. A norm of 0 is accepted, because
+            # torch's state-dict functions make a step with gradients of zeros, to create optimizer states.
             past = (sums["bypassed"][0] < 0) & (norms.total != 0)
             finite = finite & ~past
         rejected, replicas_diverged = (None, None) if vote is None else vote.count(sums, finite)
@@ -500,9 +512,9 @@ class GradientClipper:
     def _add_thresholds(
         self, clip: Clip | None, norm_type: float, pack: PackedSum, vote: SkipVote | None
     ) -> Clip | None:
-        """Return the rule combined with the thresholds of param groups.
+        """Return ``clip`` combined with the ``max_norm`` of param groups.
 
-        Before raising a ValueError, run the collective of the measurement, because the other ranks wait in it.
+        Before it raises a ValueError, it runs the collectives of the measurement, because the other ranks wait in them.
         """
         groups = self.optimizer.param_groups
         if not (
@@ -520,7 +532,10 @@ class GradientClipper:
     def _measure_unscaled(
         self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
-        """Return the norms of ``gradient * inverse``, ``inverse`` (None: 1), and the sums of the packed fields."""
+        """Return the norms of ``gradient * inverse``, the factor ``inverse`` (None: 1), and the sums of the packed fields.
+
+        ``inverse`` removes the loss scale, and divides by the weight of the accumulation window.
+        """
         norms, sums = self._measure(needs, scale_info.pack, vote)
         inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
         if scale_info.is_weighted:
@@ -571,10 +586,10 @@ class GradientClipper:
 
         Args:
             total: The total norm. If it is non-finite, nothing is compared, unless ``check_replicas`` is True.
-            sums: The slots of each check, and of the comparison of shards, summed over all ranks.
+            sums: The results of `ReplicaCheck.slots` per check, and of `EqualShards.slots`, summed over all ranks.
         """
         total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
-        # A skipped step is not compared, because an overflow may be in one replica only. The next step is compared.
+        # After an overflow, gradients of replicas may differ, so the next step is compared instead.
         always = self._check_replicas is True
         if always or bool(total.isfinite()):
             found = (check.mismatches(slots) for check, slots in zip(self.checks, totals, strict=False))
@@ -606,8 +621,8 @@ class GradientClipper:
 
     def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
         """Multiply the gradients by the factors of one level in place. Marks of reduced gradients stay valid."""
-        # All marks are kept in one call: the gradients may be views of one buffer, and a write to one of them increments
-        # the version counter of all, which would remove marks.
+        # One call for all marks: the gradients may be views of one buffer, and a write to one view increments the
+        # version counter of all views, which would make their marks invalid.
         units, named = self._measurers[needs].units, self._named.get(needs.patterns)
         with keep_complete_marks((param, None) for param in self.params):
             widen_gradients(self.params)
@@ -617,7 +632,7 @@ class GradientClipper:
 def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
     """Return D / W as a 0-dim tensor; 1 / ``count`` if the total weight W is 0; NaN if W is negative or NaN.
 
-    W is the largest total of a pipeline stage.
+    W is the maximum of ``totals``, because pipeline stages that compute no loss have a total of 0.
 
     Args:
         totals: The sum over all ranks of the field ``"window_weight"``, one value per pipeline stage.

@@ -40,7 +40,7 @@ NamedParam = tuple[str | None, Tensor]
 
 
 def unique_params(params: Params) -> list[NamedParam]:
-    """Return (name, parameter) pairs without repeated parameters. The name of a parameter without a name is None.
+    """Return (name, parameter) pairs, with each parameter once. The name is None if ``params`` has none for it.
 
     Raises ValueError if ``params`` is an exhausted generator.
     """
@@ -56,16 +56,18 @@ def unique_params(params: Params) -> list[NamedParam]:
 
 @dataclass
 class OneShotParams:
-    """The parameters and gradients that one call of a function of this module receives.
+    """The parameters and gradients of one call, such as `clip_grad_norm_`.
 
     Args:
-        given: The (name, parameter) pairs that the user gave.
+        given: The (name, parameter) pairs of the call.
         params: The parameters, with local tensors in place of DTensors.
         gradients: One gradient per parameter, local to this rank. None: the parameter has no gradient.
         annotations: The layout of each parameter; for a DTensor also from its placements. None: a plain parameter that was
             not declared.
-        known_sizes: Number of elements of each gradient if all gradients are known to be dense and real. None: not known.
-        undeclared_are_replicas: As in `entries_of`. Default: False.
+        known_sizes: Number of elements per parameter: of its gradient, or of the parameter if it has no gradient. It is
+            only given if all gradients are dense and real. None (default): not known.
+        undeclared_are_replicas: True: undeclared parameters count as replicated over all axes for which they have no
+            placement. Default: False.
     """
 
     given: Sequence[NamedParam]
@@ -79,12 +81,13 @@ class OneShotParams:
     def of(
         cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry, undeclared_are_replicas: bool = False
     ) -> OneShotParams:
-        """Return the parameters with local tensors in place of DTensors.
+        """Return the `OneShotParams` of the pairs ``given``.
 
         With ``undeclared_are_replicas``, partial gradients of DTensors are replaced by their sums.
 
         Raises:
             ValueError: The layout of a DTensor, or of its gradient, is not supported.
+        Collectives: with ``undeclared_are_replicas``, one or more per partial gradient of a DTensor; else none.
         """
         params = [param for _, param in given]
         local = local_gradients(params, registry.topology, sum_partial=undeclared_are_replicas)
@@ -92,7 +95,7 @@ class OneShotParams:
 
     @cached_property
     def pending(self) -> Pending:
-        """Return (index, annotation) for each parameter that is tied or whose gradient may be partial."""
+        """Return (index, annotation) for each parameter whose spec has tied or partial axes."""
         return [
             (index, annotation)
             for index, annotation in enumerate(self.annotations)
@@ -100,7 +103,10 @@ class OneShotParams:
         ]
 
     def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
-        """Call ``change(gradients)``, which writes in place. Marks of reduced gradients stay valid; see `mark_complete`."""
+        """Call ``change(gradients)``, which writes to the gradients in place.
+
+        Gradients that are marked as already reduced (`mark_complete`) stay marked.
+        """
         with keep_complete_marks((self.params[i], self.gradients[i]) for i, _ in self.pending):
             change(self.gradients)
 
@@ -114,14 +120,14 @@ class OneShotParams:
         ]
 
     def plan(self, registry: ProcessGroupRegistry) -> ReductionPlan:
-        """Return this rank's reduction plan of the parameters. Raises as `entries_of` and `ReductionPlan.of`."""
+        """Return this rank's reduction plan of the parameters. Raises: As `entries_of` and `ReductionPlan.of`."""
         named = [param if name is None else (name, param) for name, param in self.given]
         entries = entries_of([named], registry.topology, undeclared_are_replicas=self.undeclared_are_replicas)
         return ReductionPlan.of(entries, registry.topology, registry.global_rank)
 
 
 def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
-    """Raise TypeError if a gradient is sparse or complex, and ValueError if a gradient is still partial."""
+    """Raise TypeError if a gradient is sparse or complex, and ValueError if a partial gradient was not summed yet."""
     for index, gradient in enumerate(listed.gradients if listed.known_sizes is None else ()):
         if gradient is not None and (gradient.layout != torch.strided or gradient.is_complex()):
             check_dense_real(gradient, f"the gradient of {_name(listed, index)}")
@@ -150,19 +156,19 @@ def _name(listed: OneShotParams, index: int) -> str:
 # Rules that distinguish parameters ------------------------------------------------------------------------------------
 
 # A rule with factors per parameter, param group or unit needs to know which shards belong to one logical parameter. A
-# `ParallelOptimizer` takes this from its plan. For the functions of this module, all ranks agree on a plan in the first
-# call with a list of parameters.
+# `ParallelOptimizer` reads this from its plan. Functions of this module make a plan in the first call with a
+# `ClipState`, and compare it over all ranks.
 
 
 class StatefulClipper:
-    """Applies a rule that distinguishes parameters to the gradients of one list of parameters.
+    """Clips the gradients of one list of parameters by a rule that needs more than the total norm, such as `PerParameter`.
 
     Args:
         listed: The parameters of the first call.
         registry: The process groups.
         clip: The rule and its state.
         norm_type: p >= 1, or inf.
-        reduction: See `GlobalNorm`.
+        reduction: ``"packed"`` or ``"per_group"``, as in `GlobalNorm`.
     Raises: As `agreed` and `planned_for`, on every rank.
     Collectives: those of `agreed` and `planned_for`.
     Host synchronization: yes.
@@ -204,14 +210,17 @@ class StatefulClipper:
     def __call__(self, clip: ClipState, params: list[Tensor], listed: OneShotParams) -> GradStats:
         """Clip the gradients in place, and return their measurements.
 
+        If this method raises ValueError or TypeError on one rank, the other ranks do not multiply their gradients by a
+        factor (but a rule such as `ByValue` still clamps them), and return ``found_inf`` = 1 unless the norm is 0.
+
         Args:
             clip: The `ClipState` of the first call.
-            params: The parameters as the user gave them, including DTensors.
-            listed: The same parameters with local tensors.
+            params: The parameters of this call, including DTensors.
+            listed: The same parameters, with local tensors in place of DTensors.
         Raises:
-            ValueError: On a rank whose list differs from the list of the first call, or whose gradients are partial. The
-                other ranks do not clip (they still clamp by value), and return ``found_inf`` = 1 unless their norm is 0.
-            TypeError: On a rank with complex or sparse gradients; the other ranks as above.
+            ValueError: The list of parameters differs from the list of the first call, or a partial gradient of this
+                rank was not summed yet.
+            TypeError: A gradient of this rank is complex or sparse.
         Collectives: those of `GlobalNorm`: one with "packed".
         Host synchronization: none.
         """
@@ -271,13 +280,16 @@ def global_norm(
     Returns:
         GradStats, bitwise identical on every rank.
     Raises:
-        ValueError: A parameter has no spec, or a spec that does not fit its shape or the mesh; the layout of a DTensor
-            is not supported; a gradient is still partial; another argument is out of range, such as norm_type < 1.
-        TypeError: A parameter or gradient is complex or sparse, or an argument has a wrong type. A call that compares
-            the ranks' declarations raises a TypeError or ValueError on all ranks. Every other call raises it only on
-            the rank with the wrong parameter or gradient, and the norm is NaN on the other ranks.
+        ValueError: A parameter has no spec, or a spec that does not fit its shape or the mesh; ranks declare a
+            parameter differently; the layout of a DTensor is not supported; a partial gradient was not summed;
+            ``params`` is an exhausted generator; or another argument is out of range, such as norm_type < 1.
+        TypeError: A parameter or gradient is complex or sparse, or an argument has a wrong type.
+        RuntimeError: On every rank, if ranks are compared: ranks are in different calls of this library.
         ReplicaMismatchError: On every rank, in the first call without a registry: replicas or their gradients differ. The
             error names the parameters and the axes.
+
+        A call that compares the ranks' declarations raises an error of a spec or a gradient on all ranks. Other calls
+        raise it only on the rank with the wrong parameter or gradient; the norm is then NaN on the other ranks.
     Collectives: with ``"packed"``, one all-reduce over all ranks (p >= 12: one all-gather); with ``"per_group"``, see
         `GlobalNorm`. The first call with a registry also gathers and compares the ranks' declarations. With ``"per_group"``
         every call compares them, because its collectives depend on the declarations. Without a registry, the first call
@@ -310,10 +322,10 @@ def _listed(
 
 
 def _compare_replicas_once(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
-    """Compare the replicas of all parameters, declared or not, and of their gradients over all ranks.
+    """Compare the replicas of all parameters and of their gradients over all ranks, once per registry.
 
-    Calls with a registry that was made from DTensors compare them until one comparison succeeds. Every other call, and a
-    call in a world of one rank, returns at once.
+    The function only compares if ``registry`` was made from DTensors, until one comparison with it has succeeded. With
+    another registry, or in a world of one rank, it does nothing.
 
     Raises: As `agreed`; ReplicaMismatchError on every rank.
     Collectives: those of `agreed` and one all-reduce, if it compares. Host synchronization: if it compares.
@@ -356,29 +368,31 @@ def clip_grad_norm_(
 
         grad_norm = clip_grad_norm_(model.parameters(), 1.0)
 
-    If the norm is non-finite, the gradients stay unchanged, except that a rule that clamps by value, such as `ByValue`,
-    clamps them in any case, and ``stats.found_inf`` is 1. Then do not call ``optimizer.step()``.
+    If the norm is non-finite, ``stats.found_inf`` is 1, and the gradients stay unchanged. Exception: a rule that clamps
+    by value, such as `ByValue`, clamps them. Do not call ``optimizer.step()`` if ``stats.found_inf`` is 1.
 
     Args:
-        params: As for `global_norm`. A rule that distinguishes parameters needs the same list in every call.
-        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a clipping rule. If the rule has state,
-            clamps by value, or has factors per parameter, named group, param group or unit, make a `ClipState` of it once
-            and pass that in every call.
-            With a rule that skips spikes, do not call ``optimizer.step()`` if ``stats.skipped`` is 1.
+        params: As for `global_norm`. With a rule that has factors or state per parameter, give the same list in every
+            call.
+        max_norm: The threshold for the norm; finite, > 0. Or a clipping rule. If the rule has state, clamps by value,
+            or has factors per parameter, named group, param group or unit, make a `ClipState` of it once, and pass the
+            `ClipState` in every call. With a rule that skips spikes, do not call ``optimizer.step()`` if
+            ``stats.skipped`` is 1.
         registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
-        norm_type: p >= 1, or inf. If the rule has a ``norm_type``, that one is used. Default: 2.
+        norm_type: p >= 1, or inf. A ``norm_type`` of the rule takes precedence. Default: 2.
         error_if_nonfinite: True: raise on every rank if the norm is non-finite; this synchronizes the host in every call.
             Default: False.
         reduction: ``"packed"`` (default) or ``"per_group"``; see `GlobalNorm`.
     Returns:
         GradStats with the norm before clipping, bitwise identical on every rank.
-    Raises: As `global_norm`. After an error the gradients of this rank are unchanged, with the exception above. Also:
-        ValueError: ``max_norm`` is None or out of range, or the rule does not support ``reduction`` or the parameters.
+    Raises: As `global_norm`. After an error the gradients of this rank are unchanged, unless the rule clamped them. Also:
+        ValueError: ``max_norm`` is None or out of range; the rule does not support ``reduction`` or the parameters; or a
+            later call with the same `ClipState` has other parameters, ``norm_type`` or ``reduction``.
         TypeError: The rule needs a `ClipState`.
         RuntimeError: The norm is non-finite and ``error_if_nonfinite`` is True.
-    Collectives: as `global_norm`. With a `ClipState` whose rule distinguishes parameters or clamps by value, only the first
-        call compares declarations, and it also agrees on parameter names.
-    Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one per call.
+    Collectives: as `global_norm`. With a `ClipState` whose rule has factors or state per parameter or clamps by value,
+        only the first call compares declarations, and exchanges parameter names.
+    Host synchronization: as `global_norm`; with ``error_if_nonfinite`` one more per call.
     """
     clip = _to_clip_state(max_norm, reduction)
     norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
@@ -448,10 +462,12 @@ def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegis
         factor: 0-dim tensor, equal on all ranks.
         registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
     Raises:
-        ValueError: A gradient is still partial, or the layout of a DTensor is not supported.
-        TypeError: A gradient is complex or sparse, or ``registry`` is no registry.
-    Collectives: none, except for new meshes or partial gradients without a registry; see `global_norm`.
-    Host synchronization: none.
+        ValueError: A partial gradient was not summed, the layout of a DTensor is not supported, or ``params`` is an
+            exhausted generator.
+        TypeError: A gradient is complex or sparse, or ``registry`` is not a `ProcessGroupRegistry`.
+    Collectives: none with a registry. Without one, the first call with DTensors on these meshes gathers the meshes, and
+        each partial gradient is summed.
+    Host synchronization: only if meshes are gathered.
     """
     listed, registry = _listed(unique_params(params), registry)
     check_gradients(listed, registry)
@@ -468,15 +484,17 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
 
     Args:
         params: As for `global_norm`.
-        clip_value: The bound, in units of the unscaled gradient; finite, > 0.
-        registry: The process groups. They are needed to check that no gradient is still partial. None (default): they are
-            made from the meshes of the DTensors.
+        clip_value: The bound of an element; finite, > 0.
+        registry: The process groups. They are needed to check that partial gradients were summed. None (default): they
+            are made from the meshes of the DTensors, and partial gradients of DTensors are summed.
     Raises:
-        ValueError: A gradient is still partial, the layout of a DTensor is not supported, or ``clip_value`` is not
-            finite and positive.
-        TypeError: A gradient is complex or sparse, ``clip_value`` is not a number, or ``registry`` is no registry.
-    Collectives: none, except for new meshes or partial gradients without a registry; see `global_norm`.
-    Host synchronization: none.
+        ValueError: A partial gradient was not summed, the layout of a DTensor is not supported, ``clip_value`` is not
+            finite and positive, or ``params`` is an exhausted generator.
+        TypeError: A gradient is complex or sparse, ``clip_value`` is not a number, or ``registry`` is not a
+            `ProcessGroupRegistry`.
+    Collectives: none with a registry. Without one, the first call with DTensors on these meshes gathers the meshes, and
+        each partial gradient is summed.
+    Host synchronization: only if meshes are gathered.
     """
     check_number_threshold(clip_value, "clip_value")
     listed, registry = _listed(unique_params(params), registry)
@@ -490,7 +508,7 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
 
     known = state.norms.get(key)
     if known is not None:
-        listed.pending = known.pending  # depends on the annotations only, which are equal
+        listed.pending = known.pending  # a function of the annotations, whose ids are in the key
 
     def make_norm(plan: ReductionPlan) -> GlobalNorm:
         if known is not None:
@@ -499,22 +517,22 @@ def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: f
         state.remember(key, _CachedNorm(norm, listed.pending, listed.annotations))
         return norm
 
-    # With "per_group", the collectives depend on the parameter lists of all ranks, and a rank cannot tell if another rank's
-    # list changed.
+    # With "per_group", the collectives depend on the parameter lists of all ranks, and a rank cannot detect that
+    # another rank's list changed.
     if not state.checked or reduction == "per_group":
         return make_norm(agreed(partial(_checked_plan, listed, registry), registry))(listed.gradients)
-    # With "packed", later lists are not compared, because lists that depend on local data may differ between ranks.
+    # With "packed", later lists are not compared, because the list of parameters may depend on a rank's data.
     try:
         check_gradients(listed, registry)
         measure = make_norm(listed.plan(registry)) if known is None else known.norm
     except (ValueError, TypeError):
-        _measure_nan(registry, norm_type)  # the other ranks wait for this collective; they see a NaN and clip nothing
+        _measure_nan(registry, norm_type)  # the other ranks wait in this collective, and get a NaN norm
         raise
     return measure(listed.gradients)
 
 
 def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
-    """Measure one gradient of NaN in the packed collective, so that the norm is NaN on all ranks."""
+    """Run the packed collective with one gradient of NaN, so that the norm is NaN on all ranks."""
     nan = torch.full((1,), torch.nan, device=registry.device)
     annotate(nan, P(), "nan")
     topology = registry.topology
@@ -523,7 +541,7 @@ def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
 
 
 class _CachedNorm(NamedTuple):
-    """The `GlobalNorm` of a list of parameters. It keeps the annotations alive, whose ids are part of the cache key."""
+    """The `GlobalNorm` of a list of parameters, with the annotations, whose ids in the cache key must stay valid."""
 
     norm: GlobalNorm
     pending: Pending
@@ -541,7 +559,7 @@ class _RegistryCache:
     def remember(self, key: tuple[object, ...], known: _CachedNorm) -> None:
         """Store ``known`` for a list of parameters.
 
-        If the cache has 64 lists, remove all first. Otherwise it would grow without bound if every call has a new list.
+        If the cache has 64 lists, all of them are removed first, so that the cache does not grow without bound.
         """
         if len(self.norms) >= 64:
             self.norms.clear()

@@ -47,8 +47,8 @@ class ByNorm(Clip):
     Pascanu et al. 2013, arXiv:1211.5063. ``max_norm=1.0`` is short for ``max_norm=ByNorm(1.0)``.
 
     Args:
-        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function of the number of steps that
-            were not skipped, such as `WarmUp`.
+        max_norm: The threshold for the norm of the gradients without the loss scale; finite, > 0. Or a function of the
+            number of steps that were not skipped, such as `WarmUp`.
         norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
     """
 
@@ -74,7 +74,7 @@ class ByValue(Clip):
         ParallelOptimizer(adamw, registry, max_norm=ByValue(0.5))
 
     Args:
-        clip_value: The bound, in units of the unscaled gradient; finite, > 0.
+        clip_value: The bound of an element of a gradient without the loss scale; finite, > 0.
     """
 
     in_place = True
@@ -96,14 +96,15 @@ class ByGroup(Clip):
 
         optimizer.param_groups[1]["max_norm"] = 0.5  # ParallelOptimizer then combines its rule into a ByGroup
 
-    `GradStats.clip_coef` is the coefficient of the other groups; 1 if every group has a threshold. Give ``math.inf`` to
-    groups whose optimizer normalises its update (Muon, LAMB). They need no clipping, and their gradients then do not lower
-    the coefficient of the other groups.
+    `GradStats.clip_coef` is the coefficient of the groups without a threshold; 1 if every group has one. Give
+    ``math.inf`` to groups whose optimizer normalises its update (Muon, LAMB). These groups need no clipping, and their
+    gradients then do not lower the coefficient of other groups.
 
     Args:
-        thresholds: One threshold per param group. None: the group is one of the other groups. ``math.inf``: the group is
-            not clipped, and not part of the common norm.
-        others: The threshold of the common norm of the other groups. None (default): they are not clipped.
+        thresholds: One threshold per param group. None: the group has no threshold of its own, and is clipped by
+            ``others``. ``math.inf``: the group is not clipped, and its gradients do not enter the common norm.
+        others: The threshold for the common norm of all groups without a threshold. None (default): these groups are
+            not clipped.
         norm_type: The p of the groups' norms and of the common norm; p >= 1, or inf. None (default): the ``norm_type`` of
             the optimizer or of `clip_grad_norm_`.
         clip_value: Bound of a clamp of every element, as in `ByValue`, after the multiplication by the coefficients. None
@@ -163,7 +164,8 @@ class PerParameter(Clip):
         ParallelOptimizer(adamw, registry, max_norm=PerParameter(0.1))
 
     Args:
-        max_norm: The threshold, in units of the unscaled gradient; finite, > 0. Or a function, as for `ByNorm`.
+        max_norm: The threshold for the norm of a parameter's gradient without the loss scale; finite, > 0. Or a
+            function of the number of steps that were not skipped, such as `WarmUp`.
         norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
     """
 
@@ -186,7 +188,7 @@ class PerParameter(Clip):
 
 @dataclass(frozen=True)
 class Adaptive(Clip):
-    """Clips the gradient of each row to a fraction of the norm of the row's weights (adaptive gradient clipping).
+    """Clips the gradient of each row of a weight to a fraction of the norm of the row (adaptive gradient clipping).
 
         ParallelOptimizer(sgd, registry, max_norm=Adaptive(0.01))
 
@@ -194,14 +196,15 @@ class Adaptive(Clip):
     factor = min(1, clipping * max(||w||, eps) / max(||g||, 1e-6))        Brock et al. 2021, arXiv:2102.06171
     ```
 
-    ``w`` and ``g`` are the weights and the gradient of one unit. A unit is a row of the full tensor: the weights of one
-    output. Its elements may be distributed over several ranks. A tensor of fewer than two dims is one unit.
+    ``w`` and ``g`` are the weights and the gradient of one unit. By default a unit is a row of the full tensor: the
+    weights of one output. Its elements may be distributed over several ranks. A tensor of fewer than two dims is one
+    unit.
 
     Args:
         clipping: The fraction; finite, > 0. Default: 0.01.
         eps: Lower bound of ||w||, so that weights that start at zero can change; finite, > 0. Default: 1e-3.
-        unit_dim: The dim along which units are counted: 0 (default) for weights [out, in], 1 for [in, out]. Or a dim per
-            glob over parameter names.
+        unit_dim: The dim along which a tensor is divided into units: 0 (default) for weights [out, in], 1 for [in,
+            out]. Or a dict from globs over parameter names to dims.
     """
 
     level = "units"
@@ -224,7 +227,7 @@ class Adaptive(Clip):
 # Groups of parameters by name -----------------------------------------------------------------------------------------
 
 OfGroup = Threshold | Clip | None
-"""The clipping of a named group: a threshold of its norm, or a rule for it. None or ``math.inf``: it is not clipped."""
+"""The clipping of a named group: a threshold for its norm, or a rule. None or ``math.inf``: it is not clipped."""
 
 
 @dataclass(frozen=True, init=False)
@@ -233,14 +236,14 @@ class ByName(Clip):
 
         ByName({"*.experts.*": 0.5, "mtp*": ZClip(), "*.bias": None}, others=1.0)
 
-    ``max_norm={"*.experts.*": 0.5, "*": 1.0}`` is short for ``ByName`` of this dict without ``others``. Named groups are
-    independent of param groups. A parameter belongs to the first pattern that matches its name. If a pattern is the first
-    match of no parameter, ValueError is raised on every rank. `GradStats.named_norms` has the norm per pattern, and
+    ``max_norm={"*.experts.*": 0.5, "*": 1.0}`` is short for ``ByName`` of this dict without ``others``. Named groups
+    are independent of param groups. A parameter belongs to the first pattern that matches its name. A pattern that is
+    the first match of no parameter is an error on every rank. `GradStats.named_norms` has the norm per pattern, and
     `GradStats.clip_coef` is the smallest factor.
 
     Args:
-        groups: A threshold or a rule per glob over the names of `torch.nn.Module.named_parameters`. Rules must have level
-            "total"; they receive the group's norm as the total norm, and have a separate state per group.
+        groups: A dict from globs over the names of `torch.nn.Module.named_parameters` to thresholds or rules. A rule
+            must have level "total"; it receives the group's norm as the total norm, and has a separate state per group.
         others: The threshold or rule for all parameters that no pattern matches. None: these parameters are not clipped.
             The default ``...`` requires a matching pattern for every parameter; else ValueError is raised on every rank.
         norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
@@ -286,7 +289,7 @@ class ByName(Clip):
 
     @property
     def unclipped(self) -> tuple[str, ...]:
-        """Return the patterns without a rule, and ``"others"`` if the rule for other parameters is None."""
+        """Return the patterns that are not clipped, and ``"others"`` if parameters without a pattern are not clipped."""
         others = ("others",) if self.others is None else ()
         return *(pattern for pattern, rule in self.groups if rule is None), *others
 
@@ -360,7 +363,7 @@ def clip_of(max_norm: ClipSpec) -> Clip | None:
 
 
 def in_use(max_norm: ClipSpec) -> ClipState | None:
-    """Return the rule that ``max_norm`` describes, with its initial state; None without a rule. Raises as `clip_of`."""
+    """Return a `ClipState` of the rule that ``max_norm`` describes; None if ``max_norm`` is None. Raises as `clip_of`."""
     clip = clip_of(max_norm)
     return None if clip is None else ClipState(clip)
 
@@ -368,6 +371,10 @@ def in_use(max_norm: ClipSpec) -> ClipState | None:
 def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
     """Check that the rule supports the plan's parameters. Return ``plan``, with parameter names if the rule needs them.
 
+    Args:
+        clip: The rule. None: nothing is checked.
+        plan: A plan that all ranks have compared (`norm.plan_agreement.agree`).
+        registry: The process groups.
     Raises:
         ValueError: On every rank: the rule does not support a parameter, or one of its patterns is the first match of no
             parameter.
@@ -411,7 +418,7 @@ class AdaGC(Clip):
     gradient in the warm-up, its first gradient is treated as in the warm-up. Skipped steps do not change the state.
 
     Args:
-        max_norm: The threshold of the total norm in the warm-up; finite, > 0. Default: 1.
+        max_norm: The threshold for the total norm in the warm-up; finite, > 0. Default: 1.
         factor: The bound of a gradient's norm, as a multiple of the mean; finite, > 0. Default: 1.05.
         decay: The decay of the mean; >= 0, < 1. Default: 0.98.
         warm_up: Steps of the warm-up; >= 1. Default: 100.
@@ -451,13 +458,14 @@ class ByPreviousNorm(Clip):
 
         ParallelOptimizer(adamw, registry, max_norm=ByPreviousNorm(1.0))
 
-    The coefficient is known before the backward of step t starts. The norm of step t is still measured, with the same
-    collective as for other rules. It is used for overflow detection and for clipping in step t + 1. A spike of the norm is
-    not clipped in its own step: wrap this rule in `SkipSpikes` if spikes may happen. The first step, and a step after a
-    norm of 0, is clipped by its own norm. A skipped step does not change the stored norm.
+    The coefficient does not depend on the gradients of step t. The norm of step t is still measured, with the same
+    collective as for other rules. It is used for overflow detection and for clipping in step t + 1. A spike of the norm
+    is not clipped in its own step: wrap this rule in `SkipSpikes` if spikes may happen. The first step, and a step
+    after a norm of 0, is clipped by its own norm. A skipped step does not change the stored norm.
 
     Args:
-        max_norm: The threshold, as for `ByNorm`.
+        max_norm: The threshold for the norm of the gradients without the loss scale; finite, > 0. Or a function of the
+            number of steps that were not skipped, such as `WarmUp`.
         norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer or of `clip_grad_norm_`.
     """
 
@@ -485,26 +493,27 @@ _INNER = "then/"  # prefix of the inner rule's states, in checkpoints too
 @renamed_fields(times="factor", then="inner", of="statistic")
 @dataclass(frozen=True)
 class SkipSpikes(Clip):
-    """Skips the step on every rank if  total_norm > factor * median of the last ``window`` total norms  and median > 0.
+    """Skips the step on every rank if the total norm is larger than ``factor`` times the median of the last total norms.
 
         ParallelOptimizer(adamw, registry, max_norm=SkipSpikes(factor=4.0, inner=1.0))
 
-    Such a norm is called a spike. A skipped step leaves weights and optimizer states bitwise unchanged. The loss scale is
-    not reduced, because a spike is not an overflow. `GradStats.spiked` and `GradStats.skipped` report the skip, and
-    `ParallelOptimizer.skipped_steps` counts it. Schedules treat the step like every other skipped step. The limit of
-    ``on_nonfinite=Skip(...)`` on consecutive skipped steps does not count spikes.
+    Such a norm is called a spike. If the median is 0, no step is skipped. A skipped step leaves weights and optimizer
+    states bitwise unchanged. The loss scale is not reduced, because a spike is not an overflow. `GradStats.spiked` and
+    `GradStats.skipped` report the skip, and `ParallelOptimizer.skipped_steps` counts it. Schedules treat the step like
+    every other skipped step. The limit of ``on_nonfinite=Skip(...)`` on consecutive skipped steps does not count
+    spikes.
 
-    The window stores the threshold, ``factor`` times the statistic, in place of the norm of a spike, so that one spike
-    changes the median or mean little. If all norms stay at a higher level, the statistic rises, until steps are applied
-    again.
+    The rule stores the last ``window`` norms. In place of the norm of a spike it stores the threshold, ``factor`` times
+    the median, so that one spike changes the median little. If all norms stay at a higher level, the median rises,
+    until steps are applied again.
 
     Args:
-        factor: The threshold, as a multiple of the statistic of the window; finite, > 1. Default: 4.
+        factor: The threshold, as a multiple of the median; finite, > 1. Default: 4.
         inner: The clipping of steps that are not skipped: a rule, a threshold, or a dict as for `ByName`. A spike does not
             change the state of this rule. None (default): no clipping.
-        statistic: ``"median"`` (default) or ``"mean"`` of the norms in the window.
+        statistic: ``"median"`` (default); or ``"mean"``, to use the mean in place of the median.
         window: Number of last norms that are stored; >= 1. Default: 128.
-        warm_up: No step is skipped until the window has this many norms; >= 1, at most ``window``. Default: 16.
+        warm_up: No step is skipped until this many norms are stored; >= 1, at most ``window``. Default: 16.
     """
 
     factor: float = 4.0
@@ -573,7 +582,7 @@ class SkipSpikes(Clip):
         return self.inner
 
     def _statistic(self, last: Tensor, steps: Tensor) -> Tensor:
-        """Return the median or mean of the window, 0-dim. Unused elements of ``last`` are inf, so they are sorted last."""
+        """Return the median or mean of the stored norms ``last``, 0-dim. Unused elements are inf and are sorted last."""
         count = steps.clamp(min=1, max=self.window)
         ordered = last.sort().values
         if self.statistic == "mean":
@@ -600,8 +609,8 @@ class WarmUp:
     function that maps this number to a threshold, both as 0-dim tensors.
 
     Args:
-        start: The first threshold, in units of the unscaled gradient; finite, > 0.
-        end: The last threshold, in the same units; finite, > 0.
+        start: The first threshold, for a norm of gradients without the loss scale; finite, > 0.
+        end: The last threshold; finite, > 0.
         steps: Number of steps until the threshold is ``end``; >= 1.
     """
 
@@ -610,7 +619,7 @@ class WarmUp:
     steps: int
 
     def check(self) -> None:
-        """Raise ValueError for arguments that are out of range."""
+        """Raise ValueError if an argument is out of range; TypeError if ``start`` or ``end`` is not a number."""
         check_positive(self.start, "WarmUp start")
         check_positive(self.end, "WarmUp end")
         check_whole_number(self.steps, "WarmUp steps", 1)
@@ -624,7 +633,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class ZClip(Clip):
-    """Clips total norms that exceed their running mean by over ``z`` standard deviations; larger ones are clipped more.
+    """Clips a total norm that is more than ``z`` standard deviations above the running mean of earlier total norms.
 
         ParallelOptimizer(adamw, registry, max_norm=ZClip())
 
@@ -636,17 +645,17 @@ class ZClip(Clip):
                                                          Kumar et al. 2025, arXiv:2504.02507
     ```
 
-    In the first ``warm_up`` steps only ``max_norm`` clips, and the statistics are the population mean and variance of all
-    norms so far, as in the authors' code. Later, a norm above the threshold enters the statistics as c_t. The norms of
-    skipped steps do not enter the statistics.
+    ``c_t`` is the norm after clipping; the larger g_t, the smaller c_t. In the first ``warm_up`` steps only
+    ``max_norm`` clips, and the mean and variance are the population mean and variance of all norms so far, as in the
+    authors' code. The norms of skipped steps do not enter the mean and variance.
 
     Args:
         z: The threshold of the z-score; > 0. Default: 2.5.
         decay: The decay of the exponential mean and variance; >= 0, < 1. Default: 0.97.
         warm_up: Steps of the warm-up; >= 2. Default: 25.
-        max_norm: An additional threshold for every step, as for `ByNorm`, but nothing is added to the norm in the
-            coefficient. It has no effect on the statistics, which are computed from c_t. None (default): no additional
-            threshold.
+        max_norm: An additional threshold for the norm in every step, with the coefficient min(1, max_norm /
+            total_norm). A number, finite, > 0; or a function, such as `WarmUp`. It has no effect on the mean and
+            variance, which are computed from c_t. None (default): no additional threshold.
     """
 
     z: float = 2.5

@@ -209,9 +209,9 @@ class Fp8RowMatmul:
 
         output = Fp8RowMatmul()(input, weight, bias)
 
-    The scale of a row is computed from the largest absolute value of the full row. A product sums over the dim that the
-    rows of its operands have in common: the input features in forward, the output features for the input gradient, the
-    samples for the weight gradient. If this dim is sharded, the largest absolute values of the rows are all-reduced.
+    The operands of a product are matrices whose rows lie along the dim that the product sums over. This dim is the input
+    features in forward, the output features for the input gradient, and the samples for the weight gradient. The scale of a
+    row is computed from the largest absolute value of the full row. If the dim is sharded, this value is all-reduced.
 
     If a dim of this rank's weight shard is not a multiple of 16, nothing is rounded: the call returns
     `torch.nn.functional.linear` of its arguments. Errors and collectives below do not apply then.
@@ -474,8 +474,8 @@ _hook_registered = False
 def cache_rounded(weight: Tensor) -> None:
     """Register ``weight``, so that its 8-bit values are cached from now on.
 
-    A tensor that is no `nn.Parameter`, and a DTensor, are not registered. The first call registers a global hook that
-    clears the cache after the steps of torch optimizers.
+    Only an `nn.Parameter` that is not a DTensor is registered. The first call also registers a global hook that clears the
+    cache after the steps of torch optimizers.
     """
     global _hook_registered
     if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # FSDP may reuse a DTensor's memory

@@ -134,8 +134,9 @@ class DynamicLossScale(LossScale):
         init_scale: The first scale; a number > 0 from min_scale to max_scale, at most float32's maximum. Default: 2^16.
         growth_factor: The scale is multiplied by it to grow; a finite number > 1. Default: 2.0.
         backoff_factor: The scale is multiplied by it to back off; a number between 0 and 1 exclusive. Default: 0.5.
-        growth_interval: Number of good steps in a row after which the scale grows, >= 1. Default: 2000.
-        hysteresis: h, the number of overflows until the scale is reduced, >= 1. Default 1: every overflow reduces it.
+        growth_interval: Number of good steps in a row after which the scale grows, an integer >= 1. Default: 2000.
+        hysteresis: h, the number of the first overflow that reduces the scale, an integer >= 1. Default 1: every overflow
+            reduces the scale.
         min_scale, max_scale: Bounds of the scale. Defaults 0.0 and inf: the range of float32's normal numbers.
         device: The device of the state. Default None: torch's default device.
     Raises:

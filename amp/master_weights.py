@@ -108,7 +108,7 @@ class MasterWeights:
         if self.main_grads:
             use_main_grad_(param)
         elif not self.cast:
-            master.grad_dtype = None  # accepts any dtype
+            master.grad_dtype = None  # the gradient may have any dtype
         return master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -177,11 +177,11 @@ def precision_of(precision: str | Precision) -> Precision:
 
 # The default values of each mode. "growth 2000": the loss scale doubles after 2000 steps in a row without overflow.
 #
-# name          params    forward                          masters  loss scale                       batch norm
-# "fp32"        float32   float32                          none     none                             float32
-# "fp16"        float32   autocast float16, criterion too  none     2^16, growth 2000                autocast's rules
-# "bf16"        bfloat16  bfloat16                         float32  none                             bfloat16
-# "fp16_naive"  float16   float16 in, float32 out          float32  2^16, growth 1000, hysteresis 2  float16
+# name          params    forward                          master weights  loss scale                       batch norm
+# "fp32"        float32   float32                          none            none                             float32
+# "fp16"        float32   autocast float16, criterion too  none            2^16, growth 2000                by autocast
+# "bf16"        bfloat16  bfloat16                         float32         none                             bfloat16
+# "fp16_naive"  float16   float16 in, float32 out          float32         2^16, growth 1000, hysteresis 2  float16
 # "fp16_apex"   opt levels O0 to O3: see `ApexFp16`
 # "fp8"         linear layers in 8 bits: see `Fp8`
 

@@ -1,9 +1,9 @@
 """Optimizer steps for bfloat16 parameters without master weights: computed in float32, then rounded stochastically.
 
 Rounding to nearest loses every update below half a unit in the last place, and training stalls. Stochastic rounding
-rounds a value up or down to a neighbouring bfloat16. The probability of the upper neighbour is the distance from the
-lower neighbour, divided by the distance of both neighbours. The mean of the result is therefore the exact value, and a
-small update takes effect in some of the steps.
+rounds a value up or down to a neighbouring bfloat16. The probability of the upper neighbour is the value's distance from
+the lower neighbour, divided by the distance between the neighbours. The mean of the result is therefore the exact value,
+and a small update takes effect in some of the steps.
 
 Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", arXiv:1502.02551.
 """
@@ -414,7 +414,7 @@ class StochasticRounding:
         """Do nothing. The method exists so that this class can be used like `MasterWeights`."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
+        """Clear the gradients of all parameters in the optimizer.
 
         Args:
             set_to_none: If True, set the gradients to None; if False, fill them with zeros. Default: True.

@@ -80,11 +80,11 @@ class ModelParallelUnit:
         return self._rank(self._model)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return this rank's model-parallel group."""
+        """Return this rank's model-parallel group, which lies along all model and pipeline axes."""
         return self._group(self._model)
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the size of this rank's model-parallel group."""
+        """Return the size of this rank's model-parallel group, which lies along all model and pipeline axes."""
         return self.registry.topology.size(*self._model)
 
     def get_tensor_model_parallel_rank(self) -> int:
@@ -92,11 +92,11 @@ class ModelParallelUnit:
         return self._rank(self._tensor)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return this rank's tensor-parallel group."""
+        """Return this rank's tensor-parallel group, which lies along all model axes."""
         return self._group(self._tensor)
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Return the size of this rank's tensor-parallel group."""
+        """Return the size of this rank's tensor-parallel group, which lies along all model axes."""
         return self.registry.topology.size(*self._tensor)
 
     def get_pipeline_model_parallel_rank(self) -> int:
@@ -112,15 +112,15 @@ class ModelParallelUnit:
         return self.registry.topology.size(*self._pipe)
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's index in its data-parallel group."""
+        """Return this rank's index in its data-parallel group, which lies along all data axes."""
         return self._rank(self._data)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return this rank's data-parallel group."""
+        """Return this rank's data-parallel group, which lies along all data axes."""
         return self._group(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the size of this rank's data-parallel group."""
+        """Return the size of this rank's data-parallel group, which lies along all data axes."""
         return self.registry.topology.size(*self._data)
 
     def get_data_parallel_group_ranks(self) -> list[int]:

@@ -243,7 +243,10 @@ def annotation_for(param: DTensor) -> Annotation:
 
 
 def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
-    """Return the topology with which `local_parameter` last called `check_mesh`, and the result; (None, {}) if never."""
+    """Return the topology of the last `check_mesh` call for this DTensor by `local_parameter`, and the result of the call.
+
+    Before the first such call, return (None, {}).
+    """
     found: tuple[Topology | None, dict[str, tuple[str, ...]]] = getattr(param, _MATCHED, (None, {}))
     return found
 
@@ -305,7 +308,7 @@ def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
     """Store that backward returns a gradient of ``param`` that is partial over ``axes`` and must be summed.
 
     An axis that does not shard the parameter becomes a partial axis in the spec of the local parameter. An axis that shards
-    it can't, because a spec names an axis once; `local_gradient` sums over this axis.
+    the parameter can't become one, because a spec names an axis once; `local_gradient` sums over this axis.
 
     Args:
         param: A DTensor parameter.
@@ -323,10 +326,10 @@ def mesh_ranks(param: DTensor) -> tuple[int, ...]:
 
 
 def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
-    """Return the axes over which `settle_sums` stored that the gradient is partial; () if it stored none.
+    """Return the axes that `settle_sums` stored for a DTensor: its gradient is partial over them, and must be summed.
 
     Args:
-        piece: The local parameter of a DTensor.
+        piece: The local parameter of the DTensor.
     """
     found: tuple[str, ...] = getattr(piece, _SUMS, ())
     return found
@@ -635,7 +638,10 @@ def _all_reduce(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return zeros in the shape that this rank's local tensor would have if ``axes`` did not shard the parameter."""
+    """Return a local gradient of zeros for a DTensor parameter, with the dtype that its gradients have.
+
+    The shape is that of this rank's local tensor, except that ``axes`` do not shard it.
+    """
     shape = [sum(length for _, length in _spans(param, dim, length, axes)) for dim, length in enumerate(param.shape)]
     return torch.zeros(shape, dtype=param.grad_dtype or param.dtype, device=param.device)
 

@@ -38,7 +38,7 @@ _RELEASED = "_meshstep_released"  # attribute of a module whose hook was removed
 
 
 def registry_of(model: nn.Module) -> ProcessGroupRegistry:
-    """Return a registry whose axes are the mesh dims of a sharded Transformers model, and declare the model's parameters.
+    """Return a registry on the device meshes of a sharded Transformers model, and declare the model's parameters.
 
     The call removes the hooks by which Transformers sums the gradients of some norm layers (the q and k norms of Qwen3)
     over ``tp``, and declares these gradients partial. From then on, `ParallelOptimizer` or `sync_gradients` must sum these
@@ -50,8 +50,9 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
 
     Args:
         model: A sharded Transformers model, or a module that contains one (``torch.compile``, PEFT, a module of your own).
-            Every other parameter without a declaration is declared ``P()``: a plain parameter is then replicated, and a
-            DTensor is replicated over the axes outside its mesh. Existing declarations are kept.
+            The parameters of the norm layers above are declared ``P(partial="tp")``, all other parameters ``P()``: a plain
+            parameter is then replicated, and a DTensor is replicated over the axes outside its mesh. Existing
+            declarations are kept.
     Raises:
         ValueError: ``model`` contains no sharded model, or more than one; no module or parameter has a name of the
             tensor-parallel plan; a module or its forward was replaced after Transformers set a forward with a hook; a norm

@@ -1,11 +1,11 @@
 """Cross entropy of logits that are sharded over classes or batch, without an all-gather of the logits.
 
-    loss = log(sum_c exp(x_c - m)) - (x_target - m),   m = max_c x_c
-    d loss / d x_c = exp(x_c - m) / sum - [c = target]
+    loss = log(s) - (x_target - m),   m = max_c x_c,   s = sum_c exp(x_c - m)
+    d loss / d x_c = exp(x_c - m) / s - [c = target]
 
-[c = target] is 1 for the target class, else 0. The maximum m, the sum of exponentials and the target logit are all-reduced
-over the axis that shards the classes, so each rank stores only the logits of its own classes. With label smoothing e over C
-classes, the probability (1 - e) [c = target] + e / C replaces [c = target]. The sum of all logits is then all-reduced too.
+[c = target] is 1 for the target class, else 0. The numbers m, s and x_target - m are all-reduced over the axis that shards
+the classes, so each rank stores only the logits of its own classes. With label smoothing e over C classes, (1 - e) [c =
+target] + e / C replaces [c = target]. The sum of all logits is then all-reduced too.
 
 Reference: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -183,8 +183,8 @@ class _Sharding:
     def max_logit(self, values: Tensor) -> Tensor:
         """Return the maximum [...] over all classes of the logits ``values`` [..., classes of this rank].
 
-        The same all-reduce checks each rank's number of classes. If a logit is NaN, gloo's maximum may miss it. The loss is
-        NaN anyway, because the sum of exponentials is NaN.
+        One all-reduce (MAX) computes the maximum, and checks each rank's number of classes. If a logit is NaN, gloo's
+        maximum may miss it. The loss is NaN anyway, because the sum of exponentials is NaN.
 
         Raises:
             RuntimeError: A rank has a wrong number of classes (on CPU; a device assertion on CUDA).

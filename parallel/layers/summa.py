@@ -265,7 +265,7 @@ class _Reduction:
             self._mine.append(term)
 
     def finish(self) -> Tensor | None:
-        """Return the sums that this rank owns, concatenated along ``dim``; None if this rank owns no panel."""
+        """Return the sums that this rank owns, concatenated along ``dim``; None if no added tensor is for this rank."""
         self._wait()
         if len(self._mine) > 1:
             return torch.cat(self._mine, self._dim)

@@ -73,8 +73,8 @@ class Linear3D(nn.Module):
         Under autocast the operands are cast to the autocast dtype before they are gathered. The gathered input
             [batch/weight, ..., in/output] and weight [in/output, out/input] are saved for backward.
     Raises:
-        ValueError: A rank would get no elements of a parameter; the input has fewer than 2 dims, or not in/output features;
-            or the gathered batch is not divisible by the size of output.
+        ValueError: A rank would get no elements of a parameter; an axis is unknown; the input has fewer than 2 dims, or not
+            in/output features; or the gathered batch is not divisible by the size of output.
     Collectives: in forward an all-gather over input, an all-gather over weight, and a reduce-scatter over output. In
     backward a reduce-scatter over input, a reduce-scatter over weight, an all-gather over output, and for the bias an
     all-reduce over weight and output.
@@ -186,7 +186,7 @@ class DiagonalTable(nn.Module):
         self.rows, self.features = full.shape
         (self._local_features,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
         self.weight = keep_owned_shard(full, P(None, output, owned={input: output}), registry)
-        self.register_buffer("_like", full.new_empty(0), persistent=False)  # has the module's dtype and device
+        self.register_buffer("_like", full.new_empty(0), persistent=False)  # follows module.to()
 
     def table(self) -> Tensor:
         """Return the shard [rows, features/output] for this rank's coordinate on ``output``, on every rank.

@@ -1,1 +1,1 @@
-"""Transforms that replace parameters by stepped tensors (shards, CPU copies, float32 masters), and optimizer states."""
+"""Parameter transforms, which let an optimizer step shards, CPU copies or float32 masters, and optimizer state dicts."""

@@ -1,6 +1,8 @@
-"""Parameter transforms, which replace the model's parameters in an optimizer's param groups, and the chain of transforms.
+"""Parameter transforms, which replace the model's parameters in an optimizer's param groups, and the chain of
+transforms.
 
-Transforms replace parameters by local tensors of DTensors, shards, CPU copies or float32 masters, in this order.
+A transform replaces parameters by local tensors of DTensors, by shards, by CPU copies, or by float32 master weights.
+The chain applies the transforms in this order.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from ..step.wrapped_optimizer import own_calls
 
 
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
-"""The (replacement, offset) pairs of each replaced tensor; an empty sequence removes the tensor from its param group."""
+"""For each replaced tensor, (replacement, offset in the flattened tensor) pairs; no pair: the group loses the tensor."""
 
 
 def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -46,9 +48,9 @@ def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
-    """Return a (name, parameter) pair per parameter.
+    """Return a (name, parameter) pair per parameter of all param groups.
 
-    The name is the one in the param group, else the one in the parameter's annotation, else None.
+    The name is taken from the param group, else from the parameter's annotation. None: there is no name.
     """
     named: list[tuple[str | None, Tensor]] = []
     for group in param_groups:
@@ -82,7 +84,12 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
 
 
 def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[ParamPosition]:
-    """Return one `ParamPosition` per parameter, with indices from ``first`` on. Call it before any tensor is replaced."""
+    """Return one `ParamPosition` per parameter of all param groups. Call it before any parameter is replaced.
+
+    Args:
+        param_groups: The param groups.
+        first: The index of the first parameter. Default: 0.
+    """
     return [
         ParamPosition(index, name or f"parameter {index}", param, param)
         for index, (name, param) in enumerate(named_params_of(param_groups), first)
@@ -90,9 +97,11 @@ def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> l
 
 
 def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
-    """Return new ``params`` for a group, with each tensor replaced by the tensors in ``replacement(tensor)``.
+    """Return a dict with the new ``params`` of a group: each tensor is replaced by the tensors in
+    ``replacement(tensor)``.
 
-    The result is a dict. If the group has ``param_names``, the dict also has them, with one name per new tensor.
+    If the group has ``param_names``, the dict has them too: each new tensor gets the name of the tensor that it
+    replaces.
     """
     named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
     result: dict[str, Any] = {"params": [param for _, param in named]}
@@ -103,6 +112,8 @@ def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequenc
     """Move the optimizer's state of ``param``, if it has any, to the tensors that replace it.
 
     Args:
+        optimizer: The optimizer.
+        param: The replaced tensor.
         targets: (tensor, offset) pairs. The tensor holds elements of the flattened parameter, beginning at ``offset``.
             Empty: the state is dropped.
     """
@@ -119,20 +130,21 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
     if key not in SCALAR_STATE and value.shape == param.shape != target.shape:
         value = value.reshape(-1)[offset : offset + target.numel()].view(target.shape)
     elif target.device == param.device:
-        return value.clone()  # stays on its device: optimizers without fused kernels keep step counts on the CPU
+        return value.clone()  # on the device of ``value``: optimizers without fused kernels keep step counts on the CPU
     return value.to(target.device, copy=True)
 
 
 # Parameter transforms -------------------------------------------------------------------------------------------------
 
 # A user passes state placements (`StatePlacement`), such as ``states=(Sharded("data"), Offloaded(0.5))``. A placement
-# checks its arguments and makes a parameter transform (`ParamTransform`). Transforms are installed in the order of their
-# `Position`; each one replaces tensors that the previous one returned:
+# checks its arguments and makes a parameter transform (`ParamTransform`). Transforms are installed in the order of
+# their `Position`; each one replaces tensors that the previous one returned:
 #
 #     model parameter -> local tensor of a DTensor -> shard -> copy on the CPU -> float32 master -> stepped tensor
 #
-# At the end of a window gradients move from left to right (`pull_grads`). After the update weights move from right to left
-# (`step`, `write_back`). A transform handles only its own replacement; `TransformChain` handles order and nesting.
+# At the end of an accumulation window, gradients move from left to right (`pull_grads`). After the update, weights move
+# from right to left (`step`, `write_back`). A transform handles only its own replacements; `TransformChain` calls the
+# transforms in the right order.
 
 
 @renamed_members(CUT="SHARD")
@@ -161,7 +173,7 @@ class PlacementContext:
         optimizer: The torch optimizer that the user passed.
         precision: The precision mode.
         registry: The process groups of the mesh.
-        averages_data: True (default) if this library averages gradients over the data axes.
+        averages_data: True (default) if meshstep averages gradients over the data axes.
         data_parallel: The controller of torch's or Megatron's data parallelism. None (default): neither is used.
         overlap: True if gradients are reduced during backward. Default False.
         placements: All state placements of the optimizer. Default: none.
@@ -177,7 +189,7 @@ class PlacementContext:
 
     @property
     def main_grads(self) -> bool:
-        """Return True if half-precision parameters have float32 gradients (main gradients)."""
+        """Return True if the gradients of half-precision parameters are accumulated in float32 (main gradients)."""
         wanted = self.precision.masters and self.precision.main_grads
         return wanted and (self.data_parallel is None or self.data_parallel.float32_grads)
 
@@ -205,11 +217,11 @@ class StatePlacement(ABC):
 
     @abstractmethod
     def check(self, context: PlacementContext) -> None:
-        """Raise ValueError if the placement is incompatible with ``context``; change nothing. Collectives: none."""
+        """Raise ValueError if the placement is incompatible with the optimizer's settings. Collectives: none."""
 
     @abstractmethod
     def transform(self, context: PlacementContext) -> ParamTransform:
-        """Return the parameter transform, not installed yet. Collectives: none."""
+        """Return the parameter transform of this placement. The caller installs it. Collectives: none."""
 
 
 @renamed_members(
@@ -223,7 +235,7 @@ class StatePlacement(ABC):
     cut_over="sharded_over",
 )
 class ParamTransform:
-    """The base class of parameter transforms. It replaces no tensor; subclasses override the methods that they need.
+    """Base class of parameter transforms. It replaces no tensor. Subclasses override the methods that they need.
 
         class CountUpdates(ParamTransform):
             updates = 0
@@ -232,19 +244,20 @@ class ParamTransform:
                 self.updates += 1
                 super().step(request, update)
 
-    In `step`, ``update`` calls the `step` of the transforms nearer to the optimizer, and then the optimizer.
+    The argument ``update`` of `step` calls the `step` of the transforms nearer to the optimizer, and then the
+    optimizer. "Window" in the methods means accumulation window: the micro-batches of one optimizer step.
     """
 
     idle = False
-    """True if the transform has nothing to do; a step then does not call its methods. Read after `install`."""
+    """True if the transform has nothing to do, so that a step does not call its methods. Read after `install`."""
     is_local = False
-    """True if the rest of the library must treat its replacements as the model's parameters."""
+    """True if the rest of meshstep must treat the transform's replacements as the model's parameters."""
     replica_dependent = False
-    """True if a tensor may be replaced on one rank, but not on another rank with a replica of it."""
+    """True if the transform may replace a tensor on one rank, and not replace its replica on another rank."""
     supports_partial_step = False
     """True if an update may consist of several calls of `step`, each with some of the parameters in the param groups."""
     may_step_partially = False
-    """True if all transforms between this one and the optimizer have ``supports_partial_step``; set by the chain."""
+    """True if all transforms between this one and the optimizer have ``supports_partial_step``. The chain sets it."""
 
     def keeps_grad_here(self, tensor: Tensor) -> bool:
         """Return True if gradients are reduced, measured and clipped on ``tensor``, an input of this transform.
@@ -263,7 +276,7 @@ class ParamTransform:
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Return the replacements of the tensors in ``positions``. A tensor without an entry is not replaced.
 
-        It is called again, with the new positions, when a param group is added.
+        The chain calls it again when a param group is added, with the positions of the new tensors only.
         """
         return {}
 
@@ -274,7 +287,12 @@ class ParamTransform:
         move_state(optimizer, tensor, targets)
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return the plan of the replacements. ``plan`` has one entry per position, for the tensor before replacement."""
+        """Return the reduction plan of the replacements.
+
+        Args:
+            plan: A plan with one entry per position, for the tensor before this transform replaced it.
+            positions: The positions of all stepped tensors.
+        """
         return plan
 
     def micro_batch(self, window: Window) -> AbstractContextManager[None]:
@@ -287,13 +305,14 @@ class ParamTransform:
     def catch_up(self, window: Window) -> None:
         """Issue the collectives of this transform's `micro_batch`, if this rank ran no backward in the window.
 
-        Called at the end of a window, so that all ranks issue the same collectives in the same order.
+        It is called at the end of each window, so that all ranks issue the same collectives in the same order.
         """
 
     def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
         """Move gradients from the replaced tensors to their replacements, at the end of a window.
 
         Args:
+            window: The accumulation window that ends.
             averaged: False if torch's data parallelism should have averaged the gradients over the data axes, but did
                 not.
         Returns:
@@ -303,9 +322,9 @@ class ParamTransform:
         return None
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update`` with the request or a changed copy of it, then write the result back.
+        """Call ``update`` with the request or a changed copy of it, then write the new weights to the replaced tensors.
 
-        If the request skips the update, nothing may change.
+        If ``request.skip`` is set, no weight and no optimizer state may change.
         """
         update(request)
         self.write_back()
@@ -314,17 +333,20 @@ class ParamTransform:
         """Write the values of the replacements into the replaced tensors. Every rank must call it."""
 
     def reload(self) -> None:
-        """Set the replacements to the values of the replaced tensors. Called after other code wrote weights."""
+        """Set the replacements to the values of the replaced tensors. It is called after other code wrote weights."""
 
     def has_copies(self) -> bool:
         """Return True if a replacement has memory of its own, so that `write_back` overwrites the replaced tensor."""
         return False
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first replaced tensor whose value, written by other code, `write_back` would overwrite; else None.
+        """Return the first replaced tensor with values that other code wrote and `write_back` would overwrite; else
+        None.
 
-        Detected writes, which change the tensor's version counter or memory, are left out: `pull_grads` copies these
-        tensors to their replacements. Host synchronization: one or two per tensor with a copy.
+        It finds writes that change neither the tensor's version counter nor its memory, such as in-place writes through
+        ``.data``. After other writes, `pull_grads` copies the tensor to its replacement, so nothing is lost.
+
+        Host synchronization: a few per tensor that has a copy.
         """
         return None
 
@@ -343,18 +365,19 @@ class ParamTransform:
         return {}
 
     def master_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a new float32 tensor with the master of ``tensor``, if this transform keeps only its remainder; else None.
+        """Return a new float32 tensor with the master weight of ``tensor``, if the transform does not store it as a
+        tensor.
 
-        Only `SplitMasters` keeps remainders.
+        Else return None. Only `SplitMasters`, which stores remainders instead of master weights, returns a tensor.
         """
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries that a checkpoint needs in addition to the optimizer's own state.
 
-        Keys must be unique among transforms. A checkpoint stores each rank's masters. Loading rebuilds ``"shards"`` and
-        ``"dtypes"`` for the new layout. All other entries are stored from rank 0 only, so they must be plain values
-        that are equal on all ranks.
+        Keys must be unique among transforms. `save_checkpoint` stores the entry ``"masters"`` of each rank. It does not
+        store ``"shards"`` and ``"dtypes"``, which `load_checkpoint` makes for the new layout. It stores all other
+        entries from rank 0 only, so they must be plain values that are equal on all ranks.
         """
         return {}
 
@@ -362,7 +385,7 @@ class ParamTransform:
         """Raise ValueError if ``state`` was saved in another layout or is malformed; change nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` on this rank. The caller then calls `write_back` on all ranks.
+        """Restore the entries of `state_dict` on this rank. The caller then calls `write_back` on all ranks.
 
         Raises:
             ValueError: The state does not fit; nothing is changed.
@@ -375,7 +398,8 @@ _SHARED = "_meshstep_shared"  # attribute of a gradient that is the local tensor
 
 
 class LocalTensors(ParamTransform):
-    """The transform that replaces each DTensor by its local parameter, with the same memory, name and spec.
+    """The transform that replaces each DTensor by its local tensor, as a parameter with the same memory, name and
+    layout.
 
     FSDP2 and torch's tensor parallelism create DTensor parameters. torch's fused optimizers reject a mixture of
     DTensors and plain tensors; local tensors avoid this. An update then issues no hidden collectives, and later
@@ -383,7 +407,7 @@ class LocalTensors(ParamTransform):
     the transform does nothing.
 
     Args:
-        topology: Its axes correspond to the dims of the DTensors' device meshes.
+        topology: The mesh, whose axes correspond to the dims of the DTensors' device meshes.
     """
 
     is_local = True
@@ -397,7 +421,7 @@ class LocalTensors(ParamTransform):
         return not self._pairs
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Replace the DTensors. Raises ValueError if a DTensor's layout has no spec."""
+        """Return the local parameters of the DTensors. Raise ValueError if meshstep does not support a DTensor's layout."""
         tensors = [at.tensor for at in positions]
         if not has_dtensors(tensors):
             return {}
@@ -418,13 +442,15 @@ class LocalTensors(ParamTransform):
             }
 
     def pull_grads(self, window: Window, averaged: bool) -> Exception | None:
-        """Set the gradient of every local parameter to the local tensor of its DTensor's gradient, which may be partial.
+        """Set the gradient of each local parameter to the local tensor of its DTensor's gradient.
 
-        If the DTensor has no gradient, a gradient that other code set on the local parameter is kept. For example,
-        trainers set zero gradients and make a step to create optimizer states, before they load states.
+        The local gradient may be partial: it must still be summed over ranks. If the DTensor has no gradient, a
+        gradient that other code set on the local parameter is kept. For example, trainers set zero gradients and make a
+        step to create optimizer states, before they load states.
 
         Returns:
-            The error for a gradient with an unsupported layout; None: there is none. The local gradient is then NaN.
+            The error for a gradient with an unsupported layout, whose local gradient is filled with NaN; None: no
+            error.
         """
         from ...parallel.interop.dtensor import local_parameter, poison_gradient, share_gradient
 
@@ -443,7 +469,7 @@ class LocalTensors(ParamTransform):
         return problem
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update``, then set the DTensors' gradients again, so that clearing them frees the memory."""
+        """Call ``update``, then give the gradients back to the DTensors, so that clearing these gradients frees memory."""
         from ...parallel.interop.dtensor import return_gradient
 
         update(request)
@@ -477,17 +503,17 @@ class StepObserver:
         return None
 
     def local_grads(self, window: Window) -> None:
-        """Read the gradients after backward, before `step` reduces them. Some may have been reduced during backward."""
+        """Read the gradients after backward, before `step` reduces them. Backward may have reduced some of them."""
 
     def reduced_grads(self, window: Window) -> None:
         """Read the reduced gradients of the stepped tensors (`ParallelOptimizer.stepped_tensors`), before clipping.
 
-        These gradients are still multiplied by the loss scale (``window.scale``), and not divided by the window's
-        weight.
+        These gradients are still multiplied by the loss scale (``window.scale``). They are not yet divided by the
+        weight of the accumulation window, the sum of its micro-batches' weights.
         """
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update(request)`` exactly once. ``update`` steps or skips, and writes the result into the model."""
+        """Call ``update(request)`` exactly once. It takes or skips the step, and writes the weights to the model."""
         update(request)
 
 
@@ -496,12 +522,13 @@ class StepObserver:
 
 @dataclass(frozen=True, eq=False)
 class GivenParam:
-    """A model parameter, and its dtype, device and ``requires_grad`` at an earlier time.
+    """A model parameter, with the dtype, device and ``requires_grad`` that it had when the optimizer received it.
 
     Args:
         name: The parameter's name for messages.
         param: The parameter.
-        trained: True if ``param.requires_grad`` was True each time a param group was added, from its own group on.
+        trained: True if ``param.requires_grad`` was True when the optimizer received the parameter, and also each time
+            a param group was added later.
         dtype: The dtype when the optimizer received the parameter.
         device: The device when the optimizer received the parameter.
     """
@@ -514,7 +541,7 @@ class GivenParam:
 
     @classmethod
     def of(cls, name: str, param: Tensor) -> GivenParam:
-        """Return a `GivenParam` with the parameter's present dtype, device and ``requires_grad``."""
+        """Return the record of a parameter that the optimizer receives now."""
         return cls(name, param, param.requires_grad, param.dtype, param.device)
 
     @property
@@ -533,16 +560,17 @@ class TransformChain:
         registry: The process groups of the mesh.
 
     Attributes:
-        positions: One `ParamPosition` per stepped tensor, in the order of the param groups.
-        given: The model parameters, including parameters of which this rank holds no shard.
-        frozen: Model parameters that were trained at first, and frozen before a later param group was added. They cannot
-            be unfrozen.
+        positions: One `ParamPosition` per stepped tensor (a tensor in the param groups), in the order of the param
+            groups.
+        given: The model parameters that the optimizer received, including parameters of which this rank steps no shard.
+        frozen: Model parameters that were trained at first, and frozen before a later param group was added. They
+            cannot be unfrozen.
         pulling_grads: The transforms that override `pull_grads`, from the model to the optimizer.
         catching_up: The transforms that override `catch_up`.
         observers: The step observers, in the order of calls.
         around_update: The functions around an update, innermost first: the transforms' `step`, then the observers'
             `update`.
-    Collectives: the transforms' collectives.
+    Collectives: those of the transforms' `install`.
     """
 
     def __init__(
@@ -556,7 +584,11 @@ class TransformChain:
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer, and install the transforms over it. If one raises, remove the group again."""
+        """Add a param group to the optimizer, and install the transforms over it. If a transform raises, remove the
+        group.
+
+        Collectives: those of the transforms' `install`.
+        """
         before, given, frozen = len(self.optimizer.param_groups), self.given[:], self.frozen[:]
         with own_calls:
             self.optimizer.add_param_group(param_group)
@@ -571,7 +603,8 @@ class TransformChain:
         positions = positions_in(groups, first=len(self.given))
         for param in (at.param for at in positions if type(at.param) in PLAIN and at.param.is_neg()):
             resolve_(param)  # writes the negated values to memory, which transforms read directly
-        # The new plan leaves out parameters that have been frozen since the last plan; they can't be unfrozen later.
+        # The new reduction plan leaves out parameters that were frozen since the previous plan. So they can't be
+        # unfrozen later.
         self.frozen += [of.param for of in self.given if of.trained and not of.param.requires_grad]
         self.given = [replace(of, trained=of.trained and of.param.requires_grad) for of in self.given]
         self.given += [GivenParam.of(at.name, at.param) for at in positions]
@@ -586,15 +619,15 @@ class TransformChain:
         self.set_observers(self.observers)
 
     def explain(self, error: Exception) -> None:
-        """Raise RuntimeError from ``error`` if a parameter's dtype or device has changed, a likely cause of ``error``.
+        """Raise RuntimeError from ``error`` if the dtype or device of a parameter changed, a likely cause of ``error``.
 
-        Do nothing if none has changed, or if ``error`` already has this message.
+        Do nothing if no parameter changed, or if ``error`` already has this message.
         """
         if (text := self.converted()) and text != str(error):
             raise RuntimeError(text) from error
 
     def converted(self) -> str | None:
-        """Return the error message for the first parameter whose dtype or device has changed; None: there is none."""
+        """Return the error message for the first parameter whose dtype or device changed; None: no parameter changed."""
         for of in self.given:
             if of.is_converted:
                 param = of.param
@@ -611,7 +644,7 @@ class TransformChain:
         self.around_update = [*self._stepping, *(observer.update for observer in self.observers)]
 
     def _those_with(self, *methods: str) -> list[ParamTransform]:
-        """Return the non-idle transforms that override any of these methods, so that a step calls no empty methods."""
+        """Return the transforms that override any of these methods and are not idle. A step calls only these."""
         return [
             transform
             for transform in self.transforms
@@ -646,9 +679,10 @@ class TransformChain:
         return params_of(self.optimizer.param_groups)
 
     def values(self) -> list[Tensor]:
-        """Return one tensor per stepped tensor: a new float32 master if only its remainder is kept, else the tensor itself.
+        """Return the values of the stepped tensors, one tensor each.
 
-        `SplitMasters` keeps remainders.
+        For a bfloat16 tensor with split master weights (`SplitMasters`), it is a new float32 master weight. Otherwise
+        it is the stepped tensor itself.
         """
         transforms = self._those_with("master_of")
         return [
@@ -657,10 +691,11 @@ class TransformChain:
         ]
 
     def table(self, model_plan: ReductionPlan) -> ParamTable:
-        """Return one record per stepped tensor. Collectives: none. Host synchronization: none.
+        """Return a table with one record per stepped tensor.
 
         Args:
-            model_plan: The agreed plan of the model parameters.
+            model_plan: The reduction plan of the model parameters, on which all ranks agree.
+        Collectives: none. Host synchronization: none.
         """
         grad_tensors = [
             self._first_on_path(at, lambda transform, given: transform.keeps_grad_here(given)) for at in self.positions
@@ -671,14 +706,14 @@ class TransformChain:
         return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
 
     def _first_on_path(self, at: ParamPosition, stops: Callable[[ParamTransform, Tensor], bool]) -> Tensor:
-        """Return the input of the first transform for which ``stops`` is true, else the stepped tensor."""
+        """Return the input of the first transform for which ``stops(transform, input)``, else the stepped tensor."""
         return next(
             (given for transform, given in zip(self.transforms, at.path, strict=True) if stops(transform, given)),
             at.tensor,
         )
 
     def derive(self, model_plan: ReductionPlan) -> ReductionPlan:
-        """Return the plan of the stepped tensors from the plan of the model parameters. Collectives: none."""
+        """Return the reduction plan of the stepped tensors from that of the model parameters. Collectives: none."""
         entries = tuple(model_plan.entries[at.index] for at in self.positions)
         slots = model_plan.parameter_slots
         plan = replace(
@@ -691,7 +726,7 @@ class TransformChain:
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Return one dict of state tensors by name per stepped tensor: its optimizer state and the `extra_state`."""
+        """Return one dict of tensors by name per stepped tensor: its optimizer state, and the transforms' `extra_state`."""
         state, transforms = self.optimizer.state, self._those_with("extra_state")
         return [
             {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}
@@ -703,18 +738,24 @@ class TransformChain:
 
     @property
     def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
-        """Return the transforms' `micro_batch` methods: each returns a context manager around a micro-batch's backward."""
+        """Return the `micro_batch` methods of the transforms that override it.
+
+        Each method returns a context manager around the backward of a micro-batch.
+        """
         return [transform.micro_batch for transform in self._those_with("micro_batch")]
 
     def has_copies(self) -> bool:
-        """Return True if a replacement on this rank has memory of its own."""
+        """Return True if a replacement on this rank has memory of its own, as a master weight or a CPU copy has."""
         return any(transform.has_copies() for transform in self.transforms)
 
     @torch.no_grad()
     def find_overwritten(self) -> str | None:
-        """Return the name of the first parameter whose value, written by other code, the next step would overwrite.
+        """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
-        None: there is no such parameter. Host synchronization: one or two per tensor with a copy.
+        Only writes that change neither version counter nor memory are found, because a step takes over other writes.
+        None: there is no such parameter.
+
+        Host synchronization: a few per tensor that has a copy.
         """
         for transform in self.transforms:
             tensor = transform.find_overwritten()
@@ -733,7 +774,7 @@ class TransformChain:
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of all transforms that a checkpoint needs in addition to the optimizer's own state."""
+        """Return the entries of all transforms, which a checkpoint needs in addition to the optimizer's own state."""
         return {key: value for transform in self.transforms for key, value in transform.state_dict().items()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -744,10 +785,10 @@ class TransformChain:
             raise other_layout(state["shards"], None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state`` on this rank. Every rank must call `write_back` afterwards.
+        """Restore the result of `state_dict` on this rank. Every rank must call `write_back` afterwards.
 
         Raises:
-            ValueError: The state does not fit; nothing is changed.
+            ValueError: The state does not fit.
         """
         self.check_state(state)
         for transform in self.transforms:
@@ -760,7 +801,7 @@ class TransformChain:
 
 
 def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPosition]) -> Any:
-    """Call a transform's `install` or `derive`, also in the deprecated form with a list of tensors as third argument."""
+    """Call a transform's `install` or `derive`. The method may have the deprecated third argument, a list of tensors."""
     if len(signature(method).parameters) != 3:
         return method(first, positions)
     name = method.__name__
@@ -773,7 +814,7 @@ def _call_with_positions(method: Any, first: object, positions: Sequence[ParamPo
 
 
 def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], object]:
-    """Return the transform's `step`, also if it has the deprecated form ``step(update)``."""
+    """Return the transform's `step` as a function of (request, update), also if it has the deprecated form step(update)."""
     if len(signature(transform.step).parameters) != 1:
         return transform.step
     warn_deprecated(
@@ -784,7 +825,7 @@ def _step_of(transform: ParamTransform) -> Callable[[UpdateRequest, Update], obj
 
 
 def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
-    """Return the error for saved optimizer states that are sharded in another way than the optimizer's.
+    """Return the error for saved optimizer states that are sharded in another way than the states of the optimizer.
 
     Args:
         saved: The ``"shards"`` entry of the saved state; None: unsharded.

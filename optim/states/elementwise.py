@@ -2,7 +2,7 @@
 
 Muon, Shampoo, LAMB and Adafactor compute norms, means or products of a full tensor, so a shard gives wrong results.
 Prodigy and D-Adaptation compute sums over all tensors of a rank, so the sums differ between ranks. Optimizers with
-quantized states (8-bit Adam) quantize blocks of elements, and only tensors above a certain size.
+quantized states (8-bit Adam) round blocks of elements together, and only in tensors above a certain size.
 
 An optimizer is recognized by the names of its class and package, so no third-party library is imported.
 """
@@ -60,7 +60,8 @@ _ELEMENTWISE: Mapping[str, Sequence[str]] = {
     "torchao": ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8"),
     "transformer_engine": ("FusedAdam", "FusedSGD"),
 }
-# Options that make these optimizers use full tensors, each with the value that turns it off.
+# Options of the optimizers in `_ELEMENTWISE` that make an update depend on more than one element. The value turns the
+# option off, and so does None.
 _WHOLE_TENSOR_OPTIONS: Mapping[str, float] = {
     "adanorm": False,
     "caution": False,
@@ -93,9 +94,11 @@ _WAY_OUT = (
 def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raise ValueError if the optimizer's update is not known to be elementwise, or if its states are quantized.
 
-    A bool in ``optimizer.elementwise`` overrides both checks. Optimizers whose step uses collectives are accepted.
+    If ``optimizer.elementwise`` is True, both checks are off. If it is False, ValueError is raised. Optimizers whose step
+    uses collectives are accepted.
 
     Args:
+        optimizer: The torch optimizer.
         why: The start of the message: why the optimizer gets shards, such as "Sharded gives the optimizer shards".
     """
     for part in parts_of(optimizer):
@@ -114,11 +117,14 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
     """Raise ValueError if the optimizer's result would depend on how the model is divided over ranks.
 
-    It does if parameters are sharded (declared or DTensors), and the update is not elementwise. It also does if ranks
-    hold different parameters, and the optimizer computes a value from all of its parameters together.
+    The result depends on it in two cases: parameters are sharded (declared or DTensors) and the update is not
+    elementwise; or ranks hold different parameters, and the optimizer computes a value from all of its parameters
+    together.
 
     Args:
+        optimizer: The torch optimizer.
         entries: The plan entries of all stepped parameters, with validated specs. Frozen parameters are ignored.
+        topology: The topology.
     """
     entries, groups = list(entries), optimizer.param_groups
     for part in parts_of(optimizer):
@@ -142,6 +148,7 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
     ``optimizer.elementwise = True`` turns the check off.
 
     Args:
+        optimizer: The torch optimizer.
         why: The start of the message: why the optimizer does not step all parameters in one call on one rank.
     """
     for part in parts_of(optimizer):
@@ -164,6 +171,7 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
     It can't if it computes a value from all of its parameters together, or if its step issues collectives.
 
     Args:
+        optimizer: The torch optimizer.
         why: The start of the message: the feature that steps bucket by bucket.
     """
     check_each_alone(optimizer, why)
@@ -176,7 +184,7 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 
 def _why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why the optimizer may not be elementwise, as the end of a sentence; None: it is, or it uses collectives."""
+    """Return the reason why the optimizer may not be elementwise; None if it is elementwise, or if it uses collectives."""
     if asks_other_ranks(optimizer):
         return None
     said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
@@ -228,7 +236,10 @@ def _across_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _clips_by_itself(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the maximum of the optimizer's own gradient norm clipping; None: it has none (LAMB without ``pre_norm``)."""
+    """Return the maximum norm by which the optimizer itself clips all of its gradients; None: it does not clip them.
+
+    For an optimizer with the attribute ``pre_norm=False``, which some LAMB optimizers have, the result is None.
+    """
     if getattr(optimizer, "pre_norm", None) is False:
         return None
     return next((value for value in _values(optimizer, "max_grad_norm") if value not in (None, 0.0)), None)

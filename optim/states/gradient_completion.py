@@ -1,4 +1,4 @@
-"""The reduction of gradients at the end of an accumulation window, from the model's parameters to the stepped tensors."""
+"""Reduction of an optimizer's gradients at the end of an accumulation window, with checks in the first windows."""
 
 from __future__ import annotations
 
@@ -29,31 +29,33 @@ from ..step.window import Window
 from .chain import TransformChain
 
 _CHAINS: WeakSet[TransformChain] = WeakSet()
-"""The chains of all optimizers, because several optimizers may step parts of one model."""
+"""The transform chains of all optimizers. A parameter of a model may belong to any of several optimizers."""
 
 
 class GradientCompletion:
-    """The reduction of an optimizer's gradients at the end of each window, with checks in the first windows.
+    """Reduces an optimizer's gradients at the end of each accumulation window, with checks in the first windows.
 
-    `ParallelOptimizer` creates a new object when a param group is added.
+    A window is the micro-batches of one optimizer step. `ParallelOptimizer` creates a new object when a param group is
+    added.
 
     Args:
         chain: The parameter transforms.
         table: One record per stepped tensor.
-        buckets: A function that returns the gradient buckets of a reduction plan. These buckets reduce gradients after
-            all transforms have moved gradients.
-        early: Buckets over the model's parameters, reduced during backward; if this rank ran no backward, at the end of
-            the window. None: gradients are not reduced in backward.
+        buckets: A function that returns the gradient buckets of a reduction plan. Their collectives run after all
+            transforms have moved gradients to the stepped tensors.
+        early: Buckets over the model's parameters that are reduced during backward. If this rank ran no backward in a
+            window, they are reduced at the end of the window. None: no gradient is reduced during backward.
         agreement: The comparison of settings between ranks, evaluated in the first window; None: there is one rank.
         unused: The check for parameters without gradients.
         model: The check for trainable parameters that no optimizer has.
         has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
 
     Attributes:
-        table: The records. The first window adds the axes over which DTensor gradients are partial to their specs.
+        table: One record per stepped tensor. The first window adds to the records' specs the axes over which DTensor
+            gradients are partial.
         grads_checked: True after all ranks have checked the gradients of the first window.
-        changed: Two tuples of indices of model parameters: those frozen since they were added to the optimizer, and those
-            unfrozen since then. Updated in every window.
+        changed: Two tuples of indices of model parameters: the parameters that were frozen since they were added to the
+            optimizer, and the parameters that were unfrozen since then. Updated in every window.
     """
 
     def __init__(
@@ -90,22 +92,28 @@ class GradientCompletion:
         """Reduce the gradients, once per window. Later calls in the same window do nothing.
 
         Args:
-            switch: The controller of gradient reduction during backward; None: backward reduces nothing.
+            window: The accumulation window that ends.
+            switch: The controller of gradient reduction by torch's or Megatron's data parallelism, or of reduction
+                during backward; None: there is none.
         Returns:
             An error that concerns this rank only; raise it after the step's remaining collectives. None: no error.
         Raises:
             RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not
-                reduced gradients that only it can reduce. In the first window, on every rank: there are no gradients,
-                gradients are not from `backward` or `window`, a pipeline schedule divided gradients twice, the model has
-                trainable parameters that no optimizer has, or settings differ between ranks. In the second and 16th
-                window, on every rank: the step would overwrite weights that other code wrote through ``.data``. With
-                one rank: a parameter was unfrozen.
+                reduced gradients that only it can reduce. Or a transform can't use the gradients of the window, because
+                backward bypassed the optimizer, gradients were not cleared, or weights were written before the capture
+                of a CUDA graph. In the first window, on every rank: there are no gradients, gradients are not from
+                `backward` or `window`, a pipeline schedule divided gradients twice, the model has trainable parameters
+                that no optimizer has, or settings differ between ranks. In the second and 16th window, on every rank:
+                the step would overwrite weights that other code wrote through ``.data``. With one rank: a parameter was
+                unfrozen.
             TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, the gradient of
                 a DTensor has an unsupported layout, a `DistributedDataParallel` wraps a sharded parameter, or a trainer
                 or accelerate also clips.
-        Collectives: the reductions of buckets and transforms; in the first window two object all-gathers; in the 16th
-            window one; in the second window one if a rank has copies of weights (masters, `Offloaded`).
-        Host synchronization: in these three windows only.
+        Collectives: the reductions of buckets and transforms, and those of step observers. Object all-gathers: two in
+            the first window, one in the 16th, and one in the second if a rank has copies of weights (masters,
+            `Offloaded`).
+        Host synchronization: in these three windows. In other windows only if a transform or an observer needs it, as
+            `Offloaded` does after other code wrote weights.
         """
         if window.phase in ("complete", "clipped"):
             return None
@@ -124,8 +132,8 @@ class GradientCompletion:
         seen = None if self.grads_checked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
-        # If this rank ran no backward, it reduces here, before its transforms run: other ranks reduced in backward, and all
-        # ranks must issue their collectives in the same order.
+        # If this rank ran no backward, it reduces here, before its transforms run: other ranks reduced in backward, and
+        # all ranks must issue their collectives in the same order.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
         for transform in self.chain.catching_up:
@@ -143,7 +151,8 @@ class GradientCompletion:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
                 problem = poison_bad_kinds(self.table) or problem
-        # If torch's data parallelism skipped the last micro-batch, `averaged` is False and these buckets average as well.
+        # ``averaged`` is False if torch's data parallelism did not reduce the last micro-batch. Then these buckets
+        # average over the data axes as well.
         buckets = self._buckets if averaged else gradient_buckets(self.params, self.table.plan, self.chain.registry)
         if buckets:
             reduce_all(buckets)
@@ -160,7 +169,7 @@ class GradientCompletion:
         Raises:
             RuntimeError: On every rank: the step would overwrite weights that other code wrote. The next call raises
                 again unless `ParallelOptimizer.reload_from_model` was called.
-        Collectives: an object all-gather in the last window, and in the second one if a rank has copies of weights.
+        Collectives: an object all-gather in the 16th window, and in the second window if a rank has copies of weights.
         """
         if self._has_copies and unused.windows == 1:
             found = gather_objects(self.chain.find_overwritten(), self.chain.registry)
@@ -170,7 +179,7 @@ class GradientCompletion:
             self._unused = None
 
     def _seen(self, window: Window) -> GradientReport:
-        """Return this rank's report on its gradients and on the model's modules. `_look` compares the ranks' reports."""
+        """Return this rank's report on its gradients and on the model's modules, which `_look` gathers and checks."""
         params = self.chain.params
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         own = (of.param for chain in _CHAINS for of in chain.given)
@@ -190,11 +199,14 @@ class GradientCompletion:
         )
 
     def _look(self, mine: GradientReport, window: Window, averaged: bool) -> None:
-        """Check the gradients of the first window on all ranks, and note which DTensors have partial gradients.
+        """Check the gradients of the first window on all ranks, and record which DTensors have partial gradients.
 
         Args:
             mine: This rank's report.
+            window: The accumulation window.
             averaged: True if backward averaged the gradients over the data axes.
+        Raises:
+            RuntimeError, ValueError: On every rank: a rank's report shows an error, or settings differ between ranks.
         Collectives: an object all-gather.
         """
         params = self.chain.params
@@ -212,7 +224,7 @@ class GradientCompletion:
             self._buckets = list(self._make_buckets(self.table.plan))
 
     def _spec_with_sums(self, row: SteppedTensor) -> P:
-        """Return the row's spec with the partial gradients that the model parameter's annotation now declares."""
+        """Return the record's spec, plus the partial axes that the model parameter's annotation now declares."""
         annotation = annotation_of(row.param)
         if annotation is None:
             return row.spec
@@ -221,8 +233,8 @@ class GradientCompletion:
     def _check_converted(self) -> None:
         """Raise RuntimeError if the dtype or device of a parameter has changed since the optimizer received it.
 
-        Each call checks only the first, the last, and one other parameter in turn. This is enough because a conversion
-        such as ``model.double()`` converts all parameters.
+        Each call checks only the first parameter, the last parameter, and one more parameter in turn. This is enough,
+        because a conversion such as ``model.double()`` converts all parameters.
         """
         given = self.chain.given
         if given:
@@ -231,7 +243,8 @@ class GradientCompletion:
                 raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:
-        """Return this rank's number for the `StepAgreement`; the numbers of ranks with equal settings sum to 0.
+        """Return this rank's number for the comparison of settings: if all ranks have equal settings, the numbers sum
+        to 0.
 
         With one rank return 0. Host synchronization: one if settings are device tensors.
         """
@@ -245,8 +258,10 @@ class GradientCompletion:
         """Find parameters whose ``requires_grad`` has changed since they were added, and record them in `changed`.
 
         Returns:
-            The ids of frozen parameters without a gradient, and the error for an unfrozen parameter or None. Raise the
-            error only after the collectives that other ranks expect. With one rank the error is raised here.
+            The ids of frozen parameters without a gradient, and the error for an unfrozen parameter, or None. The
+            caller must raise the error only after the collectives that other ranks expect.
+        Raises:
+            RuntimeError: With one rank: a parameter was unfrozen.
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]
@@ -262,7 +277,7 @@ class GradientCompletion:
         return frozen | {id(given[at].param) for at in self.changed[0] if given[at].param.grad is None}, problem
 
     def _forget(self, frozen: set[int]) -> None:
-        """Clear the gradients of ``frozen`` parameters, to which the reduction has added other ranks' gradients."""
+        """Clear the gradients of the frozen parameters with these ids. The reduction may have given them gradients."""
         for row in self.table:
             if id(row.leaf) in frozen:
                 clear_gradients([row.grad_tensor, *row.path], set_to_none=True)

@@ -32,7 +32,7 @@ class HalfStates(StatePlacement):
 
     Updates run in float32.
 
-    AdamW's states and masters then take, in bytes per element:
+    Memory of AdamW's states and masters, in bytes per element:
 
     | | float32 states | `HalfStates` |
     |---|---|---|
@@ -40,24 +40,22 @@ class HalfStates(StatePlacement):
     | master weights | 12 | 8 |
     | split master weights | 10 | 6 |
 
-    With `Sharded`, a rank has only its shards of these. A step also needs float32 copies of the states of 4 million
-    elements, or of one larger parameter. Step counts and other scalars keep their dtypes.
+    With `Sharded`, a rank has only its shards of states and masters. A step also needs float32 copies of the states of
+    4 million elements, or of one larger parameter. Step counts and other scalars keep their dtypes.
 
     Rounding is stochastic. An update such as ``v += 0.001 * (g * g - v)`` often changes ``v`` by less than half a unit
-    in the last place of bfloat16, and rounding to nearest would lose the change. After 2000 steps of a small network,
-    AdamW's second moments were 3.4 times the float32 ones with rounding to nearest. With stochastic rounding they were
-    1.0 to 1.06 times the float32 ones.
+    in the last place of bfloat16, and rounding to nearest would lose the change.
 
-    Replicas of a parameter are rounded with equal random bits, because these are seeded by the parameter's name and the
-    step count. A CPU draws other bits than a GPU. If `Offloaded` steps one replica on the CPU and another one on a GPU,
-    they therefore differ by more than the kernels' rounding.
+    Replicas of a parameter are rounded with equal random bits, because the random generator is seeded by the
+    parameter's name and the step count. A CPU draws other bits than a GPU. So if `Offloaded` steps one replica on the
+    CPU and another replica on a GPU, the replicas differ by more than the rounding of the kernels.
 
     Args:
         dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would
             underflow most second moments to 0.
         seed: The seed of the stochastic rounding, an integer, equal on all ranks. Default 0.
-    Collectives: none. Host synchronization: none of its own. The optimizer steps bucket by bucket; if its step
-    synchronizes with the host, it does so once per bucket.
+    Collectives: none. Host synchronization: none, except that of the optimizer's step. The optimizer steps bucket by
+    bucket, so if its step synchronizes with the host, it does so once per bucket.
     """
 
     position: ClassVar[Position] = Position.STATE
@@ -80,11 +78,11 @@ class HalfStates(StatePlacement):
 
 
 class HalfStatesTransform(ParamTransform):
-    """The transform that converts states to float32 before each update and rounds them afterwards; see `HalfStates`."""
+    """The transform of `HalfStates`: converts states to float32 before an update, and rounds them to bfloat16 after it."""
 
     def __init__(self, how: HalfStates, context: PlacementContext) -> None:
         self.how, self.registry, self.optimizer, self.steps = how, context.registry, context.optimizer, 0
-        self._split = context.precision.split_masters  # True: states of bfloat16 tensors are also float32 in an update
+        self._split = context.precision.split_masters  # True: bfloat16 tensors also have float32 states in an update
         self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:
@@ -95,7 +93,8 @@ class HalfStatesTransform(ParamTransform):
             tensor = at.tensor
             if tensor.dtype == torch.float32 or (self._split and tensor.dtype == torch.bfloat16):
                 spec = (annotation_of(tensor) or Annotation(P())).spec_on(self.registry.topology)
-                # Pipeline stages may use different names for a tied parameter, and must draw the same random bits.
+                # Pipeline stages must draw the same random bits for a tied parameter, but may use different names for
+                # it.
                 name = f"{spec} {tuple(tensor.shape)}" if spec.tied else at.name
                 where = [self.registry.coordinate[axis] for axis in spec.distinct_axes(self.registry.topology)]
                 self._keys[tensor] = f"{name} {where}"
@@ -104,9 +103,9 @@ class HalfStatesTransform(ParamTransform):
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Convert states to float32, call ``update``, and round the states, bucket by bucket.
+        """Per bucket, convert the states to float32, call ``update``, and round the states to bfloat16.
 
-        A skipped update changes no state, because bfloat16 values round to themselves.
+        A skipped update changes no state, because a bfloat16 value that was converted to float32 rounds to itself.
         """
 
         def step_one(bucket: Bucket) -> None:
@@ -119,14 +118,14 @@ class HalfStatesTransform(ParamTransform):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round states that are not bfloat16: torch's `load_state_dict` casts loaded states to the parameters' dtype."""
+        """Round states that are not bfloat16. torch's `load_state_dict` casts loaded states to the parameters' dtype."""
         self._round(self._keys)
 
     def _kept(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any], list[str]]]:
         """Yield (parameter, its state, keys of the state tensors that are kept in bfloat16)."""
         for param in params:
             state = self.optimizer.state.get(param, {}) if param in self._keys else {}
-            # Sorted, because replicas may have created their states in different orders.
+            # Sorted, because ranks with replicas may have created their states in different orders.
             if keys := [key for key in sorted(state) if is_half_kept(key, state[key], param)]:
                 yield param, state, keys
 
@@ -158,7 +157,7 @@ class HalfStatesTransform(ParamTransform):
             fields({"steps": check_count})(state["half_states"], "half_states")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the step count, which seeds the rounding. `write_back` rounds the loaded states afterwards."""
+        """Restore the number of steps, which seeds the rounding. `write_back` rounds the loaded states afterwards."""
         self.check_state(state)
         self.steps = state.get("half_states", {"steps": self.steps})["steps"]
 

@@ -32,19 +32,21 @@ from .elementwise import check_in_buckets
 
 # Split master weights -------------------------------------------------------------------------------------------------
 
-# A split weight is a bfloat16 weight with an int16 remainder: the upper and lower 16 bits of its float32 master. It is not
-# replaced: the param groups hold the bfloat16 weight, its gradient is the float32 main gradient, and its optimizer state is
-# float32. The update computes the master from weight and remainder, in registers or bucket by bucket (`SplitWeights`).
+# A split weight is a bfloat16 weight with an int16 remainder. They are the upper and lower 16 bits of its float32
+# master. The weight is not replaced: the param groups hold the bfloat16 weight, its gradient is the float32 main
+# gradient, and its optimizer state is float32. The update computes the master from weight and remainder, in registers
+# or bucket by bucket (`SplitWeights`).
 
 MANY_WRITES = 3
-"""Warn if other code has written weights before this number of consecutive steps."""
+"""`SplitMasters` warns if other code wrote weights before each of this number of consecutive steps."""
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def check_split(context: PlacementContext, params: Sequence[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError if the mode has split masters, and another setting or a parameter is incompatible with them.
+    """Raise ValueError if the mode has split masters, and a parameter, setting or optimizer is incompatible with them.
 
     Args:
+        context: The optimizer and its settings.
         params: (name or None, parameter) pairs of all parameters of the optimizer.
     """
     if not context.precision.split_masters:
@@ -68,14 +70,14 @@ class SplitMasters(ParamTransform):
     """The transform that keeps remainders of trained bfloat16 tensors: the low 16 bits of their float32 masters.
 
     If other code writes a weight between two steps, the next step sets its remainder to 0, so that the master is the
-    written value. A write is detected by the tensor's version counter, or by new memory with other values. If the
-    values in new memory are equal, as after ``model.to(memory_format=...)``, the remainder is kept. For this comparison
-    the previous memory, 2 bytes per element, stays allocated until the next step. In-place writes through ``.data`` are
-    not detected: the remainder is kept, and the master still rounds to the written value (`join_master`).
+    written value. A write is detected if it changes the tensor's version counter, or gives it new memory with other
+    values. If the values in new memory are equal, as after ``model.to(memory_format=...)``, the remainder is kept. For
+    this comparison the previous memory, 2 bytes per element, stays allocated until the next step. In-place writes
+    through ``.data`` are not detected. Then the remainder is kept, and the master still rounds to the written value.
 
     Attributes:
-        remainders: The int16 remainder of each trained bfloat16 tensor. It is 0 until the tensor is stepped or a
-            remainder is loaded; the master then equals the weight.
+        remainders: The int16 remainder of each trained bfloat16 tensor. It is 0, and the master equals the weight,
+            until the tensor is stepped or a state is loaded.
     """
 
     supports_partial_step = True
@@ -83,7 +85,7 @@ class SplitMasters(ParamTransform):
     def __init__(self, context: PlacementContext) -> None:
         self.optimizer = context.optimizer
         self.remainders: dict[Tensor, Tensor] = {}
-        self._weights: list[Tensor] = []  # the keys of `remainders`; the next lists are in this order
+        self._weights: list[Tensor] = []  # the keys of `remainders`; `_versions`, `_addresses`, ... have the same order
         self._index: dict[Tensor, int] = {}
         self._versions: list[int] = []
         self._addresses: list[int] = []
@@ -117,9 +119,12 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
-        """Zero the remainders of weights that other code has written; return weights that were written or have new memory.
+        """Set the remainders of weights that other code wrote to 0. Return the weights that were written or have new
+        memory.
 
-        Right after a load, weights that were written with equal values keep their remainders.
+        Right after a load, a weight that was written with equal values keeps its remainder, and is not returned.
+
+        Host synchronization: none, except once if weights were written right after a load.
         """
         weights, versions = self._weights, list(map(_version, self._weights))
         addresses = list(map(Tensor.data_ptr, weights))
@@ -137,13 +142,14 @@ class SplitMasters(ParamTransform):
         return [weights[index] for index in sorted({*written, *moved})]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Zero the remainders of weights that other code has written. Warn if it wrote before `MANY_WRITES` steps in a row.
+        """Set the remainders of weights that other code wrote to 0. Warn if it wrote before `MANY_WRITES` steps in a
+        row.
 
-        Host synchronization: none, except once if weights were written after a load.
+        Host synchronization: none, except once if weights were written right after a load.
 
         Raises:
-            RuntimeError: A weight was written, or has new memory, before a step that a CUDA graph captures: every replay
-                would set its remainder to 0.
+            RuntimeError: A CUDA graph captures the step, and a weight was written or has new memory. Each replay would
+                set its remainder to 0.
         """
         dropped = self._drop_written()
         if dropped and window.captured:
@@ -167,7 +173,10 @@ class SplitMasters(ParamTransform):
             self._versions, self._loaded = list(map(_version, self._weights)), []
 
     def write_back(self) -> None:
-        """Note the weights that this library has just written, so that their remainders are kept."""
+        """Record that meshstep itself wrote the weights, so that their remainders are kept.
+
+        Host synchronization: one after a load, else none.
+        """
         self._note_weights()
         if self._loaded:
             self._loaded = _bit_sums(self._weights)
@@ -180,7 +189,7 @@ class SplitMasters(ParamTransform):
         self._loaded = []
 
     def _remainder(self, tensor: Tensor) -> Tensor | None:
-        """Return the remainder of ``tensor``, zeroed if other code wrote the tensor; None: ``tensor`` has no remainder."""
+        """Return the remainder of ``tensor``, or None. If other code wrote the tensor, its remainder is set to 0 first."""
         remainder = self.remainders.get(tensor)
         if remainder is not None:
             index = self._index[tensor]
@@ -198,7 +207,7 @@ class SplitMasters(ParamTransform):
         return None if remainder is None else join_master(tensor.detach(), remainder)
 
     def step_as_masters(self, step: Callable[[], object]) -> None:
-        """Call the optimizer's own ``step`` with the split weights replaced by masters, bucket by bucket."""
+        """Call ``step``, the optimizer's own step, bucket by bucket, with the split weights replaced by float32 masters."""
         self._drop_written()
         SplitWeights(self.remainders).step(self.optimizer, step)
         self._note_weights()
@@ -211,7 +220,7 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"masters": {position: float32 master}}``, as `Masters` does. Allocates 4 bytes per element."""
+        """Return ``{"masters": {position in the param groups: float32 master}}``. Allocates 4 bytes per element."""
         self._drop_written()
         masters = {
             position: join_master(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()
@@ -219,12 +228,17 @@ class SplitMasters(ParamTransform):
         return {"masters": masters}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if `load_state_dict` would raise it. Change nothing."""
+        """Raise ValueError if the saved masters don't fit this optimizer; change nothing."""
         check_saved(state, dict(self._by_position()))
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Split the saved masters into weights and remainders. Raises ValueError as `check_saved` does."""
+        """Set weights and remainders from the saved masters.
+
+        Raises:
+            ValueError: The saved masters don't fit this optimizer; nothing is changed.
+        Host synchronization: yes.
+        """
         weights = dict(self._by_position())
         saved = check_saved(state, weights)
         for position, weight in weights.items():
@@ -241,7 +255,7 @@ def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
-    """Set ``remainder`` to 0 unless ``weight`` is bitwise equal to ``before``, its earlier value.
+    """Set ``remainder`` to 0 unless ``weight`` is bitwise equal to ``before``, the weight's earlier memory.
 
     Host synchronization: none, because the comparison stays on the device.
     """
@@ -262,7 +276,7 @@ def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
 
 
 def precision_transform(context: PlacementContext) -> ParamTransform:
-    """Return the parameter transform of the precision mode."""
+    """Return the parameter transform of the precision mode in ``context``."""
     if context.precision.split_masters:
         return SplitMasters(context)
     if context.precision.masters:
@@ -273,13 +287,14 @@ def precision_transform(context: PlacementContext) -> ParamTransform:
 
 
 def check_main_grads(context: PlacementContext, accumulation_steps: int | None) -> None:
-    """Raise ValueError if gradients are kept in half precision, and another setting would accumulate or reduce them.
+    """Raise ValueError if gradients are kept in half precision, and another setting would add them in half precision.
 
-    Gradients are kept in half precision by a mode with masters and ``main_grads=False``. State placements, ``overlap``
-    and ``accumulation_steps`` > 1 are rejected.
+    A precision mode with masters and ``main_grads=False`` keeps gradients in half precision. Then state placements,
+    ``overlap=True`` and ``accumulation_steps`` > 1 are rejected.
 
     Args:
-        accumulation_steps: Micro-batches per accumulation window; None: the caller decides.
+        context: The optimizer's settings.
+        accumulation_steps: Micro-batches per accumulation window; None: not fixed, which is accepted.
     """
     if context.precision.main_grads or not context.precision.masters:
         return
@@ -294,7 +309,10 @@ def check_main_grads(context: PlacementContext, accumulation_steps: int | None) 
 
 
 class ModelDtypes(ParamTransform):
-    """The transform of modes without masters and stochastic rounding. It replaces nothing, and checks dtypes in loads."""
+    """The transform of precision modes without masters and stochastic rounding.
+
+    It replaces no tensor. When a state is loaded, it checks the parameters' dtypes.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -309,10 +327,10 @@ class ModelDtypes(ParamTransform):
         list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the state was saved with the same parameter dtypes, because torch would cast states silently.
+        """Check that the state was saved for parameters of the same dtypes. Otherwise torch would cast states silently.
 
         Raises:
-            ValueError: The dtypes differ, or the state has masters because it was saved in another precision mode.
+            ValueError: The dtypes differ, or the state was saved in another precision mode.
         """
         own, saved = self.state_dict(), {key: value for key, value in state.items() if key != "shards"}
         if saved.get("dtypes") != own["dtypes"]:
@@ -324,10 +342,11 @@ class ModelDtypes(ParamTransform):
 
 
 class Masters(ParamTransform):
-    """The transform that replaces half-precision tensors by float32 masters; see `MasterWeights`.
+    """The transform that replaces half-precision tensors by float32 masters (`MasterWeights`).
 
     Args:
-        main_grads: True if half-precision tensors have float32 gradients; a master then shares its tensor's gradient.
+        main_grads: True if half-precision tensors have float32 gradients. A master then shares the gradient of its
+            tensor.
         cast: Only used if ``main_grads`` is False. True (default): masters get float32 copies of the gradients. False:
             masters get the half-precision gradients themselves.
     """
@@ -365,7 +384,8 @@ class Masters(ParamTransform):
         masters = self._made
         late = []
         for tensor, master in masters.held():
-            # With CPU offload ``tensor`` is a CPU copy. `OffloadTransform.step` sets its gradient, after `pull_grads`.
+            # With CPU offload, ``tensor`` is a CPU copy. `OffloadTransform.step` sets its gradient, later than
+            # `pull_grads`.
             if master.grad is None and tensor.grad is not None:
                 master.grad = tensor.grad.float()
                 late.append(master)
@@ -373,7 +393,7 @@ class Masters(ParamTransform):
         update(replace(request, low_precision_out=copies))
         masters.write_back(copies.written)
         if late:
-            clear_gradients(late, set_to_none=True)  # the next step of CPU offload sets gradients of these copies again
+            clear_gradients(late, set_to_none=True)  # the next step of CPU offload sets the copies' gradients again
 
     def write_back(self) -> None:
         self._made.write_back()
@@ -401,7 +421,7 @@ class Masters(ParamTransform):
 
 
 class StochasticallyRounded(ParamTransform):
-    """The transform that steps bfloat16 tensors in float32 and rounds stochastically; see `StochasticRounding`."""
+    """The transform that steps bfloat16 tensors in float32, and rounds the results stochastically to bfloat16."""
 
     def __init__(self, context: PlacementContext) -> None:
         self._registry = context.registry

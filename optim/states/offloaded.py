@@ -4,12 +4,13 @@
     CPU                                      +--> step of the copies ----+
 
 The parameters stay on the device, where their gradients are reduced, measured and clipped. A step copies the gradients
-of offloaded parameters to the CPU, and steps device and CPU with their own fused kernels. It then copies the new
-weights back in the parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
+of offloaded parameters to the CPU, where it updates copies of these parameters. It then copies the new weights back in
+the parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
 
-Transfers use buckets of 32 MiB of gradients, with one copy per direction. They overlap with the CPU's updates:
+Transfers use buckets of 32 MiB of gradients, with one copy per direction. They overlap with the CPU's updates. "down"
+is the transfer of gradients to the CPU, "up" is the transfer of weights to the device, and numbers are buckets:
 
-    device      step of the rest
+    device      step of the other parameters
     down        1 | 2 | 3
     CPU             step 1 | step 2 | step 3
     up                       1      | 2      | 3
@@ -39,30 +40,32 @@ from .chain import ParamTransform, PlacementContext, Position, Replacements, Sta
 
 # Copies on the CPU, in buckets ----------------------------------------------------------------------------------------
 
-# Parameters on a device, and copies of them in CPU memory. Each direction needs one copy per bucket over the bus:
+# For parameters on a device, each direction needs one copy per bucket over the bus:
 #
 #     device   gradients --foreach--> flat ----------+        +--> flat --foreach--> parameters
 #     CPU                                            +--> flat +--> flat
 #                                               gradients      weights (memory of the copies)
 #
-# If the parameters are on the CPU, there is no flat buffer between them and the copies, and copies are synchronous.
+# If the parameters are on the CPU, gradients and weights are copied directly and synchronously, without a flat buffer.
 
 ALIGNMENT = 64
-"""Elements; each parameter starts at a multiple, so that GPU kernels can use vector loads."""
+"""A parameter starts at a multiple of this number of elements in a flat buffer, so that GPU kernels use vector loads."""
 
 
 class HostBucket:
-    """A bucket of parameters of one dtype and device, with a CPU copy of each.
+    """A bucket of parameters of one dtype and device, with a CPU copy of each parameter.
 
     Args:
         params: The parameters, at least one.
-        grad_dtype: The dtype of their gradients.
+        grad_dtype: The dtype of the parameters' gradients.
 
     Attributes:
-        copies: The CPU copies. They have the parameters' memory formats, because fused kernels require this. They are
-            pinned if the parameters are on a CUDA device.
-    CPU memory: one copy of the parameters and, after the first step, of their gradients. Device memory: one flat copy
-    of the bucket during a transfer; none for a bucket with a single parameter.
+        copies: The CPU copy of each parameter, in the same order. It has the memory format of the parameter, because
+            fused kernels require equal formats. It is pinned if the parameter is on a CUDA device.
+
+    Memory: on the CPU a copy of the parameters, and after the first step a copy of their gradients. On a device one
+        flat
+    copy of the bucket during a transfer; none for a bucket with a single parameter.
     """
 
     def __init__(self, params: Sequence[Tensor], grad_dtype: torch.dtype) -> None:
@@ -74,7 +77,7 @@ class HostBucket:
             self._views_of.append((self._numel, param.shape, torch.empty_like(param, device="meta").stride()))
             self._numel += -(-param.numel() // ALIGNMENT) * ALIGNMENT
         self._weights = self._flat(params[0].dtype)
-        # `.data` gives each copy a version counter of its own; masters detect writes to the copy by this counter.
+        # `.data` gives each copy its own version counter, by which masters detect writes to the copy.
         self.copies: list[Tensor] = [nn.Parameter(view.data) for view in self._views(self._weights)]
         self._gradients: Tensor | None = None
         self._came: list[int] = []  # indices of the parameters whose gradients are being copied
@@ -85,7 +88,7 @@ class HostBucket:
         return torch.empty(self._numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def _flat_there(self, host: Tensor) -> Tensor:
-        """Return a new device buffer for the transfer of ``host``."""
+        """Return a new buffer on the parameters' device, of the size and dtype of the CPU buffer ``host``."""
         return torch.empty_like(host, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -99,8 +102,8 @@ class HostBucket:
         """Set all CPU copies to the parameters' values. Host synchronization: a wait for the device.
 
         Args:
-            written: Indices of parameters that have changed. The version counters of their copies are incremented, by
-                which masters detect the change.
+            written: Indices of the parameters that have changed. The version counters of their copies are incremented,
+                so that masters detect the change.
         """
         self._down(self._weights, list(range(len(self.params))), self.params)
         self.wait()
@@ -108,7 +111,10 @@ class HostBucket:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start to copy the present gradients to the CPU. Host synchronization: none."""
+        """Start to copy the gradients that are not None to the CPU.
+
+        Host synchronization: none for parameters on a CUDA device; otherwise the copy is synchronous.
+        """
         self._came = [index for index, param in enumerate(self.params) if param.grad is not None]
         if self._came:
             if self._gradients is None:
@@ -117,7 +123,10 @@ class HostBucket:
             self._down(self._gradients, self._came, gradients)
 
     def finish(self) -> None:
-        """Set the gradients of the copies. Host synchronization: a wait for their transfer, not for later device work."""
+        """Wait until the gradients have arrived on the CPU, and set the copies' gradients.
+
+        Host synchronization: a wait for the transfer, not for later work on the device.
+        """
         if self._gradients is not None and self._came:
             self.wait()
             views = self._views(self._gradients)
@@ -125,9 +134,12 @@ class HostBucket:
                 self.copies[index].grad = views[index]
 
     def _down(self, host: Tensor, which: list[int], tensors: list[Tensor]) -> None:
-        """Start to copy ``tensors`` to the CPU buffer ``host``, at the positions of the parameters with indices ``which``.
+        """Start to copy ``tensors`` to a flat CPU buffer.
 
-        Other positions of ``host`` may be overwritten.
+        Args:
+            host: The buffer. Positions of other parameters in it may be overwritten.
+            which: For each tensor, the index of the parameter at whose position it is written.
+            tensors: The parameters with these indices, or their gradients.
         """
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy([self._views(host)[index] for index in which], tensors)
@@ -161,7 +173,7 @@ class HostBucket:
     def send(self) -> None:
         """Start to write the CPU copies into the parameters. Call `wait` before you write to the copies.
 
-        Host synchronization: none.
+        Host synchronization: none for parameters on a CUDA device; otherwise the copy is synchronous.
         """
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy(self.params, self.copies)
@@ -183,24 +195,27 @@ class Offloaded(StatePlacement):
 
     Device memory then holds only the parameter and the gradient of an offloaded element. This saves 8 bytes per element
     for AdamW's states, and 4 for a master. During a step, a flat bucket of 32 MiB of gradients is also on the device.
-    Pinned CPU memory holds copies of the offloaded parameters and gradients. If the parameters are on the CPU, the
-    copies are made in CPU memory as well.
+    Pinned CPU memory holds copies of the offloaded parameters and gradients. If the parameters are already on the CPU,
+    they are copied as well.
 
-    A step waits for the gradients and the step decision on the host, so a CUDA graph can't capture it.
+    A step waits on the host for the gradients and for the decision whether it is skipped, so a CUDA graph can't capture
+    it.
 
-    If two ranks have replicas of a parameter and differ in their other parameters, one of them may step it on the CPU and
-    the other one on the device (pipeline stages with a tied embedding, owned parameters). CPU and GPU kernels may round
-    differently; ``fraction=1.0`` avoids this.
+    If two ranks have replicas of a parameter but differ in their other parameters, one rank may step its replica on the
+    CPU and the other rank on the device. This can happen for owned parameters, and for pipeline stages with a tied
+    embedding. CPU and GPU kernels may round differently; ``fraction=1.0`` avoids this.
 
-    torch's fused optimizers step bucket by bucket. In these cases all parameters are stepped at once, after all
-    gradients have arrived: with other optimizers; with momentum and dampening; if the optimizer has step hooks; with
-    `Replayable`; and with `HalfStates` or stochastic rounding, because their random numbers depend on the step count.
+    Optimizers that can skip a step on the device, such as torch's fused ones, step bucket by bucket. In these cases all
+    parameters are stepped at once, after all gradients have arrived: with other optimizers; with momentum and
+    dampening; if the optimizer has step hooks; with `Replayable`; and with `HalfStates` or stochastic rounding, because
+    their random numbers depend on the step count.
 
     Args:
         fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require
             gradients. Default 1.0: all are offloaded. Otherwise the largest parameters that fit into ``1 - fraction``
             of the elements stay on the device.
-    Collectives: none. Host synchronization, if parameters are on a device: a step waits for the step decision, for each
+    Collectives: none.
+    Host synchronization, if parameters are on a device: a step waits for the decision whether it is skipped, for each
     bucket of gradients, and for the last bucket of weights.
     """
 
@@ -225,10 +240,10 @@ class Offloaded(StatePlacement):
 
 
 class OffloadTransform(ParamTransform):
-    """The transform that replaces some of an optimizer's parameters by copies on the CPU.
+    """The transform of `Offloaded`: replaces some of an optimizer's parameters by copies on the CPU.
 
     Args:
-        fraction: The argument of `Offloaded`.
+        fraction: The smallest fraction of elements to offload, from 0 to 1.
         main_grads: True if half-precision parameters have float32 gradients.
     """
 
@@ -265,7 +280,8 @@ class OffloadTransform(ParamTransform):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        # Only for new parameters. Parameters of earlier groups keep the values of the last step, which reveal later writes.
+        # Only for the new parameters. For parameters of earlier groups, the versions of the last step must be kept,
+        # because they reveal later writes.
         self._seen |= {param: _look(param) for param in made}
         self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
@@ -274,22 +290,25 @@ class OffloadTransform(ParamTransform):
 
     @torch.no_grad()
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Update the CPU copies of weights that were written since the last step. Host synchronization: only for these."""
+        """Update the CPU copies of parameters that other code wrote since the last step.
+
+        Host synchronization: a wait for the device per bucket with such a parameter.
+        """
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update the CPU copies of parameters that were written since the last step."""
+        """Update the CPU copies of parameters that other code wrote since the last step."""
         for bucket in self.buckets:
             written = [i for i, param in enumerate(bucket.params) if self._seen[param] != _look(param)]
             if written:
-                bucket.load(written)  # increments versions of the copies, by which masters detect the write
+                bucket.load(written)  # increments the version counters of the copies, so that masters detect the write
         self._note_versions()
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Copy gradients to the CPU, step device and CPU, and copy the weights back, bucket by bucket if possible.
+        """Copy gradients to the CPU, step on device and CPU, and copy the weights back; bucket by bucket if possible.
 
-        Host synchronization: a wait for the gradients of each bucket, and for the last weights.
+        Host synchronization: a wait for the gradients of each bucket, and for the last bucket of weights.
         """
         optimizer = self._optimizer
         assert optimizer is not None, "a transform is installed before it is used"
@@ -305,7 +324,10 @@ class OffloadTransform(ParamTransform):
         self._arrive()
 
     def _step_in_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest, update: Update) -> None:
-        """Step the parameters on the device, then the copies bucket by bucket. Device kernels overlap with the copies."""
+        """Step the parameters that stay on the device, then the CPU copies bucket by bucket.
+
+        The device updates its parameters while the CPU waits for gradients and updates the copies.
+        """
         for bucket in self.buckets[:1]:
             bucket.start()
         here = {self._places[param] for param in self.copies}
@@ -342,7 +364,7 @@ class OffloadTransform(ParamTransform):
     def _arrive(self) -> None:
         """Wait until all copies to the device are complete, and record the versions of parameters and CPU copies."""
         for bucket in self.buckets[-1:]:
-            bucket.wait()  # transfers complete in order, so this includes all earlier buckets
+            bucket.wait()  # transfers complete in order, so the transfers of all earlier buckets are complete too
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -355,8 +377,9 @@ class OffloadTransform(ParamTransform):
     def find_overwritten(self) -> Tensor | None:
         """Return the first parameter whose values differ from its CPU copy, or None.
 
-        Left out are parameters for which a write to the parameter or to its copy was detected. Host synchronization: one
-        or two per parameter.
+        Parameters are left out if the version counter or memory shows a write to the parameter or to its copy.
+
+        Host synchronization: a few per parameter.
         """
         for param, copy in self.copies.items():
             is_settled = self._seen[param] == _look(param) and self._copy_versions[param] == copy._version
@@ -370,9 +393,9 @@ class OffloadTransform(ParamTransform):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Update the CPU copies of parameters that were written, because the model may have been loaded before.
+        """Update the CPU copies of parameters that other code wrote, because the model may have been loaded before.
 
-        Masters are loaded later.
+        Masters are not loaded here: the transform of the precision mode loads them afterwards.
         """
         self._refresh()
 
@@ -382,7 +405,7 @@ def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
-    """Group parameters by device, dtype and gradient dtype, and yield buckets of up to `BUCKET_BYTES` of gradients each."""
+    """Yield buckets of up to `BUCKET_BYTES` of gradients, each with parameters of one device, dtype and gradient dtype."""
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
     for param in params:
         kinds.setdefault((param.device, param.dtype, gradient_dtype(param)), []).append(param)
@@ -393,7 +416,8 @@ def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
-    """Return the indices of the offloaded parameters: all except the largest that fit into ``1 - fraction`` of the sum.
+    """Return the indices of the parameters to offload: all except the largest that fit into ``1 - fraction`` of the
+    sum.
 
     Args:
         numels: The number of elements per parameter.
@@ -412,7 +436,8 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
 def reference_offloaded_step(
     params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Step ``params`` in place by the reference computation: copy gradients to the CPU, step there, copy weights back.
+    """Step ``params`` in place as a reference for `Offloaded`: copy gradients to the CPU, step there, copy weights
+    back.
 
     Args:
         params: The parameters on the device.

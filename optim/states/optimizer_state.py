@@ -1,4 +1,4 @@
-"""State dicts of an optimizer: saving, checks, and loading on all ranks or on none; copies and pickles of an optimizer."""
+"""State dicts of a `ParallelOptimizer`: saving, checking, and loading on all ranks or on none. Its copies and pickles."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from .chain import TransformChain, params_of
 
 # Rank layout of optimizer states --------------------------------------------------------------------------------------
 
-# A rank's state dict contains the rank's coordinates: only a rank with the same coordinates can load it.
+# The state dict of a rank contains the rank's coordinates. Only a rank with the same coordinates can load it.
 
 
 @dataclass(frozen=True)
 class Coordinates:
     """This rank's (index, size) on each mesh axis along which ranks step different tensors or shards.
 
-    It is pickled as an ``OrderedDict``, so that a file can be read without this class. If
-    `torch.distributed.checkpoint` saved a state dict of such ranks, it would treat plain tensors with equal keys as
-    replicas, and store the tensors of one rank only. `__create_write_items__`, which it calls first, therefore raises.
+    It is pickled as an ``OrderedDict``, so that a file can be read without this class. `torch.distributed.checkpoint`
+    treats plain tensors with equal keys as replicas, so it would store the state of one rank only. It calls
+    `__create_write_items__` before it saves, and this method raises an error if there is such an axis.
 
     Args:
         axes: (index, size) by axis name.
@@ -72,9 +72,11 @@ class Coordinates:
         return cls({axis: (registry.coordinate[axis], size) for axis, size in sizes.items() if size > 1})
 
     def check(self, saved: object) -> None:
-        """Raise ValueError if the coordinates ``saved`` differ from this rank's.
+        """Raise ValueError if the saved coordinates differ from the coordinates of this rank.
 
-        None, as in state dicts of plain torch optimizers, is accepted.
+        Args:
+            saved: A `Coordinates` object or a mapping from axis to (index, size). None, as in a state dict of a plain
+                torch optimizer, is accepted.
         """
         if saved is None:
             return
@@ -94,7 +96,7 @@ class Coordinates:
     def __create_write_items__(self, *_: object) -> Iterable[Any]:
         """Raise ValueError if ranks step different tensors; else return no items.
 
-        `torch.distributed.checkpoint` calls this method before it saves.
+        `torch.distributed.checkpoint` calls this method before it saves a state dict that contains this object.
         """
         if not self.axes:
             return []
@@ -113,17 +115,17 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError if ``module`` is torch's module of state-dict functions, and these would save wrong states.
+    """Raise ValueError if torch's state-dict functions call `state_dict`, and would save wrong states.
 
-    These functions look up a state by its model parameter, and treat shards as replicas. They pass no argument to
-    `state_dict`, and call no method afterwards, so `state_dict` itself must check.
+    The functions of `torch.distributed.checkpoint.state_dict` look up a state by its model parameter, and treat shards
+    as replicas. The optimizer can recognize them only by the caller of `state_dict`.
 
     Args:
-        module: The module that called `state_dict`.
+        module: The name of the module that called `state_dict`.
         where: The coordinates of this rank.
         stepped: The stepped tensors.
         given: The model parameters.
-        makes_states: True if optimizer states exist, or if one step with zero gradients, which torch's functions run,
+        makes_states: True if optimizer states exist, or if the step with zero gradients that torch's functions run
             creates them.
     """
     if module != "torch.distributed.checkpoint.state_dict":
@@ -149,7 +151,7 @@ def _shown(axes: Mapping[str, tuple[int, ...]]) -> str:
 
 # Checks of loaded states ----------------------------------------------------------------------------------------------
 
-# Types and ranges in a state dict from a file or a user are checked before anything is replaced.
+# Types and ranges in a state dict are checked before the optimizer is changed.
 
 _FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "nesterov")
 _LARGEST = sys.float_info.max
@@ -199,7 +201,11 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
 
 
 def check_states(saved: object) -> None:
-    """Raise ValueError if a saved state has a NaN float, or a "step" that is not a number from 0 to `MAX_COUNT`."""
+    """Raise ValueError if the saved optimizer states have a NaN float, or a "step" that is not from 0 to `MAX_COUNT`.
+
+    Args:
+        saved: The entry ``"state"`` of a state dict. Floats in tensors are not checked.
+    """
     dict_of(dict_of(anything), key=anything)(saved, "state")
     for position, state in saved.items():  # type: ignore[attr-defined]
         for name, value in state.items():
@@ -211,8 +217,9 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
     Args:
         name: Key of the value in the optimizer state.
-        value: The value. Of tensors, only a "step" is checked; it must be 0-dim.
-        where: The state, for the error.
+        value: The value. A tensor is only checked if it is a "step"; then it must be 0-dim.
+        where: The name of the state in the error.
+    Host synchronization: one if ``value`` is a "step" on a device.
     """
     number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and name == "step" else value
     if isinstance(number, float) or name == "step":
@@ -226,14 +233,15 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """The objects whose state a `ParallelOptimizer`'s state dict contains, and methods that save, check and load it.
+    """The parts of a `ParallelOptimizer` whose state its state dict contains, with methods that save, check and load
+    it.
 
     Args:
         optimizer: The wrapped torch optimizer.
         chain: The parameter transforms.
         precision: The precision mode.
         loss_scale: The loss scale; None: there is none.
-        model_params: The model's parameters, which loading may change.
+        model_params: The model's parameters. Loading master weights changes them.
         registry: The process groups of the mesh.
         coordinates: The coordinates of this rank.
         clip: The state of a clipping rule. None (default): there is no rule.
@@ -249,9 +257,14 @@ class Saved:
     clip: ClipState | None = None
 
     def state_dict(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict with one more entry ``"meshstep"``, which includes ``counts``.
+        """Return the wrapped optimizer's state dict with one more entry ``"meshstep"``, a dict.
 
-        Host synchronization: a few.
+        ``"meshstep"`` has the precision mode, the loss scale, the masters, this rank's coordinates, the state of the
+        clipping rule, and ``counts``.
+
+        Args:
+            counts: Numbers of skipped steps, by name.
+        Host synchronization: yes.
         """
         own = {
             "precision": self.precision.name,
@@ -267,12 +280,12 @@ class Saved:
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load a result of `state_dict`, and return its entry ``"meshstep"``, which includes the counts.
 
-        If the mode has no masters and no loss scale, the state of a plain torch optimizer is accepted as well. The result
-        is then empty.
+        If the mode has no masters and no loss scale, the state of a plain torch optimizer is accepted as well. The
+        result is then empty.
 
         Raises:
-            ValueError: On every rank, if the state of any rank does not fit. Nothing is changed.
-        Collectives: two object all-gathers; with `Sharded` also all-gathers of weights. Host synchronization: a few.
+            ValueError: On every rank: the state of a rank does not fit. Nothing is changed.
+        Collectives: two object all-gathers; with `Sharded` also all-gathers of weights. Host synchronization: yes.
         """
         inner, scale = self.optimizer, self.loss_scale
         backup, scale_backup = (
@@ -293,7 +306,8 @@ class Saved:
             on_all_ranks(partial(_all_there, load), self.registry)
             self._load_weights(own)
         except Exception:
-            # `load_state_dict` of torch replaces the dicts and lists, so the backup still has the old values.
+            # torch's `load_state_dict` replaces dicts and lists and does not change them, so the backup has the old
+            # values.
             inner.__setstate__(backup)
             if scale is not None:
                 scale.load_state_dict(scale_backup)
@@ -304,9 +318,9 @@ class Saved:
         return own or {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, with the field's name, if `load` can't load ``state``; change nothing.
+        """Raise ValueError, with the name of the wrong entry, if `load` can't load ``state``; change nothing.
 
-        Collectives: none. Host synchronization: a few.
+        Collectives: none. Host synchronization: yes.
         """
         _all_there(partial(self._check, state))
 
@@ -331,7 +345,12 @@ class Saved:
             self.clip.check_state((own or {}).get("clip"))
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
-        """Load the transforms' state on all ranks or on none. Call it last: masters overwrite the model's weights."""
+        """Load the transforms' state on all ranks or on none. Call it last, because masters overwrite the model's
+        weights.
+
+        Args:
+            own: The entry ``"meshstep"`` of the state; None: there is nothing to load.
+        """
         model = [(param, param.detach().clone()) for param in self.model_params if self.precision.masters]
         backup = _cloned(self.chain.state_dict())
 
@@ -364,7 +383,7 @@ class Saved:
 
 
 def _all_there(load: Callable[[], None]) -> None:
-    """Call ``load()``, and convert errors of an incomplete state, such as KeyError, to a ValueError."""
+    """Call ``load()``, and convert errors that an incomplete state causes, such as KeyError, to a ValueError."""
     try:
         load()
     except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
@@ -381,8 +400,8 @@ def _cloned(state: dict[str, Any]) -> dict[str, Any]:
 
 # copy.deepcopy and pickle ---------------------------------------------------------------------------------------------
 
-# The parameter transforms share memory, hooks and process groups with the parameters, so they are not copied. A copy is
-# constructed from the same arguments over copied parameters, and loads the state.
+# Parameter transforms have hooks, process groups, and memory that they share with the parameters, so they are not
+# copied. Instead, a new optimizer is constructed from the same arguments over copied parameters, and loads the state.
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -392,15 +411,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments and the state from which a copy of an optimizer is constructed. It can be copied and pickled.
+    """The arguments and the state from which a copy of a `ParallelOptimizer` is constructed. It can be copied and
+    pickled.
 
     Args:
-        plain: The wrapped optimizer without state, over the model's parameters.
+        plain: A copy of the wrapped torch optimizer, without state, over the model's parameters.
         attributes: Attributes of the wrapped optimizer that torch leaves out of copies.
-        annotations: The parameters' annotations, which are not copied with the parameters.
+        annotations: The annotation (declared layout) of each parameter, which is not copied with the parameter; None:
+            it has none.
         registry: The process groups of the mesh.
-        options: The other constructor arguments.
-        state: The optimizer's state dict.
+        options: The other constructor arguments, by name.
+        state: The state dict of the `ParallelOptimizer`.
     """
 
     plain: torch.optim.Optimizer
@@ -423,10 +444,10 @@ class Recipe:
 
         Args:
             wrapped: The wrapped torch optimizer.
-            groups: The (name, parameter) pairs of each param group before any tensor was replaced.
+            groups: The (name, model parameter) pairs of each param group, before transforms replaced parameters.
             registry: The process groups of the mesh.
-            options: The other constructor arguments.
-            state: The optimizer's state dict.
+            options: The other constructor arguments, by name.
+            state: The state dict of the `ParallelOptimizer`.
         """
         plain = copy.copy(wrapped)
         remove_guard(plain)
@@ -440,7 +461,7 @@ class Recipe:
 
 
 def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
-    """Construct and return the optimizer of a recipe, and load its state.
+    """Construct the optimizer of a recipe with ``make``, its class, load its state, and return it.
 
     Errors and collectives are those of the constructor and of `load_state_dict`.
     """
@@ -455,7 +476,7 @@ def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
 
 
 class PicklableOptimizer:
-    """A base class for optimizers that wrap another optimizer: copying, pickling, and hooks of the state dict."""
+    """Base class of `ParallelOptimizer`: copying, pickling, and registration of state-dict hooks."""
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -504,12 +525,12 @@ class PicklableOptimizer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy over copied parameters, without hooks and gradients.
 
-        Raises, collectives: as the constructor and `load_state_dict`.
+        Errors and collectives are those of the constructor and of `load_state_dict`.
         """
         commit = self._setup.commit
         memo[id(commit)] = commit  # not copied: a callback may reference objects outside the optimizer
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a deep copy. Unpickling needs a world of the same size."""
+        """Return what pickle needs to construct a deep copy. Unpickling needs a world of the same size."""
         return rebuilt, (type(self), self._recipe())

@@ -27,8 +27,11 @@ class Replayable(StatePlacement):
 
         optimizer = ParallelOptimizer(adamw, registry, states=Replayable())
 
+    Each step that is not skipped makes new copies, which replace the previous copies. A step reads on the host whether
+    it is skipped, so a CUDA graph can't capture it.
+
     Memory: copies of the stepped tensors, their gradients and their states on the same device. With AdamW in float32 or
-    with masters the copies have 16 bytes per element; a replay allocates 16 more. Each step makes the copies anew.
+    with masters the copies have 16 bytes per element; a replay allocates 16 more.
     Collectives: none. Host synchronization: one per step.
     """
 
@@ -63,9 +66,10 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
 
         names = replay(optimizer)  # [] or names such as "layer.weight: exp_avg"
 
-    An empty list means that the update is reproducible; if weights are wrong, its inputs were wrong. A name in the list
-    means that a bit has flipped on this rank during or after the update, or that other code has written to the tensor
-    since then. A nondeterministic kernel also causes differences; a second replay then differs in other elements.
+    An empty list means that the update is reproducible; if the weights are wrong, the inputs of the update were wrong.
+    A name in the list means that a bit flipped on this rank during or after the update, or that other code has written
+    to the tensor since then. A nondeterministic kernel also causes differences; a second replay may then differ in
+    other elements.
 
     Args:
         optimizer: An optimizer with ``states=Replayable()``.
@@ -85,7 +89,7 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
 
 
 class _Values(NamedTuple):
-    """The values of a stepped tensor, its gradient and its optimizer state; None: there is no gradient or state."""
+    """The values of a stepped tensor, its gradient (None: no gradient) and its optimizer state (None: no state)."""
 
     value: Tensor
     gradient: Tensor | None
@@ -94,7 +98,13 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of an update: the function that runs it, and copies of tensors and param-group options."""
+    """The inputs of an update.
+
+    Args:
+        update: Function that runs the update.
+        params: Copies of the values, gradients and optimizer states of the stepped tensors.
+        groups: Copies of the options of each param group.
+    """
 
     update: Callable[[], object]
     params: dict[Tensor, _Values]
@@ -102,7 +112,7 @@ class _Inputs:
 
 
 class UpdateRecorder(ParamTransform):
-    """The transform that copies the inputs of each update; see `Replayable`."""
+    """The transform of `Replayable`: copies the inputs of each update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -121,7 +131,7 @@ class UpdateRecorder(ParamTransform):
         self._inputs = None
 
     def reload(self) -> None:
-        self._inputs = None  # they belong to the update that computed the previous weights
+        self._inputs = None  # the copies belong to an update of other weights
 
     @property
     def _params(self) -> list[Tensor]:
@@ -146,7 +156,11 @@ class UpdateRecorder(ParamTransform):
 
     @torch.no_grad()
     def replay(self) -> list[str]:
-        """Repeat the last update; see the function `replay`."""
+        """Repeat the last update, and return the names of the tensors that it does not reproduce bitwise.
+
+        Raises:
+            RuntimeError: There are no copied inputs of an update.
+        """
         if self._inputs is None:
             raise RuntimeError("no update has been made since the optimizer was made or loaded: make a step first")
         inputs, state = self._inputs, self.optimizer.state
@@ -168,7 +182,7 @@ class UpdateRecorder(ParamTransform):
                 group.update(before)
 
     def _put(self, inputs: _Inputs) -> None:
-        """Set parameters, gradients, states and param groups to copies of ``inputs``."""
+        """Set the stepped tensors, gradients, optimizer states and param-group options to copies of ``inputs``."""
         copy_each_([*inputs.params], [kept.value for kept in inputs.params.values()])
         for param, kept in inputs.params.items():
             gradient = None if kept.gradient is None else kept.gradient.clone()
@@ -195,7 +209,14 @@ def _options(optimizer: torch.optim.Optimizer) -> list[State]:
 
 
 def _differing(param: Tensor, value: Tensor, state: State, before: State) -> list[str]:
-    """Return the names of a parameter's tensors that are not bitwise equal to their earlier values."""
+    """Return "parameter" if ``param`` is not bitwise equal to ``value``, and the names of states that differ.
+
+    Args:
+        param: The stepped tensor.
+        value: Its earlier value.
+        state: Its optimizer state.
+        before: Its earlier optimizer state.
+    """
     names = [key for key in sorted({*state, *before}) if not _same_bits(state.get(key), before.get(key))]
     return names if _same_bits(param, value) else ["parameter", *names]
 

@@ -1,11 +1,11 @@
 """Optimizer-state sharding (ZeRO-1) and gradient sharding (ZeRO-2) over a mesh axis.
 
     ZeRO-1    gradient buckets --reduce-scatter--> this rank's slices, stepped --all-gather--> parameters
-    ZeRO-2    the same, but each bucket is reduced as soon as backward has filled it, and its gradients are freed
+    ZeRO-2    as ZeRO-1, but a bucket is reduced as soon as backward has filled it, and its gradients are freed
 
-An all-reduce consists of a reduce-scatter and an all-gather, so the communication volume is the same as with replicated
-data parallelism. With an axis of size N, each rank has 1 / N of the update's work and of the memory for optimizer
-states and masters, up to a few elements per bucket.
+An all-reduce consists of a reduce-scatter and an all-gather. So in ZeRO-1 the communication volume is the same as with
+replicated data parallelism. With an axis of size N, each rank has 1 / N of the update's work, and of the memory for
+optimizer states and masters, up to a few elements per bucket.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 """
@@ -60,7 +60,8 @@ from .elementwise import check_elementwise
 
 # Buckets of sharded parameters ----------------------------------------------------------------------------------------
 
-# A flat bucket of parameters. A reduce-scatter reduces gradients into each rank's slice; an all-gather collects the slices.
+# A flat bucket of parameters is divided into one slice per rank. A reduce-scatter reduces gradients into each rank's
+# slice. After the update, an all-gather collects the slices of the parameters.
 
 
 class ZeroBucket:
@@ -70,20 +71,20 @@ class ZeroBucket:
         params: Model parameters of one dtype and device.
         layout: The parameters' positions in the bucket, and its slices.
         registry: The process groups of the mesh.
-        axes: The axes over which the bucket is sharded, one slice per rank.
-        summed: True if gradients must be summed over the axes; False: all ranks of the axes have equal gradients. A sum
-            over data axes is divided by the size of these axes.
+        axes: The mesh axes over which the bucket is sharded, one slice per rank.
+        summed: True if gradients must be summed over the axes; False: all ranks of the axes have equal gradients. If
+            all axes are data axes, the sum is divided by the number of ranks.
         grad_dtype: The dtype of the gradient slice and of the collective.
         hook: The communication hook that sums gradients.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
 
     Attributes:
-        segments: The segments of parameters in this rank's slice.
+        segments: The segments of this rank's slice. A segment is a range of elements of one flattened parameter.
         pieces: One shard per segment, a 1-dim parameter: a view of the model parameter, or a copy of the segment if the
             model parameter is not contiguous.
         shards: The (segment, shard) pairs.
-        gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: there is none yet.
+        gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: no gradient yet.
     """
 
     adopt = False
@@ -120,15 +121,15 @@ class ZeroBucket:
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def _part(self, segment: Segment) -> Tensor:
-        """Return the segment's elements, 1-dim, detached: a view if the parameter is contiguous, else a copy.
+        """Return the segment's elements as a detached 1-dim tensor: a view if the parameter is contiguous, else a copy.
 
-        The result has a version counter of its own.
+        The result does not share the parameter's version counter.
         """
         flat = self.params[segment.position].data.reshape(-1)
         return flat[segment.start : segment.start + segment.numel]
 
     def _piece(self, segment: Segment) -> Tensor:
-        """Return the segment's elements as a view if the parameter is contiguous, else as a copy of these elements only."""
+        """Return the segment's elements as a view if the parameter is contiguous, else as a copy without other elements."""
         part = self._part(segment)
         return part if self.params[segment.position].is_contiguous() else part.clone()
 
@@ -140,12 +141,12 @@ class ZeroBucket:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the shards of parameters that were written or have new memory. Host synchronization: none."""
+        """Update the shards of parameters that other code wrote, or that have new memory. Host synchronization: none."""
         now = self._look()
         for segment, piece in self.shards:
             if now[segment.position] != self._seen[segment.position]:
                 piece.data = self._piece(segment)
-                torch.autograd.graph.increment_version(piece)  # masters detect by the version that a shard was written
+                torch.autograd.graph.increment_version(piece)  # tells masters that the shard was written
         self._seen, self._piece_versions = now, self._look_at_pieces()
 
     def has_copies(self) -> bool:
@@ -153,10 +154,12 @@ class ZeroBucket:
         return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter whose values differ from its shard, if the shard is a copy; None: there is none.
+        """Return the first parameter whose values differ from a shard of it that is a copy; None: there is none.
 
-        Left out are shards that were written, and parameters with a detected write, which `refresh` copies. Host
-        synchronization: one or two per copy.
+        Shards that were written are left out. So are parameters whose version counter or memory has changed, because
+        `refresh` copies them to their shards.
+
+        Host synchronization: one or two per copy.
         """
         now = self._look()
         for segment, piece in self.shards:
@@ -168,14 +171,14 @@ class ZeroBucket:
         return None
 
     def reload(self) -> None:
-        """Set all shards to the values of the parameters, also after writes through ``.data``, which are not detected."""
+        """Set all shards to the values of the parameters, even if no write was detected, as after one through ``.data``."""
         self._seen = [(0, -1, ())] * len(self.params)
         self.refresh()
 
     def gather(self) -> Finish:
-        """Start to gather the shards of all ranks into the parameters, and return a function that completes it.
+        """Start to gather the slices of all ranks into the parameters. The returned function waits and completes it.
 
-        Collectives: one all-gather.
+        Collectives: one all-gather over the axes of the bucket.
         """
         if self._travels_as_it_is and self.params[0].is_contiguous():
             flat = self.params[0].data.view(-1)
@@ -196,7 +199,7 @@ class ZeroBucket:
                 arrived = [flat[at : at + p.numel()].view(p.shape) for at, p in places]
                 if flat.is_cpu:
                     torch._foreach_copy_(self.params, arrived)
-                else:  # one kernel for all; `_foreach_copy_` launches one per parameter if any memory format differs
+                else:  # one kernel; `_foreach_copy_` would launch one per parameter if any memory format differs
                     copy_each_(self.params, arrived)
             self._seen, self._piece_versions = self._look(), self._look_at_pieces()
 
@@ -205,19 +208,20 @@ class ZeroBucket:
     # Gradients -------------------------------------------------------------------------------------------------------
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the slice and of the parameters."""
+        """Clear ``gradients`` and the parameters' gradients: set them to None, or with ``set_to_none=False`` to zeros."""
         clear_gradients(self.params, set_to_none)
         self.gradients = [None if gradient is None or set_to_none else gradient.zero_() for gradient in self.gradients]
 
     def start(self) -> Finish:
-        """Start the reduction, as `reduce` does. `BackwardReducer` calls this method of each bucket."""
+        """Start to reduce the gradients, as `reduce` does. `BackwardReducer` calls it during backward."""
         return self.reduce()
 
     @torch.no_grad()
     def reduce(self, summed: bool = False) -> Finish:
-        """Start to reduce the parameters' gradients, and return a function that completes it and adds to ``gradients``.
+        """Start to reduce the parameters' gradients into this rank's slice.
 
-        In a sum over ranks, a missing gradient counts as zeros.
+        The returned function waits for the result, and adds it to ``gradients``. In a sum over ranks, a missing
+        gradient counts as zeros.
 
         Args:
             summed: True: sum over the axes even if the bucket was made without a sum. Default False.
@@ -268,7 +272,8 @@ class ZeroBucket:
 def reference_slice(
     gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
 ) -> list[Tensor]:
-    """Return the reference value of ``ZeroBucket.gradients`` on ``rank``: full gradients, summed over ranks, then sliced.
+    """Return the reference value of ``ZeroBucket.gradients`` in float64: full gradients, summed over ranks, then
+    sliced.
 
     Args:
         gradients: For each rank of the axis, the gradient per parameter of the bucket.
@@ -312,7 +317,12 @@ def reference_sharded_step(
 
 
 class ShardingDecision(NamedTuple):
-    """The axes over which a parameter's optimizer state is sharded (none: empty), and whether to sum gradients there."""
+    """How a parameter's optimizer state is sharded.
+
+    Args:
+        axes: The mesh axes over which the state is sharded. Default: none, not sharded.
+        summed: True if gradients must be summed over these axes. Default: False.
+    """
 
     axes: tuple[str, ...] = ()
     summed: bool = False
@@ -321,18 +331,18 @@ class ShardingDecision(NamedTuple):
 def choose_sharded_axes(
     entry: ParameterEntry, axis: str, topology: Topology, averages_data: bool, gradients: bool
 ) -> ShardingDecision:
-    """Decide over which axes of ``axis`` (an axis or alias) the optimizer state of a parameter is sharded.
+    """Decide over which of the axes of ``axis`` the optimizer state of a parameter is sharded.
 
-    Candidates are the axes over which the parameter is replicated. If the gradient must still be summed over some of
-    these axes, only those are used; over the others, the gradients are equal already. Frozen and empty parameters are not
-    sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be moved during backward.
+    Candidates are the axes larger than 1 over which the parameter is replicated and not tied. If the gradient must
+    still be summed over some candidates, only these are used; otherwise all are used. Frozen and empty parameters are
+    not sharded. With ``gradients=True`` a DTensor is not sharded, because its gradient can't be moved during backward.
 
     Args:
         entry: The parameter's entry in the plan.
-        axis: The argument of `Sharded`.
+        axis: The argument ``axis`` of `Sharded`: an axis, or an alias of several axes.
         topology: The topology.
-        averages_data: True if this library averages gradients over the data axes.
-        gradients: True if gradients are sharded during backward.
+        averages_data: True if meshstep averages gradients over the data axes.
+        gradients: The argument ``gradients`` of `Sharded`: True if backward reduces gradients into slices.
     """
     spec = entry.spec
     taken = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
@@ -345,14 +355,14 @@ def choose_sharded_axes(
 
 
 ShardedNames = Mapping[tuple[str, ...], list[str]]
-"""The names of the parameters that a rank shards, by axes."""
+"""The names of the parameters whose optimizer states a rank shards, by the axes over which they are sharded."""
 
 
 def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> None:
-    """Raise ValueError if ranks that would share the shards of parameters have different parameters to shard.
+    """Raise ValueError if two ranks along the same axes would shard different parameters over these axes.
 
     Args:
-        by_rank: The parameter names of each rank, by axes.
+        by_rank: For each rank, the names of the parameters to shard, by the axes over which they are sharded.
         topology: The topology.
     """
     for axes in sorted({axes for of_rank in by_rank for axes in of_rank}):
@@ -372,9 +382,9 @@ def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> Non
 
 
 def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
-    """Return the spec of a 1-dim shard of a parameter with spec ``spec``.
+    """Return the layout of a 1-dim shard of a parameter with the layout ``spec``.
 
-    The shard is sharded over ``axes`` in addition to the parameter's axes, and its gradient is no longer partial over them.
+    Its dim is sharded over the parameter's axes and over ``axes``. Its gradient is not partial over ``axes``.
     """
     partial = tuple(name for name in spec.partial if name not in axes)
     return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
@@ -390,31 +400,34 @@ class Sharded(StatePlacement):
 
         optimizer = ParallelOptimizer(adamw, registry, states=Sharded("data", gradients=True))
 
-    It shards parameters that require gradients and are replicated over the axis. It does not shard parameters that are
-    already sharded over the axis, that exist at one coordinate of the axis only (``owned``), or that are tied over it.
-    With ``gradients=True`` it does not shard DTensors.
+    It applies to parameters that require gradients and are replicated over the axis. It does not apply to parameters
+    that are already sharded over the axis, that exist at one coordinate of the axis only (``owned``), or that are tied
+    over it. With ``gradients=True`` it does not apply to DTensors.
 
-    A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis. Plans, norms and clipping
-    treat a shard like any parameter. A shard shares memory with its parameter if the parameter is contiguous. Each
-    master is the master of one shard. The optimizer's update must be elementwise, or the optimizer must gather full
-    tensors, as `Muon` does.
+    The optimizer steps 1-dim shards of the parameters. A shard has the name of its parameter, and a layout that is
+    sharded over the axis; norms and clipping treat it like any parameter. A shard shares memory with its parameter if
+    the parameter is contiguous. Each float32 master is the master of one shard. The optimizer's update must be
+    elementwise, or the optimizer must gather full tensors, as `Muon` does.
 
     Args:
-        axis: An axis or alias. Default ``"data"``. Of the axes of an alias, only those over which a parameter is
-            replicated are used for this parameter: if ``data`` is ``edp x mid``, experts that ``mid`` shards are
-            sharded over ``edp``.
-        gradients: True: every backward reduces gradients into this rank's slice, so all ranks must call `backward` for
-            every micro-batch. Buckets are reduced while backward runs, with the exceptions below. Default False:
-            gradients are reduced at the end of an accumulation window.
+        axis: A mesh axis, or an alias of several axes. Default ``"data"``. If an alias has axes over which a parameter
+            is not replicated, the other axes are used for this parameter. For example, if ``data`` is ``edp x mid``,
+            experts that are sharded over ``mid`` have their states sharded over ``edp``.
+        gradients: True (ZeRO-2): each backward reduces gradients into this rank's slice, so all ranks must call
+            `backward` for every micro-batch. Default False (ZeRO-1): gradients are reduced at the end of an
+            accumulation window.
         compression: The communication hook that reduces gradients over the axis, such as `Bf16Compression`. Default
             None: without compression.
 
-    With ``gradients=True`` some buckets are reduced at the end of backward: buckets of owned parameters, buckets whose
-    layout differs between ranks, and all buckets if the model's own collectives may use a data axis. They may use it if
-    a spec names the axis, or if the axis does more than split the batch, as ``cp`` does.
+    With ``gradients=True`` most buckets are reduced while backward runs. Buckets of owned parameters, and buckets whose
+    layout differs between ranks, are reduced at the end of backward. So are all buckets if the model itself may issue
+    collectives over a data axis: if a declared layout names the axis, or if the axis does more than split the batch, as
+    ``cp`` does.
 
-    Collectives: one object all-gather at installation. One reduce-scatter per bucket of 32 MiB of gradients that must be
-    summed over the axis, in each window (ZeRO-1) or micro-batch (ZeRO-2). One all-gather per bucket in each step.
+    Collectives: one object all-gather when the optimizer is made or gets a param group. One reduce-scatter per bucket
+        of 32 MiB of gradients that
+    must be summed over the axis, in each accumulation window (ZeRO-1) or micro-batch (ZeRO-2). One all-gather per
+    bucket in each step.
     Host synchronization: none.
     Memory in addition to the slices: flat copies of two buckets during these collectives.
     """
@@ -450,14 +463,14 @@ class Sharded(StatePlacement):
 
 
 class Shards(ParamTransform):
-    """The transform that replaces parameters by this rank's shards in the param groups; see `Sharded`."""
+    """The transform of `Sharded`: replaces parameters in the param groups by this rank's shards of them."""
 
     def __init__(self, how: Sharded, context: PlacementContext) -> None:
         self.how, self.registry, self._main_grads = how, context.registry, context.main_grads
         self._averages_data = context.averages_data
-        self.buckets: list[ZeroBucket] = []  # early, then late buckets: the order of reduction and gathering
-        self._early: list[ZeroBucket] = []  # with ``gradients=True``, reduced during backward
-        self._late: list[ZeroBucket] = []  # with ``gradients=True``, reduced after backward
+        self.buckets: list[ZeroBucket] = []  # `_early`, then `_late`: the order of reduction and gathering
+        self._early: list[ZeroBucket] = []  # buckets that ``gradients=True`` reduces during backward
+        self._late: list[ZeroBucket] = []  # buckets that ``gradients=True`` reduces after backward
         self._norm_buckets: set[NormBucket] = set()
         self._all_late, self._uneven = False, frozenset[str]()
         self._names: dict[Tensor, str] = {}
@@ -466,13 +479,18 @@ class Shards(ParamTransform):
         self._reducer: BackwardReducer | None = None
 
     def sharded_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        """Return the axes over which ``tensor`` is sharded, even if this rank has no shard of it; None: it is unsharded."""
+        """Return the axes over which ``tensor`` is sharded, even if this rank has no shard of it; None: not sharded."""
         return self._axes_of.get(tensor)
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Make the buckets and shards. Raises ValueError on every rank if ranks of the axis shard different parameters."""
+        """Make buckets and shards, and return this rank's shards of each parameter, with their offsets.
+
+        Raises:
+            ValueError: On every rank: ranks along the axis would shard different parameters.
+        Collectives: an object all-gather.
+        """
         topology = self.registry.topology
         tensors = [at.tensor for at in positions]
         named: list[Tensor | tuple[str, Tensor]] = [(at.name, at.tensor) for at in positions]
@@ -507,10 +525,16 @@ class Shards(ParamTransform):
     def _layouts(
         self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], sharded: Mapping[int, ShardingDecision]
     ) -> list[tuple[ShardingDecision, FlatBucket]]:
-        """Return the sharding and layout of each bucket, in the order in which backward fills the buckets.
+        """Return the `ShardingDecision` and the layout of each bucket, in the order in which backward fills the
+        buckets.
 
-        Ranks with replicas of a parameter must shard it at the same offsets, whatever other parameters they hold.
-        Therefore a bucket contains only parameters with equal layout over the mesh, dtype and device.
+        Ranks with replicas of a parameter must shard it at the same offsets, even if their other parameters differ.
+        Therefore all parameters in a bucket have the same layout over the mesh, the same dtype and the same device.
+
+        Args:
+            params: The parameters.
+            entries: The parameters' entries in the plan.
+            sharded: The decision for each parameter to shard, by its index in ``params``.
         """
         together: dict[tuple[ShardingDecision, NormBucket, torch.dtype, str], list[int]] = {}
         for index, decision in sharded.items():
@@ -527,7 +551,11 @@ class Shards(ParamTransform):
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
     def _is_late(self, entry: ParameterEntry) -> bool:
-        """Return True if the parameter's bucket must be reduced after backward, not during it; see `Sharded`."""
+        """Return True if the parameter's bucket must be reduced after backward, not during it.
+
+        It must if the parameter is owned, if its bucket's layout differs between ranks, or if the model may issue
+        collectives over a data axis.
+        """
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
     def _make_bucket(
@@ -544,8 +572,13 @@ class Shards(ParamTransform):
         return bucket
 
     def _compare_ranks(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> None:
-        """Raise ValueError unless all ranks of the axis shard the same parameters; collect the norm buckets of all ranks.
+        """Compare the parameters to shard between ranks, and collect the norm buckets of all ranks.
 
+        Args:
+            entries: The parameters' entries in the plan.
+            sharded: The decision for each parameter to shard, by its index in ``entries``.
+        Raises:
+            ValueError: On every rank: ranks along the axes would shard different parameters.
         Collectives: an object all-gather.
         """
         topology, names = self.registry.topology, dict[tuple[str, ...], list[str]]()
@@ -562,11 +595,12 @@ class Shards(ParamTransform):
         self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return the plan of the shards, by which local norms are also summed over the axes of `Sharded`."""
+        """Return the reduction plan of the shards. It sums norm contributions also over the axes of `Sharded`."""
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
             if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):
-                averaged = (*entry.averaged, *axes)  # averaged by `ZeroBucket` over data axes, or earlier by torch
+                # Gradients need no further average over these axes: `ZeroBucket` or torch's data parallelism averages.
+                averaged = (*entry.averaged, *axes)
                 entry = replace(
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
                 )
@@ -578,13 +612,13 @@ class Shards(ParamTransform):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around a micro-batch.
+        """Return a context manager around the backward of one micro-batch.
 
         With ``gradients=True`` it reduces each bucket, adds the result to this rank's slice of gradients, and frees the
         parameters' gradients. Otherwise it does nothing.
 
         Raises:
-            RuntimeError: The gradients of the previous window have not been cleared.
+            RuntimeError: With ``gradients=True``, the gradients of the previous window have not been cleared.
         """
         if self._reducer is None:
             yield
@@ -597,10 +631,11 @@ class Shards(ParamTransform):
 
     @torch.no_grad()
     def catch_up(self, window: Window) -> None:
-        """With ``gradients=True``, reduce all buckets if this rank ran no micro-batch in the window.
+        """Reduce all buckets if ``gradients=True`` and this rank ran no micro-batch in the window; else do nothing.
 
         Raises:
-            RuntimeError: The gradients of the previous window have not been cleared.
+            RuntimeError: With ``gradients=True``, the gradients of the previous window have not been cleared.
+        Collectives: one reduce-scatter per bucket whose gradients must be summed.
         """
         if self._reducer is not None:
             _check_cleared(window)
@@ -611,10 +646,14 @@ class Shards(ParamTransform):
 
     @torch.no_grad()
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Reduce the gradients if backward has not reduced them, and set the gradient of each shard.
+        """Set the gradient of each shard. With ``gradients=False``, reduce the gradients of the window before.
 
+        Args:
+            window: The accumulation window that ends.
+            averaged: False if torch's data parallelism should have averaged the gradients, but did not.
         Raises:
             RuntimeError: With ``gradients=True``, some micro-batches of the window bypassed `micro_batch`.
+        Collectives: with ``gradients=False``, one reduce-scatter per bucket whose gradients must be summed.
         """
         buckets = self.buckets
         if self._reducer is not None and window.micro_batches:
@@ -631,7 +670,7 @@ class Shards(ParamTransform):
                 piece.grad = gradient
 
     def _check_nothing_came(self) -> None:
-        """Raise RuntimeError if a parameter has a gradient after its gradients were reduced and taken."""
+        """Raise RuntimeError if a parameter has a gradient, although backward has reduced and freed all gradients."""
         for param, name in self._names.items():
             if param.grad is not None:
                 raise RuntimeError(
@@ -642,7 +681,7 @@ class Shards(ParamTransform):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Gather the shards of all ranks into the model's parameters."""
+        """Gather the shards of all ranks into the model's parameters. Collectives: one all-gather per bucket."""
         run_all([bucket.gather for bucket in self.buckets])
 
     def reload(self) -> None:
@@ -655,7 +694,7 @@ class Shards(ParamTransform):
     def find_overwritten(self) -> Tensor | None:
         found = next((found for bucket in self.buckets if (found := bucket.find_overwritten()) is not None), None)
         for bucket in self.buckets:
-            bucket.refresh()  # increments versions of shards, so that later transforms detect writes
+            bucket.refresh()  # increments the version counters of shards, so that later transforms detect writes
         return found
 
     def clear(self, set_to_none: bool) -> None:
@@ -668,7 +707,7 @@ class Shards(ParamTransform):
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"shards": ...}``: the axis, its size, and the (offset, numel) of each stepped tensor."""
+        """Return the entry ``"shards"``: the axis, its size, and as ``"pieces"`` (offset, numel) per stepped tensor."""
         return {
             "shards": {"axis": self.how.axis, "size": self.registry.size(self.how.axis), "pieces": self._segments[:]}
         }

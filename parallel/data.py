@@ -41,8 +41,7 @@ from .mesh.value_checks import wrong
 
 
 class Batch(list[int]):
-    """List of the sample indices of a batch, with the seed and the epoch for random draws while samples load;
-    picklable.
+    """Picklable list of the sample indices of a batch, with the seed and the epoch for random draws in loading.
 
     Args:
         indices: Indices into the dataset.
@@ -243,8 +242,7 @@ def _make_sampler(
 
 
 class ShardedDataLoader(DataLoader[T]):
-    """DataLoader of torch whose position can be saved. `prepare_dataloader` returns it; one iteration over it is one
-    epoch.
+    """DataLoader of torch whose position can be saved; `prepare_dataloader` returns it.
 
         for images, labels in loader:       # one epoch; after `load_state_dict` the rest of the saved epoch
             ...
@@ -297,8 +295,9 @@ class ShardedDataLoader(DataLoader[T]):
         return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
     def state_after(self, epoch: int, batches: int) -> dict[str, int]:
-        """Return the result that `state_dict` has after ``batches`` batches of ``epoch``, for a loop that counts
-        batches.
+        """Return the state that `state_dict` returns after ``batches`` batches of an epoch.
+
+        Use it if the loop counts its batches.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -415,7 +414,7 @@ class SeededDataset(Dataset[T]):
 
 
 class SeededCollate:
-    """Wrapper of a collate function that seeds the CPU generators by the batch, and restores them afterwards."""
+    """Wrapper of a collate function: it seeds the CPU generators before the call, and restores them afterwards."""
 
     def __init__(self, wrapped: Callable[[list[Any]], Any]) -> None:
         self.wrapped = wrapped

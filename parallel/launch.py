@@ -352,7 +352,7 @@ def init_distributed(
 
     Raises:
         RuntimeError: Variables are missing or have incorrect values (the message names them); the ranks do not connect
-            within the timeout; or NCCL is used, and the process has no CUDA device.
+            within the timeout; or NCCL is used, and no CUDA device has the index of the local rank.
         ValueError: ``launcher`` is unknown.
 
     Collectives: the rendezvous of the default group, and with NCCL the creation of its communicator.

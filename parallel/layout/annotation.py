@@ -49,7 +49,7 @@ class Annotation:
         """Return the layout as a spec that names only axes of ``topology``, instead of mesh dims and aliases.
 
         Raises:
-            ValueError: As in `P.resolve`.
+            ValueError: The spec does not fit the axes of ``topology``, for example because an axis is named twice.
         """
         return self.spec.resolve(topology, dict(self.dims))
 

@@ -285,7 +285,8 @@ def local_shape(
             which is returned.
     Raises:
         ValueError: ``coordinate`` is None, and the length of a dim is not a multiple of the sizes of its axes; a dim
-            has several blocks that its axes can't divide evenly; or as in `P.validate`.
+            has several blocks that its axes can't divide evenly; or `P.validate` rejects the spec, for example because
+            of an unknown axis.
     """
     spec.validate(len(full_shape), topology)
     spec = spec.resolve(topology)
@@ -317,7 +318,7 @@ def full_shape(local_shape: Sequence[int], spec: P, topology: Topology) -> tuple
         spec: Layout of the tensor.
         topology: Provides the sizes of the axes.
     Raises:
-        ValueError: As in `P.validate`.
+        ValueError: `P.validate` rejects the spec, for example because of an unknown axis.
     """
     spec.validate(len(local_shape), topology)
     return tuple(length * topology.size(*spec.dim_axes(dim)) for dim, length in enumerate(local_shape))
@@ -339,7 +340,8 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
         The shard, contiguous. An empty tensor of shape (0,) if the spec has owned axes, and this rank is not an owner.
     Raises:
         ValueError: ``uneven`` is False, and the length of a dim is not a multiple of the sizes of its axes; a dim has
-            several blocks that its axes can't divide evenly; or as in `P.validate`.
+            several blocks that its axes can't divide evenly; or `P.validate` rejects the spec, for example because
+            of an unknown axis.
     Collectives: none.
     Host synchronization: none.
     """
@@ -365,7 +367,7 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
         registry: Provides the process groups.
     Raises:
         ValueError: ``local`` is None on a rank that must hold a shard; the shapes of the shards do not fit the spec; or
-            as in `P.validate`.
+            `P.validate` rejects the spec, for example because of an unknown axis.
     Collectives: two all-gathers over the sharded axes: of the shapes, then of the shards. If the spec has owned axes,
     first three broadcasts over the owned axes: two of an object with the shard's shape and dtype, then one of the
     shard. None over groups of one rank.
@@ -409,7 +411,8 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
         topology: Provides the axes.
     Raises:
         ValueError: ``pieces`` does not have one entry per rank; a shard is missing; shards have different dtypes or
-            numbers of dims; their shapes do not fit the spec; or as in `P.validate`.
+            numbers of dims; their shapes do not fit the spec; or `P.validate` rejects the spec, for example because of
+            an unknown axis.
     Collectives: none.
     Host synchronization: none.
     """

@@ -9,10 +9,10 @@ not name. Along a pipeline axis that the spec does not name, stages hold differe
     P("data")                              dim 0 is sharded jointly over all axes of the topology's alias `data`
     P(blocks("tensor", 2))                 dim 0 consists of two blocks, and each block is sharded over `tensor`
     P("col", owned={"row": 0})             sharded over `col`; only ranks with coordinate 0 on `row` hold a shard
-    P("col", owned={"row": "col"})         as before, but ranks with equal coordinates on `row` and `col` hold a shard
-    P(partial="tensor")                    replicated, but its gradient is partial: it must be summed over `tensor`
-    P("tensor", None, tied={"pipe": (0, -1)})   one logical parameter, held by the first and the last stage
-    P()                                    replicated over all data and model axes, declared explicitly
+    P("col", owned={"row": "col"}) sharded over `col`; only ranks whose coordinates on `row` and `col` are equal hold it
+    P(partial="tensor") replicated, but its gradient is partial: it must be summed over `tensor` P("tensor", None,
+    tied={"pipe": (0, -1)}) one logical parameter, held by the first and the last stage P() replicated over all data and
+    model axes, declared explicitly
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
 
 
 def blocks_repr(axis: str, sizes: tuple[int, ...]) -> str:
-    """Return the source text of the call ``blocks(axis, sizes)``, for `repr`."""
+    """Return the source text of the call ``blocks(axis, sizes)``, for the `repr` of a spec."""
     return f"blocks({axis!r}, {len(sizes) if set(sizes) == {1} else sizes})"
 
 
@@ -230,7 +230,7 @@ def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[
     """Return ``owned`` as {axis: coordinate or other axis}, with every alias replaced by its axes.
 
     Args:
-        owned: (axis or alias, coordinate or other axis or alias) pairs, as in `P`.
+        owned: Pairs of an axis or alias, and a coordinate or another axis or alias.
         topology: Provides the sizes of the axes.
         aliases: Axes per alias.
     Raises:
@@ -381,7 +381,7 @@ class P:
         partial: tuple[str, ...] | None = None,
         blocks: Iterable[tuple[str, tuple[int, ...]]] = (),
     ) -> P:
-        """Return a copy of the spec with other sharded axes.
+        """Return a copy of the spec in which other axes shard the tensor dims.
 
         Args:
             dims: Per tensor dim, the new axes: axis names, or tuples of axes as `joint_dim_axes` returns them. An axis

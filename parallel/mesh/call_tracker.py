@@ -365,7 +365,7 @@ def check_same_call(calls: Sequence[str | None]) -> None:
 
 
 def is_transport_error(error: BaseException | None) -> bool:
-    """Return True if ``error`` is a failure of a collective or of the store.
+    """Return True if ``error`` is a failure of a collective or of torch's store.
 
     Failures of gloo are plain RuntimeErrors, so they are detected by their text. Return False for an error that
     `track_call` raised.

@@ -17,7 +17,8 @@ Choose between `gather_from` and `all_gather_to` by the computation on the gathe
 same on every rank, each rank computes the full gradient and keeps its shard of it: use `gather_from`. If the
 computation differs between ranks, each rank computes a partial gradient, which must be summed: use `all_gather_to`.
 
-* Every rank of the group must call the function. The tensors must have the same shape on all ranks, except uneven shards
+* Every rank of the group must call the function. The tensors must have the same shape on all ranks, except uneven
+shards
   and the tensors of `all_to_all`.
 * The tensor must require grad on all ranks of the group, or on none.
 * The backward consists of maps of the table, so it can be differentiated again.
@@ -25,10 +26,12 @@ computation differs between ranks, each rank computes a partial gradient, which 
   ``torch.distributed`` need not be initialised.
 * The dtype is unchanged, also under autocast: sums are computed in the dtype of the tensor.
 * Over several axes, shards are in the order of the group: row-major over the axes in the order of the topology.
-* By default shards have equal shapes. With ``uneven=True`` or ``length=`` shards are the chunks of `torch.chunk` over one
+* By default shards have equal shapes. With ``uneven=True`` or ``length=`` shards are the chunks of `torch.chunk` over
+one
   axis.
 * No function synchronizes with the host.
-* ``axes`` are names of axes or aliases. A function raises ValueError if ``axes`` is empty, has an unknown name, or names
+* ``axes`` are names of axes or aliases. A function raises ValueError if ``axes`` is empty, has an unknown name, or
+names
   an axis twice.
 """
 
@@ -104,7 +107,7 @@ Map_ = TypeVar("Map_", bound=Callable[..., Tensor])
 
 
 def _collective(function: Map_) -> Map_:
-    """Decorate a map, so that `track_call` tracks it as the call ``over.call``, except while torch.compile traces it."""
+    """Decorate a map, so that it runs in a `track_call` block named ``over.call``, unless torch.compile traces it."""
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
@@ -230,7 +233,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
-    """Apply ``forward_map`` with ``backward_map`` as its backward; return ``tensor`` itself if the group has size 1."""
+    """Return ``forward_map(tensor, over)``, with ``backward_map`` in backward; for a group of size 1, ``tensor``."""
     if over.size == 1:
         return tensor
     result: Tensor = _LinearMap.apply(tensor, forward_map, backward_map, over)

@@ -80,7 +80,7 @@ def renamed_members(**renamed: str) -> Callable[[AnyClass], AnyClass]:
 
 
 class _FormerMember:
-    """Descriptor for the former name of an attribute or a method."""
+    """Descriptor for a former name: it gets or sets the attribute with the new name, and issues a warning."""
 
     def __init__(self, owner: type, old: str, new: str) -> None:
         self.owner, self.old, self.new = owner, old, new

@@ -106,7 +106,9 @@ def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
 def refined(
     views: Sequence[Sequence[Dim]], name_of: Callable[[Ranks], str] | None = None
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Return the axes of the common refinement, and an alias for each mesh dim whose name is not the name of an axis.
+    """Return the fewest axes such that every dim of several device meshes consists of one or more of these axes.
+
+    A mesh dim whose name is not the name of an axis becomes an alias for its axes.
 
     If a mesh dim is one axis, the axis has the name of the dim. If several mesh dims are the same axis, the axis has
     the name of the first dim, and the names of the other dims become aliases. If an axis is only a part of mesh dims,
@@ -119,9 +121,9 @@ def refined(
     Returns:
         Size per axis, slowest axis first, with mesh dims of size 1 at the end; and per alias its axes, slowest first.
     Raises:
-        ValueError: The groups along a dim have different sizes or strides, or are not a grid; a bound of a dim does not
-            divide the next larger bound; two dims with the same name consist of different axes; or an axis is part of
-            no mesh dim, and ``name_of`` is None.
+        ValueError: The groups along a dim have different sizes or strides, or are not a grid; there are no such axes;
+            two dims with the same name consist of different axes; or an axis is part of no mesh dim, and ``name_of`` is
+            None.
     """
     world = len(views)
     steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}

@@ -257,7 +257,7 @@ def agreed_name(topology: Topology, rank: int) -> str:
         ValueError: Another rank constructed the registry with the same number for another topology.
     """
     if is_fake():
-        # Not all stores of fake worlds respond.
+        # The store is not used, because not every store of a fake world responds.
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
     number = store.add(f"meshstep/registries/{rank}", 1)
@@ -300,8 +300,9 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
         registry: Provides ranks and process groups.
         dims: Per dim of the mesh, the axes of which the dim consists. The process group along each dim is created.
     Raises:
-        ValueError: The axes of a dim are not in the order of the topology; or as in `ProcessGroupRegistry.group`.
-        RuntimeError: As in `ProcessGroupRegistry.group`.
+        ValueError: There are no axes; a name is unknown; an axis is named twice, directly or by an alias; or the axes
+            of a dim are not in the order of the topology.
+        RuntimeError: The registry is closed; or the world has one rank, and ``torch.distributed`` is not initialised.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -514,7 +515,8 @@ class ProcessGroupRegistry:
                 or this version of torch can't create the group.
         Collectives: none.
         """
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import is slow
+        # Without torch._dynamo nothing is compiled, and `torch.compiler.disable` would import it, which is slow.
+        if "torch._dynamo" not in sys.modules:
             return self._known_or_new_group(ranks)
         group: dist.ProcessGroup = torch.compiler.disable(self._known_or_new_group)(ranks)
         return group
@@ -607,7 +609,8 @@ class ProcessGroupRegistry:
 
         Args:
             mesh: A mesh of all ranks of the world in row-major order, with dim names, as `init_device_mesh` returns it.
-            roles: Role per dim, as in `Topology`. None: the default roles of the names of the dims.
+            roles: Role per dim: ``"pipe"``, ``"data"`` or ``"model"``. None: the default roles of the names of the
+                dims.
 
         Raises:
             ValueError: The mesh has no dim names, or does not hold all ranks of the world in row-major order; ``roles``

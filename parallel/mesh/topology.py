@@ -70,7 +70,8 @@ def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]
 
 Role = Literal["pipe", "data", "model"]
 """Role of a mesh axis. ``"pipe"``: ranks along the axis are pipeline stages. ``"data"``: ranks along the axis process
-different samples, or parts of samples. ``"model"``: parameters are sharded or replicated over the axis, by their specs."""
+different samples, or parts of samples. ``"model"``: parameters are sharded or replicated over the axis, by their
+specs."""
 
 _DATA = ("data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp")
 _SEQUENCE = ("cp", "context")  # axes that shard the sequence of each sample; the model communicates along them
@@ -282,7 +283,7 @@ def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, t
     Returns:
         (axis, coordinates) pairs in the order of ``sizes``.
     Raises:
-        ValueError: ``where`` is empty, or is not a product of coordinates of the axes.
+        ValueError: ``where`` is empty, or is not a product of sets of coordinates of the axes.
     """
     size = prod(sizes.values())
     points = dict(enumerate(product(*map(range, sizes.values()))))
@@ -547,7 +548,7 @@ class Topology(ByRole):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError. For an attribute of registries, the message advises to pass a registry."""
+            """Raise AttributeError. For an attribute of registries, the message says to pass a registry."""
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if name in _REGISTRY_ATTRIBUTES:
                 message += f": a topology has no process groups; give ProcessGroupRegistry({self!r}) instead"

@@ -18,7 +18,7 @@ from ..mesh.text import named_ranks
 T = TypeVar("T")
 Own = TypeVar("Own", bound="Ranks")
 
-TIMEOUT = 180.0  # seconds per call
+TIMEOUT = 180.0  # default timeout of a call of `run`, in seconds
 CASES_A_CALL = 25  # number of cases that `run_each` passes to one call of `run`, to keep each call below its timeout
 
 
@@ -74,7 +74,9 @@ class Ranks(ABC):
         Returns:
             Per case, the list of the results by rank.
         Raises:
-            RanksError, TypeError, ValueError: As in `run`.
+            RanksError: A rank raised an error, died, or exceeded the timeout of one `run`, ``self.timeout`` seconds.
+            TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
+            ValueError: A world size is not a positive integer.
         """
         results: dict[int, list[T]] = {}
         for size in sorted({size for size, _ in cases}):

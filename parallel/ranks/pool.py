@@ -151,7 +151,7 @@ def _forget_device_meshes() -> None:
 
     torch would use such an entry for a later mesh with the same ranks and names, because the two meshes compare equal.
     """
-    # torch has no public function for it, and the import of torch.distributed.tensor.debug is slow.
+    # torch has no public function that clears the cache, and the import of torch.distributed.tensor.debug is slow.
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
     if dtensor is not None:
         dtensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

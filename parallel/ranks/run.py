@@ -140,7 +140,7 @@ class ProcessGroups:
         before = ProcessGroups(0)
         before._take()
         self._give()
-        hook = sys.excepthook  # saved, because each default group replaces it
+        hook = sys.excepthook  # saved, because `init_process_group` replaces the hook
         try:
             yield
         finally:
@@ -187,7 +187,7 @@ class ProcessGroups:
 # all processes raise a RanksError. Processes exchange results through the store of the default process group instead of
 # by collectives, because a tested function may make collectives fail.
 
-POLL_INTERVAL = 0.01  # seconds
+POLL_INTERVAL = 0.01  # time between two checks of the store, in seconds
 _PIECE = 4 << 20  # largest value to write into the store, in bytes; torch's TCPStore accepts 8 MB
 _NAMES_OF_A_GROUP = 10**6
 
@@ -320,7 +320,7 @@ class LaunchedRanks(Ranks):
             reply(True, self._call(function, call))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # also the errors of pytest.fail
+        except BaseException:  # also the error of `pytest.fail`, which is no Exception
             text = traceback.format_exc()
             self.close()  # before the reply, so that ranks that wait for this rank in a collective get an error
             reply(False, text)

@@ -40,7 +40,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Detect whether a launcher has started several processes; if so, make Hypothesis draw the same examples in all.
+    """Detect whether a launcher has started several processes; if so, make them draw the same Hypothesis examples.
 
     Raises:
         pytest.UsageError: A launcher has started several processes, and the option -n of pytest-xdist is given.

@@ -34,15 +34,13 @@ from ..norm.replicas import TensorHash
 #     layout along the axis         directions  products             declared as
 #     sharded                       distinct    are summed           P(axis)
 #     replicated, full gradient     equal       are equal            P()
-#     replicated, partial gradient  equal       are summed           P(partial=axis), or tied= for some ranks of the
-# axis
+#     replicated, partial gradient  equal       are summed           P(partial=axis), or tied= for some of its ranks
 #     on one rank only              -           only one exists      P(owned={axis: 0})
 #     replicated, data axis         equal       are averaged         P()
 #     sharded, data axis            distinct    are averaged         P(axis), as for experts
 #     DTensor, replicated           equal       are equal            its placements; torch has reduced the gradient
 #     DTensor, sharded              distinct    are summed           its placements; torch has reduced the gradient
-#     pipeline axis, not in the     distinct    are summed           nothing: each stage has different parameters
-#     spec
+#     pipeline axis, not in P       distinct    are summed           nothing: each stage has different parameters
 
 Sum = Literal["sum", "same", "mean"]
 
@@ -96,8 +94,7 @@ class GradientContract:
             topology: The mesh.
         Returns:
             (derivative, spread). If the contract requires equal results on some ranks, the derivative is their mean,
-            and the
-                spread is the largest difference between two of these results.
+                and the spread is the largest difference between two of these results.
         """
         same = [axis for axis, along in self.by_axis if along.products == "same"]
         divisor = prod(topology.size(axis) for axis, along in self.by_axis if along.products == "mean")
@@ -115,7 +112,7 @@ def larger_axes(topology: Topology) -> tuple[str, ...]:
 
 
 def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> GradientContract:
-    """Return the gradient contract of a parameter that is laid out as ``spec``.
+    """Return how the derivative of the loss follows from the ranks' gradients of a parameter with the layout ``spec``.
 
     Args:
         spec: The declared layout, in the axes of ``topology``.
@@ -415,9 +412,10 @@ def spec_of_contract(
 ) -> tuple[P, bool]:
     """Return (spec with the given gradient contract, True if its sharded dims are certain).
 
-    The contract does not determine which dims are sharded. If several choices are possible, the spec has one of them.
-    The gradient norm and the step of an elementwise optimizer are right with each choice. Full-tensor optimizers (such
-    as `Muon`), norms per row, and loading a checkpoint in another layout depend on the choice.
+    The contract says along which axes the ranks hold shards. It does not determine which dims are sharded. If several
+    choices are possible, the spec has one of them. The gradient norm and the step of an elementwise optimizer are right
+    with each choice. Full-tensor optimizers (such as `Muon`), norms per row, and loading a checkpoint in another layout
+    depend on the choice.
 
     Args:
         known: The parameter.
@@ -516,6 +514,9 @@ def candidates(
 ) -> Iterator[GradientContract]:
     """Yield every gradient contract that the parameter's values allow, the most likely contract first.
 
+    A contract says along which axes the ranks hold shards or replicas, and how the derivative of the loss follows from
+    the ranks' gradients.
+
     Args:
         known: The parameter.
         topology: The mesh.
@@ -541,7 +542,7 @@ def candidates(
 
 def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) -> tuple[AxisContract, ...]:
     if len(known.coordinates(axis, topology)) == 1:
-        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # ranks at one coordinate hold it
+        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # held at one coordinate of the axis
     if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
         return (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
     alike: tuple[AxisContract, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)

@@ -429,8 +429,7 @@ class Differences:
             size: Sum of the sizes of these predictions. The tolerance is relative to it.
         Returns:
             ``"kept"``: the prediction is right. ``"wrong"``: no difference agrees with it, or two deviate by the same
-            large
-                amount. ``"undecided"``: the rounding errors of all differences are too large.
+                large amount. ``"undecided"``: the rounding errors of all differences are too large.
         """
         before: list[tuple[float, float]] = []
         for difference in found:
@@ -451,7 +450,7 @@ class Differences:
         return self.noise / self.digits.largest > 0.01 * size
 
     def tells(self, found: Difference, size: float) -> bool:
-        """Return True if the rounding error of ``found`` is at most 1 % of ``size``, the size of the derivative."""
+        """Return True if the rounding error of ``found`` is at most 1 % of ``size``, the expected derivative."""
         return found.rounding <= 0.01 * size
 
 
@@ -473,7 +472,7 @@ class Promise:
     size: float
 
     def scaled(self, size: float) -> tuple[tuple[KnownParameter, Tensor | None], float]:
-        """Return ((parameter, scaled direction), scaled prediction), for a derivative of about ``size``."""
+        """Scale the direction to a derivative of about ``size``; return ((parameter, direction), prediction)."""
         factor = size / self.size if self.size else 1.0
         return (self.known, None if self.direction is None else self.direction * factor), self.value * factor
 

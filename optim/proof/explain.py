@@ -77,7 +77,7 @@ class ForwardRecord:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context manager. The hook points of forwards inside the context are recorded in `hashes`."""
+        """Record a hash of every module's input and output in `hashes`, for forwards inside the context."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
             if name:
@@ -105,7 +105,7 @@ class ForwardRecord:
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """Return ``values`` if it is a tensor, else the first item of nested tuples and lists if it is one, else None."""
+    """Return ``values`` itself, or the first item of (nested) tuples and lists; None if that is no tensor."""
     while isinstance(values, tuple | list) and values:
         values = values[0]
     return values if isinstance(values, Tensor) else None
@@ -291,8 +291,9 @@ class Explainer:
         self.differences, self.topology = differences, differences.topology
 
     def explain(self, known: KnownParameter, declared: GradientContract | None) -> Explanation:
-        """Return the first contract under which the gradient is the derivative of the loss.
+        """Return the first gradient contract under which the parameter's gradient is the derivative of the loss.
 
+        A contract says how the derivative of the loss follows from the ranks' gradients.
         If there is no such contract, return the first one under which the gradient is a multiple of the derivative.
 
         Args:
@@ -591,7 +592,7 @@ def _problem(
 
     Args:
         known: The activation: the input or output of a module.
-        found: The contract under which its gradient is right.
+        found: The contract under which its gradient is right or right except for a factor, if there is one.
         explainer: Tests further contracts.
     """
     topology = explainer.topology

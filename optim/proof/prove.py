@@ -150,8 +150,8 @@ def prove(
     computes another function than the intended one, if it differentiates that function correctly.
 
     Call it on every rank, in a test, at the start of training or between two steps. Don't call it between a backward
-    with ``overlap=True`` and its step: the step would reject the gradients. Dropout gets the same random
-    numbers in every forward. Gradients, buffers, parameters and random states are restored before the call returns.
+    with ``overlap=True`` and its step: the step would reject the gradients. Dropout gets the same random numbers in
+    every forward. Gradients, buffers, parameters and random states are restored before the call returns.
 
     Args:
         model: A model whose parameters are declared with `declare`. Parallel layers and DTensors declare themselves.
@@ -292,7 +292,7 @@ def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str,
 
 
 def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> GradientContract:
-    """Return the most likely gradient contract of a parameter. Along the mesh axes of a DTensor, use its placements."""
+    """Return the most likely `GradientContract` of a parameter. Along mesh axes of a DTensor, use its placements."""
     contract = next(candidates(known, topology, split_beside(known, everything, topology), None), None)
     if contract is None:
         held = " or ".join(sorted({str(seen.shape) for seen in known.seen.values()}))
@@ -436,7 +436,7 @@ def examine(
 
 
 class _Examination:
-    """One run of `examine`. The constructor runs forward and backward once, and `run` does the rest."""
+    """One run of the checks of `prove` or `infer`: forward and backward in the constructor, all others in `run`."""
 
     def __init__(
         self,
@@ -563,7 +563,7 @@ class _Examination:
         return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in contract.by_axis)
 
     def _contradicted(self, known: KnownParameter, contract: GradientContract) -> bool:
-        """Return True if the values of the parameter on the ranks contradict ``contract``.
+        """Return True if the values of the parameter on the ranks contradict ``contract``, its assumed layout.
 
         They do if ranks that must hold replicas have different values. They also do if ranks that must hold different
         shards have equal values, unless all elements of a shard are equal.

@@ -116,7 +116,7 @@ def _label(name: str, group: int, by: object) -> str:
     return (plain.rpartition(".")[0] or plain) + at + stage if by == "layer" else name
 
 
-# Sums by slot, and over the world -------------------------------------------------------------------------------------
+# Sums of groups of values, and sums over all ranks --------------------------------------------------------------------
 
 
 class Slots:
@@ -211,8 +211,8 @@ class PowerIteration:
         device: Device of the results.
 
     Raises:
-        ValueError: On every rank: the region of a shard is unknown, the ranks' shapes or dtypes of a matrix differ, or
-            elements of a matrix are missing.
+        ValueError: On every rank: the region of a shard is unknown, the ranks' shapes or dtypes of a matrix differ,
+            or elements of a matrix are missing, or twice on a rank.
 
     Collectives: an object all-gather in the constructor; none with one rank.
     Memory: on every rank, one row per matrix in float64. During a call, also a few rows and columns per matrix, and a
@@ -510,11 +510,9 @@ class Telemetry(StepObserver):
     These figures have no labels:
 
     * ``spectral_norm/<name>``: With `SpectralNorms`, an estimate of the largest singular value of each matrix before
-    the
-      step.
+      the step.
     * ``noise_scale``, ``noise_signal`` (|G|^2), ``noise_trace`` (S): With `NoiseScale`, the gradient noise scale and
-    the
-      two estimates of which it is the ratio, over all parameters except `excluded_params`.
+      the two estimates of which it is the ratio, over all parameters except `excluded_params`.
 
     Args:
         optimizer: The optimizer, with any precision and state placement.
@@ -538,8 +536,8 @@ class Telemetry(StepObserver):
     Host synchronization: in the constructor, and in the first measured step after `add_param_group`. In other steps
         none, except to copy tensors between the CPU and the GPU, as with `Offloaded`.
     Memory: in a measured step, a copy of the tensors that this rank steps (float32 for half precision), and 40 bytes
-        per logical parameter. With ``noise=``, also copies of partial gradients. With ``spectral=``, also the memory
-        of `PowerIteration`.
+        per logical parameter. With ``noise=``, also copies of partial gradients. With ``spectral=``, also the memory of
+        `PowerIteration`.
 
     Attributes:
         step: Number of steps so far, including skipped steps.

@@ -137,9 +137,9 @@ def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
 
 
 class AnyOptimizer(HomeOptimizer):
-    """A full-tensor optimizer that steps each parameter with a copy of a torch optimizer, on the owner rank.
+    """A full-tensor optimizer that steps each parameter with a copy of a torch optimizer.
 
-    `whole` creates it.
+    One rank, the owner rank of the parameter, gathers the full tensor and steps it. `whole` creates this optimizer.
     """
 
     lists = 2

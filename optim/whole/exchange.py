@@ -50,7 +50,7 @@ class Buffers:
 
     @property
     def numbytes(self) -> int:
-        """Return the total size in bytes of the buffers that are kept between requests; 0 if none is on a CPU."""
+        """Return the total size in bytes of the kept buffers. Only buffers on a CPU are kept."""
         return sum(kept.numel() for kept in self._kept.values())
 
 
@@ -236,7 +236,7 @@ class Round:
             number: [next(parts).view(self._matrices[number].shape) for _ in range(self._lists)] for number in self._own
         }
 
-    # Back to the holders --------------------------------------------------------------------------------------------
+    # Back to the ranks with shards ----------------------------------------------------------------------------------
 
     def send_back(
         self,
@@ -255,8 +255,7 @@ class Round:
             device: Device of the results.
         Returns:
             A function that returns an iterator. The iterator waits for the all-to-all, writes the shards into
-            ``results``
-                in the full tensors' dtype, and yields the position of each shard after it was written.
+                ``results`` in the full tensors' dtype, and yields the position of each shard after it was written.
         """
         flat, out, into = self._flat("sent back", self._back, False, device)
         begins = self._begins()
@@ -339,8 +338,7 @@ class Round:
 
         Returns:
             A function that waits for the all-to-all, and returns the received elements on ``device``, ordered by
-            sending
-                rank. It returns ``flat`` if ``counts`` is empty.
+                sending rank. It returns ``flat`` if ``counts`` is empty.
         """
         if not counts:
             return lambda: flat

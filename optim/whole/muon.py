@@ -404,8 +404,7 @@ class Muon(WholeOptimizer):
 
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
-        # rounding to ns_dtype before the exchange gives the same elements as rounding on the owner rank, with less
-        # traffic
+        # rounding to ns_dtype before the exchange gives the same elements as rounding afterwards, with less traffic
         self._homes = Homes(tensors, _boxes, lambda shape: flops(as_matrix(shape)), dtype=self.ns_dtype)
         self._scales: dict[int, float | Tensor] = {}
 

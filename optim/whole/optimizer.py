@@ -414,7 +414,7 @@ class HomeOptimizer(WholeOptimizer):
         lists: Number of tensors per matrix that are sent to the owner rank. Default: 1, the gradient alone.
         blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names. Default: no blocks.
         homes: The owner ranks, and the exchanges with them.
-        taken: Returns the number of steps of a stepped tensor.
+        taken: Reads the step counts of stepped tensors on the host.
 
     Collectives: `bind` has an object all-gather in addition to that of `WholeOptimizer.bind`.
     """

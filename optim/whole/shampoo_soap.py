@@ -17,14 +17,15 @@ averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309
 SOAP is Adam in the eigenbasis of Shampoo's preconditioners::
 
     L <- b3 L + (1 - b3) G G^T                R <- b3 R + (1 - b3) G^T G
-    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency``
-    steps G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient m <- b1 m + (1 -
-    b1) G                    v <- b2 v + (1 - b2) G'^2 U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T w <- (w - lr sqrt(1
-    - b2^k) / (1 - b1^k) U) (1 - lr wd)
+    Q_L, Q_R = eigenvectors of L, R           in the first step; later qr(L Q_L), qr(R Q_R) at some steps
+    G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient
+    m <- b1 m + (1 - b1) G                    v <- b2 v + (1 - b2) G'^2
+    U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T
+    w <- (w - lr sqrt(1 - b2^k) / (1 - b1^k) U) (1 - lr wd)
 
-k is the number of updates, including the present one. The first step makes no update: it only computes the first bases.
-A tensor with four or more dims has a preconditioner per dim. A vector has no preconditioner, and is stepped by Adam
-from the second step on.
+The bases Q_L and Q_R are computed every ``precondition_frequency`` steps. k is the number of updates, including the
+present one. The first step makes no update: it only computes the first bases. A tensor with four or more dims has a
+preconditioner per dim. A vector has no preconditioner, and is stepped by Adam from the second step on.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11321), with the defaults of the authors'
 code.
@@ -229,8 +230,7 @@ class Shampoo(PreconditionedOptimizer):
 
     A parameter with two dims is a matrix, with three dims a stack of matrices (experts). A parameter with four or more
     dims has a preconditioner per dim. One rank, the owner rank, computes the update of a matrix, and only it keeps the
-    matrix's
-    states: preconditioners, their roots and the moments.
+    matrix's states, which are preconditioners, their roots and the moments.
 
     Args:
         params: Parameters, ``model.named_parameters()``, or param groups.
@@ -241,8 +241,8 @@ class Shampoo(PreconditionedOptimizer):
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
         max_preconditioner_dim: Dims of a larger size have no preconditioner.
         precondition_frequency: Number of steps between new roots. The first step always computes roots.
-        grafting: "adam" or "sgd" (SGD with momentum). The update of a matrix is scaled to the norm of this method's step.
-            The update of a vector is this method's step.
+        grafting: "adam" or "sgd" (SGD with momentum). The update of a matrix is scaled to the norm of this method's
+            step. The update of a vector is this method's step.
         grafting_beta2, grafting_epsilon: b2 and eps of the Adam step for ``grafting="adam"``.
         blocks: {glob over names: blocks of a fused weight along its rows}, each a separate matrix. The value is the
             number of equal blocks, or the list of their numbers of rows. None: the blocks that layouts declare only.
@@ -370,8 +370,7 @@ class SOAP(PreconditionedOptimizer):
 
     A parameter with two dims is a matrix, with three dims a stack of matrices (experts). A parameter with four or more
     dims has a preconditioner per dim. One rank, the owner rank, computes the update of a matrix, and only it keeps the
-    matrix's
-    states: the preconditioners L and R, their eigenbases and two moments.
+    matrix's states, which are the preconditioners L and R, their eigenbases and two moments.
 
     The first bases come from a single gradient. If this gradient matrix does not have full rank, some vectors of a
     basis are arbitrary, as in the authors' code. They depend on the last bits of the gradient, so a sum of gradients in

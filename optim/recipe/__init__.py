@@ -1,1 +1,1 @@
-"""The training recipe: `Booster` and its parts."""
+"""`Booster`, which prepares a training loop, and the code for its pipelines, data parallelism and trainers."""

@@ -1,4 +1,4 @@
-"""Clipping by the `ParallelOptimizer`'s global norm in accelerate and in the Transformers `Trainer`."""
+"""Gradient clipping by the global norm of a `ParallelOptimizer` in accelerate and in the Transformers `Trainer`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
         take_over_clipping(accelerator, optimizer)  # after prepare; then call accelerator.clip_grad_norm_(...) as usual
 
     accelerate's own norm is wrong for sharded models. The new ``accelerator.clip_grad_norm_`` calls
-    `ParallelOptimizer.clip_grad_by_norm`. It reduces and measures the gradients of all parameters of the optimizer, clips
-    them in place, and returns the global norm before clipping, 0-dim float64. The Trainer logs this norm. The threshold
-    of the call is used instead of the optimizer's ``max_norm=``. Exception: with the threshold ``inf``, the optimizer's
-    ``max_norm=`` is used. A Trainer without ``max_grad_norm`` passes ``inf`` to measure the norm.
+    `ParallelOptimizer.clip_grad_by_norm`. It reduces and measures the gradients of all parameters of the optimizer,
+    clips them in place, and returns the global norm before clipping, 0-dim. The Trainer logs this norm. The threshold
+    of the call is used instead of the optimizer's ``max_norm=``. If the threshold is ``inf``, the optimizer's
+    ``max_norm=`` is used: a Trainer without ``max_grad_norm`` passes ``inf`` to measure the norm. The new
     ``accelerator.clip_grad_value_`` calls `ParallelOptimizer.clip_grad_by_value`.
 
     Args:
@@ -38,17 +38,18 @@ def take_over_clipping(driver: Any, optimizer: Any) -> None:
 
     Raises:
         TypeError: ``driver`` is no accelerator or Trainer, or ``optimizer`` is no `ParallelOptimizer`.
-        ValueError: accelerate has its own loss scale (``mixed_precision="fp16"``), the optimizer manages accumulation
-            windows too (``accumulation_steps=``), or a `DistributedDataParallel` contains a sharded model. Nothing is
-            changed.
+        ValueError: On every rank: accelerate has its own loss scale (``mixed_precision="fp16"``), the optimizer manages
+            accumulation windows too (``accumulation_steps=``), or a `DistributedDataParallel` contains a sharded model.
+            Nothing is changed.
 
-    Both new methods raise ValueError if some of the optimizer's parameters are not passed to them. They raise RuntimeError
-    in the middle of a window; write ``if accelerator.sync_gradients:`` before the call. Before the first step, they raise
-    these errors on every rank, and also a ValueError if the model was wrapped later.
+    The new clipping methods raise ValueError if some parameters of the optimizer are not passed to them. They raise
+    RuntimeError in the middle of an accumulation window; write ``if accelerator.sync_gradients:`` before the call.
+    Before the first step, they raise these errors on every rank. They then also raise ValueError if a
+    `DistributedDataParallel` contains a sharded model.
 
-    Collectives: an object all-gather here, and another one per call of a clipping method before the first step. A clipping
-        method runs the collectives that `step` would run; `step` then runs none.
-    Host synchronization: one in the first call of a clipping method.
+    Collectives: an object all-gather here, and another one per call of a clipping method before the first step. A
+        clipping method also reduces and measures the gradients, as `step` does otherwise.
+    Host synchronization: yes, here. In a clipping method as in `step`, and one more before the first step.
     """
     inner, accelerator = innermost(optimizer), getattr(driver, "accelerator", driver)
     if not isinstance(inner, ParallelOptimizer):
@@ -97,11 +98,15 @@ def _clip_value(
 
 
 def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameters: Tensor | Iterable[Tensor]) -> None:
-    """Raise an error if a call of a clipping method is wrong; before the first step, on every rank.
+    """Check a call of a clipping method. Before the first step, an error is raised on every rank.
 
+    Args:
+        accelerator: The accelerator.
+        optimizer: The optimizer.
+        parameters: The parameters that were passed to the clipping method.
     Raises:
-        ValueError: ``parameters`` lacks parameters of the optimizer. Before the first step also: the model was wrapped in
-            the wrong way.
+        ValueError: ``parameters`` lacks parameters of the optimizer. Before the first step also: a
+            `DistributedDataParallel` contains a sharded model.
         RuntimeError: The call is in the middle of an accumulation window.
     Collectives: before the first step, an object all-gather.
     """
@@ -146,10 +151,10 @@ def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
 
 # Detection of accelerate, or of a Transformers `Trainer`, that clips the gradients itself -----------------------------
 
-# accelerate computes its norm from gradients that may not be reduced yet, or from one rank's shards only, and clips before
-# the optimizer does. To detect this, all objects of the process are searched for Trainers and accelerate's wrappers in the
-# first window. The stack frames are not searched, because in Python 3.10 to 3.12 reading a frame's variables keeps them
-# alive, including the user's first batch and logits.
+# accelerate computes its norm from gradients that may not be reduced yet, or from one rank's shards only, and clips
+# before the optimizer does. To detect this, all objects of the process are searched for Trainers and accelerate's
+# wrappers of optimizers in the first accumulation window. The stack frames are not searched, because in Python 3.10 to
+# 3.12 reading a frame's variables keeps them alive, including the user's first batch and logits.
 
 _TAKEN: WeakSet[object] = WeakSet()
 TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"
@@ -161,7 +166,7 @@ def taken_over(optimizer: object) -> None:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrappers, or ``optimizer`` itself if it has none."""
+    """Return the optimizer inside accelerate's wrappers, or ``optimizer`` itself if it is not wrapped."""
     kind: Any = loaded_class("accelerate.optimizer", "AcceleratedOptimizer")
     while kind is not None and isinstance(optimizer, kind):
         optimizer = optimizer.optimizer
@@ -169,12 +174,13 @@ def innermost(optimizer: Any) -> Any:
 
 
 def wrong_around(param_groups: object) -> str | None:
-    """Return an error text if accelerate or a `Trainer` clips this optimizer's gradients by its own norm, else None.
+    """Return an error text if accelerate or a `Trainer` may clip an optimizer's gradients by its own norm, else None.
 
-    accelerate counts as clipping if it wraps the optimizer and `take_over_clipping` was not called.
+    A Trainer with ``max_grad_norm`` clips. accelerate without a Trainer counts as clipping if it wraps the optimizer.
+    After `take_over_clipping` the result is None.
 
     Args:
-        param_groups: The optimizer's list of param groups. Wrappers share the list object, so it identifies the
+        param_groups: The optimizer's list of param groups. Wrappers share this list object, so it identifies the
             optimizer.
     Collectives: none. Host synchronization: none.
     """

@@ -11,8 +11,8 @@
         optimizer.step()
         schedule.step()
 
-`Booster` combines the precision modes of `meshstep.amp`, data parallelism, and `ParallelOptimizer`. Each of them can also
-be used without a `Booster`.
+`Booster` combines the precision modes of `meshstep.amp`, data parallelism, and `ParallelOptimizer`. Each of the three
+can also be used without a `Booster`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
 
 
 def registry_of_replicas() -> ProcessGroupRegistry:
-    """Return a registry for a mesh with a single axis, ``data``, that has all ranks.
+    """Return the process groups for a mesh with a single axis, ``data``, that contains all ranks.
 
     Raises:
         RuntimeError: torchrun started several processes, and `init_distributed` has not been called.
@@ -81,7 +81,13 @@ def registry_of_replicas() -> ProcessGroupRegistry:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError for an unknown option of `ParallelOptimizer`, or one that an argument of Booster determines."""
+    """Check the options that `Booster` passes to `ParallelOptimizer`.
+
+    Args:
+        options: The options, by name.
+    Raises:
+        TypeError: `ParallelOptimizer` has no such argument, or an argument of `Booster` determines it.
+    """
     here = {
         "precision": "mixed_precision",
         "average_data": "data_parallel",
@@ -98,10 +104,10 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def name_parameters(model: nn.Module, topology: Topology) -> None:
-    """Write each parameter's name into its declaration, for errors, norms and checkpoints.
+    """Write each parameter's name into the declaration of its layout, for errors, norms and checkpoints.
 
-    Names that a declaration already has are kept. On a mesh without model axes, parameters without a declaration are
-    declared replicated. On other meshes, they are not changed.
+    If a declaration already has a name, the name is kept. On a mesh without model axes, parameters without a
+    declaration are declared replicated. On other meshes, parameters without a declaration are unchanged.
     """
     for name, param in model.named_parameters():
         known = annotation_of(param)
@@ -112,9 +118,9 @@ def name_parameters(model: nn.Module, topology: Topology) -> None:
 
 
 def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
-    """Return the criterion prepared for the precision mode; None for None.
+    """Return the loss function or module ``criterion`` prepared for the precision mode; None if it is None.
 
-    A module is moved to the registry's device if that is a CUDA device.
+    A module is moved to the registry's device if this is a CUDA device.
     """
     if criterion is None:
         return None
@@ -123,7 +129,7 @@ def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGro
     return precision.prepare_criterion(criterion)
 
 
-# Samplers of torch that do not divide samples between ranks.
+# torch's samplers that do not divide the samples between ranks.
 _EVERYTHING = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _ADVICE = (
     "create the loader with booster.prepare_dataloader(dataset, batch_size, ...), or with a sampler or batch sampler of "
@@ -134,16 +140,16 @@ _ADVICE = (
 def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
     """Raise ValueError if a torch DataLoader gives ranks the wrong samples.
 
-    Ranks with different data coordinates must get different samples, and ranks with the same data coordinate equal ones.
-    A `DistributedSampler` is always checked. Other samplers are checked if they and the batch sampler are of torch's own
-    classes; other classes are trusted.
+    Ranks with different data coordinates must get different samples. Ranks with the same data coordinate must get equal
+    samples. A `DistributedSampler` is always checked. Another sampler is only checked if it and the batch sampler are
+    of torch's own classes. A `ShardedDataLoader`, and any object that is no torch DataLoader, is not checked.
     """
     axes = registry.topology.sample_axes
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
         return
     batch_sampler = loader.batch_sampler
-    # if there is a batch sampler, the loader does not use loader.sampler
+    # a loader with a batch sampler does not use loader.sampler
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
@@ -158,9 +164,9 @@ def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
 
 
 def first_samples(loader: Any) -> str | None:
-    """Read the first four samples of a DataLoader's IterableDataset, and return a hash of them.
+    """Return a hash of the first four samples of a DataLoader's IterableDataset, which are read from the dataset.
 
-    Return None if the loader is no DataLoader of an IterableDataset, or if the samples can't be read or pickled.
+    Return None if ``loader`` is no DataLoader of an IterableDataset, or if the samples can't be read or pickled.
     """
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     if not isinstance(dataset, IterableDataset):
@@ -174,7 +180,7 @@ def first_samples(loader: Any) -> str | None:
 
 
 def _plain(sample: Any) -> Any:
-    """Return ``sample`` with tensors replaced by dtype, shape and bytes: pickles of equal tensors may differ."""
+    """Return ``sample`` with dtype, shape and bytes in place of tensors, because pickles of equal tensors may differ."""
     if isinstance(sample, Tensor):
         value = sample.detach().cpu().contiguous()
         return str(value.dtype), tuple(value.shape), bytes(value.flatten().view(torch.uint8).tolist())
@@ -186,10 +192,11 @@ def _plain(sample: Any) -> Any:
 def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
     """Raise ValueError if IterableDatasets give ranks the wrong first samples.
 
-    Ranks with different data coordinates must get different samples, and ranks with the same data coordinate equal ones.
+    Ranks with different data coordinates must get different samples. Ranks with the same data coordinate must get equal
+    samples.
 
     Args:
-        digests: The result of `first_samples` of every rank.
+        digests: For each rank, a hash of its first samples; None: this rank is not checked.
         topology: The mesh.
     """
     advice = "select each rank's samples by registry.rank(*registry.topology.sample_axes)"
@@ -223,12 +230,12 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Raise an error if the optimizer can't step the model.
+    """Raise an error if `boost` can't use the optimizer with the model.
 
     Raises:
-        TypeError: ``optimizer`` is not a torch optimizer, or already a `ParallelOptimizer`.
-        ValueError: One of its parameters is not in the model, a trainable parameter has no spec on a mesh with model axes,
-            or the model can't be moved to the registry's device.
+        TypeError: ``optimizer`` is not a torch optimizer, or is already a `ParallelOptimizer`.
+        ValueError: A parameter of the optimizer is not in the model, a trainable parameter has no declared layout on a
+            mesh with model axes, or the model can't be moved to the registry's device.
     """
     if isinstance(optimizer, ParallelOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, which boost wraps")
@@ -247,8 +254,9 @@ def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupR
 def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raise ValueError if the model can't be moved to ``device`` after its optimizer was created.
 
-    It can't if it is on the meta device, or if the optimizer has states: a move of the model leaves them on the old device.
-    It also can't if torch is set to create new parameters when a module is moved.
+    A tensor of the model on the meta device is always an error. If parameters must be moved to a CUDA device, two more
+    cases are errors: the optimizer has states, which a move of the model would leave on the old device; or torch is set
+    to create new parameters when a module is moved.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
@@ -286,21 +294,26 @@ class Saving:
         extra: Any = None,
         keep: int = 1,
     ) -> Path:
-        """Save a checkpoint with `save_checkpoint`, and return its path. Every rank calls it.
+        """Save a checkpoint with `save_checkpoint`, and return its directory. Every rank must call it.
 
         The checkpoint also contains the data loader's position in its epoch.
 
         Args:
-            path, model, optimizer, lr_scheduler, extra, keep: As in `save_checkpoint`; pass the objects that `boost`
-                returned.
-            dataloader: The loader that `boost` returned. None: no position is saved.
+            path: A directory that only this run uses, in a file system that all ranks share.
+            model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
+            optimizer: The optimizer that `boost` returned.
+            lr_scheduler: The schedule that `boost` returned. None (default): no schedule is saved.
+            dataloader: The loader that `boost` returned. None (default): no position is saved.
+            extra: Other data to restore: numbers, strings and tensors, in lists, tuples and dicts. Default: None.
+            keep: Number of newest checkpoints to keep, including this one. Default: 1.
         Returns:
-            The directory of the checkpoint.
+            The directory of the checkpoint, ``path/meshstep-<number>``.
 
         Raises:
-            As `save_checkpoint`.
+            ValueError, RuntimeError, TypeError: As in `save_checkpoint`.
 
-        Collectives: as in `save_checkpoint`.
+        Collectives: gathers of Python objects over all ranks.
+        Host synchronization: yes.
         """
         from ..checkpoint import save_checkpoint
 
@@ -318,20 +331,25 @@ class Saving:
     ) -> Any:
         """Load a checkpoint of `save` into the objects that `boost` returned, and return its ``extra``.
 
-        Every rank calls it. The checkpoint may come from another mesh. The next ``for`` loop over the loader continues the
-        saved epoch; see `ShardedDataLoader.load_state_dict`.
+        Every rank must call it. The checkpoint may come from another mesh. The next ``for`` loop over the loader
+        continues the saved epoch after the batches that were already used.
 
         Args:
-            path, model, optimizer, lr_scheduler: As in `load_checkpoint`; pass the objects that `boost` returned.
-            dataloader: The loader that `boost` returned. None: no position is loaded.
+            path: The ``path`` of `save`, whose newest checkpoint is loaded; or the directory of one checkpoint.
+            model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
+            optimizer: The optimizer that `boost` returned.
+            lr_scheduler: The schedule that `boost` returned. None (default): the run was saved without a schedule.
+            dataloader: The loader that `boost` returned. None (default): no position is loaded.
         Returns:
             The ``extra`` value that was saved.
 
         Raises:
             ValueError: The loader does not have the order of the saved epoch. Then all other objects have already been
-                loaded. Other errors as in `load_checkpoint`.
+                loaded. Or the checkpoint does not fit, as in `load_checkpoint`; then nothing is changed.
+            RuntimeError, TypeError: As in `load_checkpoint`.
 
-        Collectives: as in `load_checkpoint`.
+        Collectives: gathers of Python objects over all ranks; with `Sharded` also all-gathers of weights.
+        Host synchronization: yes.
         """
         from ..checkpoint import load_checkpoint
 
@@ -356,7 +374,7 @@ Schedule = TypeVar("Schedule")
 
 
 class Booster(Saving, Generic[Stats_co]):
-    """Prepares model, optimizer, criterion, data loader and schedule for a precision mode and a kind of data parallelism.
+    """Prepares model, optimizer, loss function, data loader and schedule for a precision mode and data parallelism.
 
         booster = Booster("bf16", registry, max_norm=1.0)
         model, optimizer, criterion, loader, _ = booster.boost(model, adamw, criterion, loader)
@@ -368,11 +386,11 @@ class Booster(Saving, Generic[Stats_co]):
     Args:
         mixed_precision: Name of a mode (``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16_naive"``, ``"fp16_apex"``,
             ``"fp8"``) or a precision object. Default: ``"fp32"``.
-        registry: The process groups. None: all ranks are replicas on one axis ``data``.
+        registry: The process groups. None (default): all ranks are replicas on one axis ``data``.
         data_parallel: How gradients are averaged over the data axes, and which tensors are sharded over these axes. The
             lines of the training loop are the same with all values. Default: None::
 
-                None      `step` averages the gradients, in a few collectives per window; works with every layout
+                None      the optimizer's `step` averages the gradients; works with every layout
                 "ddp"     torch's DistributedDataParallel averages the gradients during backward
                 "zero1"   `step` averages the gradients; optimizer states and master weights are sharded over the
                     last data axis larger than 1, or over all data axes if the topology has an alias for them
@@ -381,15 +399,15 @@ class Booster(Saving, Generic[Stats_co]):
 
         max_norm: Threshold of the global gradient norm, or another clipping rule, applied in every step. None: no
             clipping, except by the optimizer's ``clip_grad_by_norm``. Default: None.
-        accumulation_steps: Number of micro-batches per accumulation window. `ParallelOptimizer` describes `step` within
-            windows, and the end of an epoch. Default 1: windows are not managed; gradients accumulate until you call
-            `step`, after any number of micro-batches (see `no_sync`).
+        accumulation_steps: Number of micro-batches per optimizer step. With n > 1, call the optimizer's `step` after
+            every micro-batch; it updates the weights in every n-th call. Default 1: each call of `step` updates the
+            weights, with the gradients of all micro-batches since the previous step.
         **options: Other arguments of `ParallelOptimizer`, such as ``check_replicas``, ``overlap`` or ``states``. With
             "zero1" and "zero2", ``compression`` also applies to the sharded gradients.
 
     Raises:
-        ValueError: The precision mode does not exist, the mesh has no data axis for ``data_parallel``, or an argument is
-            out of range.
+        ValueError: The precision mode does not exist, ``data_parallel`` is unknown or not possible on the mesh, or an
+            argument is out of range.
         TypeError: An option is not an argument of `ParallelOptimizer`, or another argument of Booster determines it.
         RuntimeError: ``registry`` is None under torchrun, and `init_distributed` has not been called.
     """
@@ -437,7 +455,7 @@ class Booster(Saving, Generic[Stats_co]):
             )
         clip_of(max_norm)
         self.data_parallel = data_parallel
-        # ParallelOptimizer(accumulation_steps=1) would reject a second backward before `step`; None accumulates.
+        # ParallelOptimizer(accumulation_steps=1) rejects a second backward before `step`. With None it accumulates.
         steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
         self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
@@ -474,26 +492,25 @@ class Booster(Saving, Generic[Stats_co]):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Prepare the objects of a training loop, and return them. Every rank calls it at the same point of the program.
+        """Prepare the objects of a training loop, and return them. Every rank must call it at the same point.
 
         The model is changed in place, except that ``"ddp"`` wraps it. The weights and buffers of data coordinate 0 are
         broadcast over the data axes, so that replicas start equal. On a mesh with model axes, declare the layout of the
         model first. On other meshes, parameters without a declaration are declared replicated.
 
         Args:
-            model: A model without a data-parallel wrapper. It is moved to the registry's device if that is a CUDA device.
-                Or a schedule of `torch.distributed.pipelining` with its loss function, over this rank's stages; see
-                `Pipeline`.
-            optimizer: A torch optimizer of the model's parameters. Or a list of optimizers, which are combined: one step
-                and one gradient norm for all. None: the model is prepared for evaluation.
+            model: A model without a data-parallel wrapper. It is moved to the registry's device if this is a CUDA
+                device. Or a schedule of `torch.distributed.pipelining` over this rank's stages, with a loss function.
+            optimizer: A torch optimizer of the model's parameters. Or a list of optimizers, which are combined: one
+                step and one gradient norm for all. None: the model is prepared for evaluation.
             criterion: A loss function or module, which is prepared for the precision mode. None: no criterion.
-            dataloader: A loader, which is returned unchanged after a check of the samples: different data ranks must get
-                different samples. The check uses the loader's sampler, or reads the first samples of an IterableDataset.
-                Samplers of your own class are trusted. None: no loader.
-            lr_scheduler: A torch or meshstep schedule that was created with ``optimizer``. torch's schedules move with
-                every call of their ``step``, except in `HoldOnSkip`. meshstep's schedules move only if the optimizer took
-                a step. With a list of optimizers, create the schedule afterwards, with the returned optimizer. None: no
-                schedule.
+            dataloader: A loader, which is returned unchanged after a check of the samples: different data ranks must
+                get different samples. The check uses the loader's sampler, or reads the first samples of an
+                IterableDataset. Samplers of your own class are trusted. None: no loader.
+            lr_scheduler: A torch or meshstep schedule that was created with ``optimizer``. A torch schedule advances
+                with every call of its ``step``; to prevent this after skipped steps, wrap it in `HoldOnSkip` after
+                `boost`. A meshstep schedule advances only if the optimizer took a step. With a list of optimizers,
+                create the schedule afterwards, with the returned optimizer. None: no schedule.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), with None for omitted objects. The optimizer is a
                 `ParallelOptimizer`. With ``"ddp"``, an optimizer and several data ranks, the model is a
@@ -501,8 +518,8 @@ class Booster(Saving, Generic[Stats_co]):
                 `torch.distributed.pipelining`, a `Pipeline` is returned.
 
         Raises:
-            ValueError, TypeError: On every rank, before any change: the objects don't fit together. Or an error of
-                `ParallelOptimizer`, which is created after the model was changed; then build the model again.
+            ValueError, TypeError: On every rank, before any change: the objects don't fit together. The constructor of
+                `ParallelOptimizer` may also raise errors, after the model was changed; then build the model again.
 
         Collectives: gathers of Python objects, and broadcasts of the model over the data axes.
         """
@@ -544,9 +561,9 @@ class Booster(Saving, Generic[Stats_co]):
         return boosted, stepped, criterion, dataloader, lr_scheduler
 
     def _check(self, schedule: Any, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
-        """Raise ValueError or TypeError if the objects don't fit together.
+        """Raise ValueError or TypeError if the objects that the user passed to `boost` don't fit together.
 
-        Return a hash of the dataloader's first samples; None if they can't be read (see `first_samples`).
+        Return a hash of the first samples of an IterableDataset; None if there is none, or if they can't be read.
 
         Collectives: none.
         """
@@ -579,28 +596,37 @@ class Booster(Saving, Generic[Stats_co]):
         seed: int = 0,
         **loader_kwargs: Any,
     ) -> ShardedDataLoader[T]:
-        """Return a loader that gives each data coordinate its own samples of ``dataset``.
+        """Return a loader that gives each data coordinate its own samples of ``dataset``. Every rank must call it.
 
         It is the result of `meshstep.parallel.data.prepare_dataloader` for this Booster's registry.
 
         Args:
-            dataset: The dataset.
+            dataset: A map-style dataset with a length, the same on every rank.
             batch_size: Number of samples per batch of one data coordinate.
-            shuffle, drop_last, seed, **loader_kwargs: As in `meshstep.parallel.data.prepare_dataloader`.
+            shuffle: True: use a new random order in every epoch. Default False: the order of the dataset.
+            drop_last: True: skip the last step of an epoch if it has fewer samples than a global batch. Default False:
+                keep it as a smaller step.
+            seed: Seed of the orders and of random draws while samples are loaded, the same on every rank. Default: 0.
+            **loader_kwargs: Arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
         """
         return prepare_dataloader(dataset, self.registry, batch_size, shuffle, drop_last, seed, **loader_kwargs)
 
     def backward(
         self, loss: Tensor | None, optimizer: ParallelOptimizer, *, weight: float | Tensor | None = None, **kwargs: Any
     ) -> None:
-        """Run backward: call `ParallelOptimizer.backward`, which multiplies the loss by the loss scale.
+        """Run the backward of one micro-batch: call `ParallelOptimizer.backward`, which applies the loss scale.
 
         Args:
-            loss, weight, **kwargs: As in `ParallelOptimizer.backward`.
+            loss: 0-dim loss; None on a rank without a batch in this micro-batch.
             optimizer: The optimizer that `boost` returned.
+            weight: The number of items, such as tokens, whose losses are summed in ``loss``. None (default): the loss
+                is a mean.
+            **kwargs: Arguments of ``loss.backward``.
 
         Raises:
-            TypeError: The optimizer is not a `ParallelOptimizer`. Other errors as in `ParallelOptimizer.backward`.
+            TypeError: ``optimizer`` is not a `ParallelOptimizer`, the loss is not a tensor, or the weight is not a
+                number.
+            ValueError, RuntimeError: As in `ParallelOptimizer.backward`.
         """
         if not isinstance(optimizer, ParallelOptimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; give the optimizer that boost returned")
@@ -609,19 +635,19 @@ class Booster(Saving, Generic[Stats_co]):
     def no_sync(
         self, model: nn.Module | Pipeline | None = None, optimizer: ParallelOptimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context of `ParallelOptimizer.no_sync`, in which backward does not reduce gradients.
+        """Return a context in which backward does not reduce gradients over the data axes.
 
-        Exception: with "zero2", backward reduces the gradients of every micro-batch.
-
-        Run all micro-batches before a `step`, except the last one, in this context.
+        Run all micro-batches before a `step`, except the last micro-batch, in this context. With
+        ``data_parallel="zero2"``, backward reduces the gradients of every micro-batch even in this context.
 
         Args:
-            model: The model that `boost` returned. None: give ``optimizer``.
-            optimizer: The optimizer that `boost` returned. None: give ``model``.
+            model: The model that `boost` returned. Not used if ``optimizer`` is given. Default: None.
+            optimizer: The optimizer that `boost` returned. None (default): the optimizer that `boost` returned together
+                with ``model``.
 
         Raises:
-            ValueError: ``optimizer`` is not a `ParallelOptimizer`. Or it is None, and the model was not returned by `boost`
-                together with an optimizer.
+            ValueError: ``optimizer`` is not a `ParallelOptimizer`. Or it is None, and the model was not returned by
+                `boost` together with an optimizer.
         """
         found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
         if not isinstance(found, ParallelOptimizer):

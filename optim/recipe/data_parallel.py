@@ -30,7 +30,7 @@ from ..step.update import invalidate_before_updates
 invalidate_before_updates(forget_rounded)
 
 DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]
-"""The data parallelism that `Booster` sets up: DDP, optimizer-state sharding (ZeRO-1, ZeRO-2), or FSDP2 (ZeRO-3)."""
+"""The kinds of data parallelism of `Booster`: DDP, optimizer-state sharding (ZeRO-1, ZeRO-2), or FSDP2 (ZeRO-3)."""
 
 
 def check_data_parallel(
@@ -39,7 +39,7 @@ def check_data_parallel(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise ValueError if ``mode`` is not possible on the mesh, or for the model or optimizer.
+    """Raise ValueError if a kind of data parallelism is unknown, or not possible for the mesh, model or optimizer.
 
     Args:
         mode: The kind of data parallelism. None: `ParallelOptimizer.step` averages the gradients, which is always
@@ -105,10 +105,12 @@ def wrap(
     """Apply data parallelism to the modules, and return them: wrapped for "ddp", changed in place for "fsdp".
 
     Args:
-        parts: The model, or this rank's pipeline stages. With "ddp", modules without trainable parameters are not wrapped.
-        optimizer: With "fsdp", the new parameters replace the old ones in its param groups. None: no optimizer.
+        parts: The model, or this rank's pipeline stages. With "ddp", modules without trainable parameters are not
+            wrapped.
+        optimizer: The optimizer of the modules' parameters. With "fsdp", the new parameters replace the old parameters
+            in its param groups. None: there is no optimizer.
         registry: The process groups. With a single data coordinate, the modules are returned unchanged.
-        mode: The kind of data parallelism. For other values the modules are returned unchanged.
+        mode: The kind of data parallelism. For "zero1", "zero2" and None, the modules are returned unchanged.
     """
     if data_size(registry) == 1:
         return list(parts)
@@ -132,7 +134,7 @@ def wrap(
 
 
 def _shared(parts: Sequence[Mapping[str, nn.Parameter]]) -> set[nn.Parameter]:
-    """Return the parameters that are in more than one of ``parts``. `fully_shard` can't shard them."""
+    """Return the parameters that more than one pipeline stage of this rank has. `fully_shard` can't shard them."""
     counts = Counter(param for params in parts for param in params.values())
     return {param for param, count in counts.items() if count > 1}
 
@@ -151,7 +153,7 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a model: those items of its outermost ModuleLists and Sequentials that contain other modules."""
+    """Yield the blocks of a model: the items of its outermost ModuleLists and Sequentials that contain other modules."""
     for child in module.children():
         composite = next(child.children(), None) is not None
         if composite and isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -161,9 +163,9 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with a direct parameter that does not have the dtype of most elements of the model.
+    """Return the modules with a parameter of their own whose dtype is not that of most elements of the model.
 
-    `fully_shard` needs one dtype per sharded module.
+    They are sharded separately, because `fully_shard` needs one dtype per sharded module.
     """
     sizes: Counter[torch.dtype] = Counter()
     for param in model.parameters():
@@ -181,7 +183,7 @@ def optimizer_options(
         parts: The result of `wrap`.
         registry: The process groups.
         mode: The kind of data parallelism.
-        options: The options that the user gave to `Booster`.
+        options: The options that the user gave to `Booster`, by name.
     """
     if data_size(registry) == 1 or mode is None:
         return {}
@@ -213,6 +215,7 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
     Collectives: one broadcast per 32 MiB of tensors that are broadcast over the same ranks; none with a single data
         coordinate.
+    Host synchronization: yes, if tensors are on another device than the registry's.
     """
     topology = registry.topology
     found: dict[tuple[int, ...], list[Tensor]] = {}
@@ -227,22 +230,24 @@ def broadcast_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     with in_call(registry, "broadcast_weights"):
         for ranks, tensors in found.items():
             _share(tensors, ranks, registry)
-        forget_rounded()  # clears cached 8-bit weights: a collective does not increase version counters
+        # Clear cached 8-bit weights. Their cache does not detect the broadcast, which increases no version counter.
+        forget_rounded()
 
 
 # `align_replicas` is for replicas that have diverged.
 #
-# An all-reduce gives bitwise identical gradients to all ranks. But some gradients are computed separately on every rank,
-# such as those of a layer norm that is replicated over a tensor axis. They are bitwise identical only if all kernels are
-# deterministic. GPU kernels with atomic additions are not: the last bits of the gradients differ. Adam turns a tiny
-# gradient into a full-size update, so the replicas slowly diverge. ``torch.use_deterministic_algorithms(True)`` avoids
-# such kernels, but makes training slower. Aligning replicas every few hundred steps costs almost nothing.
+# An all-reduce gives bitwise identical gradients to all ranks. But some gradients are computed separately on every
+# rank, such as the gradients of a layer norm that is replicated over a tensor axis. They are bitwise identical only if
+# all kernels are deterministic. GPU kernels with atomic additions are not deterministic: the last bits of the gradients
+# differ. Adam turns a tiny gradient into a full-size update, so the replicas slowly diverge.
+# ``torch.use_deterministic_algorithms(True)`` avoids such kernels, but may make training slower. Aligning replicas
+# every few hundred steps is cheaper.
 #
 # All replicas get one rank's values, not an average, so that weights, master weights and moments fit together.
 
 
 class _BroadcastKind(NamedTuple):
-    """Key of tensors that are broadcast together: the ranks that hold replicas of them, and their layout over the mesh."""
+    """Key of tensors that are broadcast together: the ranks that hold replicas of the tensors, and the tensors' layout."""
 
     ranks: tuple[int, ...]
     layout: NormBucket
@@ -250,7 +255,7 @@ class _BroadcastKind(NamedTuple):
 
 @torch.no_grad()
 def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
-    """Make replicas bitwise equal: broadcast weights and optimizer states from the first rank that holds each replica.
+    """Make replicas bitwise equal: broadcast weights and optimizer states from the first rank with a replica.
 
     Master weights are broadcast too, and the results are written to the model. Call it on every rank between two steps,
     about every few hundred steps. Tensors without replicas, frozen parameters, and states that are one number per
@@ -263,8 +268,8 @@ def align_replicas(optimizer: ParallelOptimizer[Any]) -> None:
         optimizer: The optimizer.
 
     Raises:
-        ValueError: On every rank: two replicas have states of different names, shapes or dtypes, or ranks step different
-            numbers of replicated parameters; nothing is changed.
+        ValueError: On every rank: two replicas have states of different names, shapes or dtypes, or ranks step
+            different numbers of replicated parameters; nothing is changed.
 
     Collectives: an object all-gather, one broadcast per 32 MiB of tensors with the same layout, and the collectives by
         which `Sharded` writes weights to the model.
@@ -299,11 +304,16 @@ def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:
 
 
 def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError on every rank if ranks with replicas hold different numbers of tensors, or different states.
+    """Raise ValueError on every rank if ranks with replicas step different numbers of tensors, or have different
+    states.
 
-    States are compared by name, shape and dtype. Names of parameters are not compared, because a tied parameter may have
-    different names on different ranks.
+    States are compared by name, shape and dtype. Names of parameters are not compared, because a tied parameter may
+    have different names on different ranks.
 
+    Args:
+        descriptions: One text per tensor that this rank steps and that has replicas: "<parameter>: <names, shapes and
+            dtypes>", by the key of the broadcast.
+        registry: The process groups.
     Collectives: an object all-gather.
     """
     reports = gather_objects(descriptions, registry)
@@ -330,7 +340,7 @@ def _share(tensors: Sequence[Tensor], ranks: tuple[int, ...], registry: ProcessG
     copied: list[tuple[Tensor, Tensor]] = []
     nbytes = 0
     for tensor in tensors:
-        # a copy only if the tensor is not contiguous, or is a conjugate or negative view
+        # ``dense`` is a copy only if the tensor is not contiguous, or if it is a conjugate or negative view
         dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
         for part in dense.view(-1).view(torch.uint8).split(BUCKET_BYTES):
             if parts and nbytes + part.numel() > BUCKET_BYTES:
@@ -349,15 +359,19 @@ def _broadcast(
     ranks: tuple[int, ...],
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Broadcast ``parts`` from ``ranks[0]`` in place, then update the tensors of which ``parts`` are contiguous copies.
+    """Broadcast ``parts`` from ``ranks[0]`` to ``ranks`` in one collective, in place.
 
     Args:
-        copied: (tensor, contiguous copy of it) pairs.
+        parts: 1-dim uint8 views of tensors, on any devices.
+        copied: (tensor, contiguous copy) pairs. The copies, of which ``parts`` are views, are written to the tensors.
+        ranks: The ranks of the broadcast.
+        registry: The process groups.
     """
     sizes = [part.numel() for part in parts]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=registry.device)
     slots = flat.split(sizes)
-    # Indices of parts by device (offloaded parts are on the CPU): each device needs one transfer per direction.
+    # Indices of ``parts`` by device, for one transfer per device and direction. Parts of offloaded tensors are on the
+    # CPU.
     sides: dict[torch.device, list[int]] = {}
     for index, part in enumerate(parts):
         sides.setdefault(part.device, []).append(index)

@@ -7,7 +7,7 @@
         loss = pipeline.backward(inputs, target=targets)
         optimizer.step()
 
-The schedule calls backward itself. With ``scale_grads=True`` torch afterwards divides each stage's gradients by the number
+The schedule calls backward itself. With ``scale_grads=True``, torch then divides each stage's gradients by the number
 of micro-batches. This division is wrong in three cases:
 
 * A parameter that two stages of a rank share (a tied embedding in a V-shaped schedule) is divided twice.
@@ -47,30 +47,31 @@ class Pipeline:
         loss = pipeline.backward(inputs, target=targets)    # on every rank; None except on the last stage
         optimizer.step()
 
-    The schedule's loss function is prepared for the precision mode. If the schedule was created with ``scale_grads=True``,
-    torch's default, the loss function must return the mean over a micro-batch. The loss of a call is then the mean over
-    all micro-batches. With ``scale_grads=False``, the loss function must return a sum. Then give `backward` the number by
-    which the sum is divided as ``weight=``.
+    The schedule's loss function is prepared for the precision mode. If the schedule was created with
+    ``scale_grads=True``, torch's default, the loss function must return the mean over a micro-batch. The loss of a call
+    of `backward` is then the mean over all micro-batches. With ``scale_grads=False``, the loss function must return a
+    sum. Then pass the number by which the sum is divided to `backward` as ``weight=``.
 
     Args:
         schedule: A schedule of `torch.distributed.pipelining` with a ``loss_fn``. Its loss function and ``scale_grads``
             are replaced. The modules of its stages may be sharded over model axes, or by `fully_shard`. With
-            `fully_shard`, create the optimizer with ``data_parallel=[...]``, one entry per stage. Exclude a parameter that
-            two stages of a rank share from sharding (``ignored_params=``). Zero-bubble schedules compute the gradients of
-            weights later than the gradients of inputs. For these schedules, ``reshard_after_forward`` is set to False:
-            gathered weights are kept during a call.
+            `fully_shard`, create the optimizer with ``data_parallel=[...]``, a list of this rank's stage modules. If
+            two stages of a rank share a parameter, exclude it from sharding (``ignored_params=``). Zero-bubble
+            schedules compute the gradients of weights later than the gradients of inputs. For these schedules,
+            ``reshard_after_forward`` is set to False, so gathered weights are kept during a call.
         optimizer: The optimizer of the stages' parameters.
 
     Raises:
         TypeError: On every rank: ``schedule`` is not a schedule of `torch.distributed.pipelining`.
         ValueError: On every rank: the schedule has no loss function, or its stages don't communicate over the mesh's
-            pipeline axes. Or a stage of a zero-bubble schedule is in `DistributedDataParallel`, which would never average
-            the gradients of weights.
+            pipeline axes. Or a stage of a zero-bubble schedule is in `DistributedDataParallel`, which would never
+            average the gradients of weights.
 
     Collectives: an object all-gather in the constructor.
 
     Attributes:
-        schedule, optimizer: The arguments.
+        schedule: The pipeline schedule.
+        optimizer: The optimizer of the stages' parameters.
         modules: The modules of this rank's stages, in the schedule's order.
     """
 
@@ -91,14 +92,15 @@ class Pipeline:
     ) -> Tensor | None:
         """Run forward and backward of all micro-batches of the schedule, and return the loss on the last stage.
 
-        For the optimizer's accumulation window, a call counts as one micro-batch. Every rank calls it; ranks with the same
-        data coordinate pass the same samples. The first stage uses ``args``, the last one ``target``; other stages ignore
-        them. `DistributedDataParallel` and `fully_shard` reduce gradients at the end of every call.
+        For the optimizer's accumulation window, a call counts as one micro-batch. Every rank must call it. Ranks with
+        the same data coordinate must pass the same samples. Only the first stage uses ``args``, and only the last stage
+        uses ``target``. `DistributedDataParallel` and `fully_shard` reduce gradients at the end of every call.
 
         Args:
-            args, kwargs: Arguments of the schedule's ``step``, which splits tensors along dim 0 into micro-batches.
-            target: Second argument of the loss function, split in the same way.
-            weight: As for `ParallelOptimizer.backward`. Only with ``scale_grads=False``. Default: None.
+            *args, **kwargs: Arguments of the schedule's ``step``, which splits tensors along dim 0 into micro-batches.
+            target: Second argument of the loss function, split in the same way. Default: None.
+            weight: The number of items, such as tokens, whose losses are summed. Only with ``scale_grads=False``. None
+                (default): there is no weight.
         Returns:
             On ranks of the last stage, the mean of the micro-batches' unscaled losses, or their sum with
                 ``scale_grads=False``: 0-dim, detached. None on other ranks.
@@ -124,9 +126,17 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
-        """Run forward only, without gradients, and return the loss.
+        """Run forward only, without gradients, and return the loss on the last stage. Every rank must call it.
 
-        Arguments (without ``weight``) and result as in `backward`. Every rank calls it.
+        Args:
+            *args, **kwargs: Arguments of the schedule's ``eval``, which splits tensors along dim 0 into micro-batches.
+            target: Second argument of the loss function, split in the same way. Default: None.
+        Returns:
+            On ranks of the last stage, the mean of the micro-batches' losses, or their sum with ``scale_grads=False``:
+                0-dim. None on other ranks.
+
+        Raises:
+            ValueError: A tensor can't be split into equal micro-batches.
 
         Collectives: those of the schedule and of the model, such as the all-gathers of `fully_shard`.
         """
@@ -134,9 +144,9 @@ class Pipeline:
         with _forward_only(self.schedule):
             loss = self._run(self.schedule.eval, args, target, kwargs)
         for module in (part for stage in self.modules for part in stage.modules()):
-            if hasattr(module, "reshard"):  # fully_shard keeps gathered weights for a backward
+            if hasattr(module, "reshard"):  # fully_shard keeps gathered weights for a backward; an evaluation has none
                 module.reshard()  # type: ignore[operator]
-        # torch 2.11 creates receive buffers in the first call. An evaluation creates them without requires_grad, which
+        # torch creates receive buffers in the first call. An evaluation creates them without requires_grad, which
         # training needs.
         for info in (info for s in _stages(self.schedule) for infos in s.args_recv_info.values() for info in infos):
             if isinstance(buffer := getattr(info, "buffer", None), Tensor) and buffer.is_floating_point():
@@ -152,9 +162,10 @@ class Pipeline:
         return total
 
     def _check_even(self, values: Sequence[Any]) -> None:
-        """Raise ValueError unless all micro-batches have the same size. With chunk specs, sizes are not checked.
+        """Raise ValueError unless the tensors in ``values`` can be split into micro-batches of equal size.
 
-        A smaller micro-batch would have the same weight in the mean loss, and would not fit the schedule's buffers.
+        A smaller micro-batch would have the same weight in the mean loss, and would not fit the schedule's buffers. If
+        the schedule has chunk specs, sizes are not checked.
         """
         parts = self.schedule._n_microbatches
         if self.schedule._args_chunk_spec is not None or self.schedule._kwargs_chunk_spec is not None:
@@ -174,10 +185,10 @@ class Pipeline:
 
 
 class _Loss:
-    """Replacement of the schedule's loss function that returns scaled losses.
+    """Replacement of a schedule's loss function, which returns scaled losses for backward.
 
-    A loss is multiplied by the loss scale. Means are also divided by the number of micro-batches. In an evaluation, the
-    loss is returned unchanged.
+    A loss is multiplied by the loss scale. With ``scale_grads=True``, it is also divided by the number of
+    micro-batches. In an evaluation, the loss is returned unchanged.
 
     Attributes:
         given: (scaled loss, unscaled loss) of each micro-batch of the current call, by the id of the scaled loss.
@@ -220,18 +231,20 @@ class _Loss:
 def check_pipeline(
     schedule: Any, registry: ProcessGroupRegistry, data_parallel: str | None = None, optimizer: object = ...
 ) -> None:
-    """Raise an error for a schedule that would not train correctly; see `Pipeline`.
+    """Raise an error if `Pipeline` can't train with a schedule.
 
     Args:
         schedule: The schedule.
         registry: The process groups.
         data_parallel: The ``data_parallel`` of a `Booster`. Default: None.
-        optimizer: The optimizer of the pipeline. None: raise ValueError, because training needs one. Default (``...``): not
-            checked.
+        optimizer: The optimizer of the pipeline. None: raise ValueError, because training needs one. Default (``...``):
+            not checked.
 
     Raises:
         TypeError: ``schedule`` is not a schedule of `torch.distributed.pipelining`.
-        ValueError: The schedule would not train correctly.
+        ValueError: The schedule has no loss function, its stages don't communicate over the mesh's pipeline axes, or
+            ``optimizer`` is None. Or ``data_parallel`` is "ddp", or a stage of a zero-bubble schedule is in
+            `DistributedDataParallel`.
     """
     if not is_schedule(schedule):
         raise TypeError(
@@ -288,7 +301,7 @@ def _computes_in_two(schedule: Any) -> bool:
 
 @contextmanager
 def _forward_only(schedule: Any) -> Iterator[None]:
-    """Remove the backward actions of a V-shaped schedule inside the context; torch's ``eval`` would run them."""
+    """Return a context in which a V-shaped schedule has no backward actions, because torch's ``eval`` would run them."""
     from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
     if not isinstance(schedule, (ScheduleZBVZeroBubble, ScheduleDualPipeV)):
@@ -310,7 +323,7 @@ def _is_forward(action: Any) -> bool:
 
 
 def _keep_whole(modules: Sequence[nn.Module]) -> None:
-    """Set ``reshard_after_forward`` to False in modules under `fully_shard`: gathered weights stay until the call ends.
+    """Set ``reshard_after_forward`` to False in modules that `fully_shard` sharded, so that gathered weights are kept.
 
     Otherwise, the forward of another micro-batch could reshard the weights between the gradients of inputs and the
     gradients of weights. torch would then store the gradients of weights where `fully_shard` never reads them.

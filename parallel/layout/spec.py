@@ -475,8 +475,8 @@ class P:
         Returns:
             The spans in the order of the shard. There are several spans if the dim consists of blocks.
         Raises:
-            ValueError: The dim has several blocks that its axes can't divide evenly; an axis is unknown; or as in
-                `resolve`.
+            ValueError: The dim has several blocks that its axes can't divide evenly; an axis is unknown; or
+                `resolve` rejects the spec.
         """
         spans: tuple[Span, ...] = ((0, length),)
         spec = self.resolve(topology)
@@ -542,7 +542,7 @@ class P:
             name: Name of the parameter in errors. Default: ``"parameter"``.
         Raises:
             ValueError: The spec has more than ``ndim`` entries, an unknown axis, or a coordinate out of range;
-                ``other`` in ``owned={axis: other}`` is larger than ``axis``; or as in `resolve`.
+                ``other`` in ``owned={axis: other}`` is larger than ``axis``; or `resolve` rejects the spec.
         """
         if len(self.entries) > ndim:
             raise ValueError(

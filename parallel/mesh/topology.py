@@ -514,7 +514,7 @@ class Topology(ByRole):
             roles: Role per axis or alias, as in the constructor. None: default roles.
         Raises:
             ValueError: An entry has neither form; two entries have the same name; an axis is named ``self``, ``roles``
-                or ``aliases``; or as in the constructor.
+                or ``aliases``; or the constructor rejects an argument.
         """
         axes, aliases = parse_topology(text)
         return cls(roles=roles, aliases=aliases, **axes)
@@ -538,7 +538,7 @@ class Topology(ByRole):
         Raises:
             ValueError: On every rank: a mesh has no dim names; the groups along a dim have different sizes or strides, or
                 are not a grid; no common axes exist; dims with the same name have different ranks; an axis is part of no
-                mesh dim; or as in the constructor.
+                mesh dim; or the constructor rejects an argument.
         Collectives: one object all-gather over the world.
         Host synchronization: yes.
         """

@@ -161,7 +161,7 @@ def check_like(value: object, like: object, field: str) -> None:
         value: The new value.
         like: The current value.
         field: Name of the field in the error.
-    Host synchronization: yes, if ``value`` has a tensor of one element on a device.
+    Host synchronization: yes, if ``value`` or ``like`` has a tensor of one element on a device.
     """
     if isinstance(like, bool):
         if not (value is None or isinstance(value, bool)):

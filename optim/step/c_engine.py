@@ -3,9 +3,8 @@
     weight, states = formula(weight, states, gradient * factor, numbers)        for each row, unless the step is skipped
 
 A row contains the addresses of one parameter and its states, for the compiled loops ("the loops") or the Triton
-kernels. Rows are cached, and reused while their tensors are the same. Parameters that are not rows are stepped by
-torch. Whether a parameter becomes a row depends on that parameter only, so all ranks with a replica of it decide
-equally.
+kernels. Rows are cached, and reused while their tensors are the same. torch steps the parameters that have no row.
+Whether a parameter gets a row does not depend on other parameters, so that ranks with replicas of it decide equally.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from .wrapped_optimizer import has_step_hooks
 
 @dataclass(frozen=True)
 class FusedOptimizerSpec:
-    """The description of a torch optimizer that the loops and Triton kernels support.
+    """The description of a torch optimizer that the compiled C loops and the Triton kernels support.
 
     Args:
-        kind: The formula of the update.
+        kind: The formula of the update: Adam, SGD or Adagrad.
         hyper: The param-group keys of the hyper-parameters, in the order of the kernels' arguments; ``"betas"`` has two
             numbers.
         states: The names of the optimizer's states, in the order of the kernels' arguments.
@@ -82,7 +81,7 @@ SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
 
 
 def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
-    """Return the number with which an optimizer fills a new state of a parameter's shape.
+    """Return the initial value of all elements of a new optimizer state that has its parameter's shape.
 
     It is 0 except for ``"sum"`` of `torch.optim.Adagrad` and ``"step_size"`` of `torch.optim.Rprop`.
 
@@ -104,19 +103,19 @@ GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
-"""The int16 remainder of each split weight. A split weight is a bfloat16 weight that is stepped as a float32 master."""
+"""A dict from bfloat16 weights to int16 remainders: the upper and lower 16 bits of float32 master weights."""
 RowCache = dict[tuple[int, torch.device], "ParamRows"]
-"""The rows of an optimizer's last step, by (index of the param group, device)."""
+"""The rows of an optimizer's earlier steps, by (index of the param group, device)."""
 
 
 class KernelCall(NamedTuple):
     """The arguments of one call of the compiled C loops or Triton kernels.
 
     Args:
-        columns: The addresses and lengths of the rows.
+        columns: The addresses and lengths of the tensors to step, their gradients and their states.
         grad_dtype: The dtype of the gradients.
-        half_dtype: The dtype of the half-precision copies.
-        halves: The half-precision copies that the call writes.
+        half_dtype: The dtype of ``halves``.
+        halves: Half-precision copies of stepped tensors, which the call writes too.
         alive: Tensors that must stay allocated during the call, because ``columns`` has their addresses.
     """
 
@@ -131,10 +130,11 @@ class PointerTable:
     """A table of memory addresses with one row per tensor that the kernels step.
 
     Args:
-        params: The tensors.
+        params: The tensors that the kernels step.
         fixed: Five columns of addresses, with one address per tensor: the tensor, its three states, and its step count.
             The address of a missing state or count is 0.
-        rests: The address of each tensor's remainder (see `Remainders`), or 0; None: no tensor has a remainder.
+        rests: For each bfloat16 tensor that is stepped as a float32 master the address of its int16 remainder; 0 for
+            other tensors. None: no tensor has a remainder.
     """
 
     def __init__(self, params: Sequence[Tensor], fixed: Sequence[Sequence[int]], rests: Sequence[int] | None) -> None:
@@ -145,9 +145,9 @@ class PointerTable:
         self._all_contiguous = all(self.contiguous)
 
     def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
-        """Return the arguments of the call that steps all rows and writes their half-precision copies.
+        """Return the arguments of the kernel call that steps all rows and writes their half-precision copies.
 
-        Gradients with other strides than their parameter are copied.
+        Gradients that are lazily negated, or have other strides than their parameter, are copied.
 
         Args:
             grads: The gradient of each row; at least one, all of the same dtype.
@@ -180,7 +180,7 @@ class PointerTable:
 
 
 class ParamRows:
-    """The rows of one param group, and the group's parameters that are not rows.
+    """The rows of one param group, and the group's parameters that have no row.
 
     A row contains the addresses of a parameter and its states for the kernels.
 
@@ -189,9 +189,9 @@ class ParamRows:
         state: The optimizer's state.
         names: The names of the states, from `states_in`.
         table: The rows.
-        remainders: The remainders of split weights.
-        without_grad: Parameters without a gradient and without a state.
-        unsupported: The other parameters. The kernels do not support them or their states.
+        remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
+        without_grad: Parameters without a row that have neither a gradient nor a state.
+        unsupported: Parameters without a row because the kernels do not support them or their states.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class ParamRows:
         self._have_only_names = False
 
     def keep(self) -> ParamRows:
-        """Record the tensors and addresses with which `is_valid_for` compares later, and return self."""
+        """Record the present tensors and addresses, with which `is_valid_for` compares, and return self."""
         # If states have no other names, `_values_now` may call `dict.values`, which is faster than a look-up per name.
         self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
         self._values = self._values_now()
@@ -230,10 +230,15 @@ class ParamRows:
     ) -> bool:
         """Return True if the rows can be reused for a param group.
 
-        Parameters, states and remainders must be the same tensors at the same addresses as at `keep`. Parameters and
-        remainders must also have the same dtypes, shapes and strides. (The dtype, shape or strides of a state change
-        only if its tensor or address does.) ``state`` must have no new entries, and no parameter of ``without_grad`` may
-        have a gradient now.
+        Parameters, states and remainders must be the same tensors at the same addresses as in the call of `keep`.
+        Parameters and remainders must also have the same dtypes, shapes and strides. ``state`` must have no new
+        entries. No parameter that had neither a gradient nor a state may have a gradient now.
+
+        Args:
+            params: The parameters of the group.
+            state: The optimizer's state.
+            names: The names of the states, from `states_in`.
+            remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
         """
         now = self._values_now()
         return (
@@ -255,7 +260,10 @@ class ParamRows:
         return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
 
     def calls(self, copies: LowPrecisionOut | None) -> list[KernelCall] | None:
-        """Return the calls that step all rows; None if a gradient is missing or unsupported, or gradient dtypes differ."""
+        """Return the kernel calls that step all rows, with half-precision ``copies`` to write (None: none).
+
+        Return None if a gradient is missing or unsupported, or if gradients have different dtypes.
+        """
         grads: list[Any] = [param.grad for param in self.table.params]
         if not grads:
             return []
@@ -270,7 +278,10 @@ class ParamRows:
 def find_valid_rows(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
 ) -> list[ParamRows | None]:
-    """Return one item per param group: its cached rows for kernels on ``device``, or None if they are not valid."""
+    """Return for each param group its cached rows for kernels on ``device``; None if they can't be reused.
+
+    While param groups hold only a bucket of the parameters (`by_bucket.holding`), no rows are reused.
+    """
     spec, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
     found = list[ParamRows | None]()
     for index, group in enumerate(optimizer.param_groups):
@@ -315,13 +326,13 @@ def update_by_loops(
 
     Args:
         loops: The compiled loops.
-        kind: The formula.
-        columns: The addresses and lengths of the rows.
+        kind: The formula of the update: Adam, SGD or Adagrad.
+        columns: The addresses and lengths of the tensors, gradients and states.
         hyper: The param group's hyper-parameters, from `numbers_in`.
         factor: The factor on gradients; negative to maximize.
         found_inf: 0-dim float32 on the CPU; 1 skips the update.
         grad_dtype: The dtype of the gradients.
-        half_dtype: The dtype of the half-precision copies. Default bfloat16.
+        half_dtype: The dtype of the half-precision copies in ``columns``. Default bfloat16.
     Raises:
         MemoryError: The loops could not allocate memory.
     """
@@ -352,7 +363,7 @@ def numbers_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> list[float
 
 
 def states_in(group: Mapping[str, Any], spec: FusedOptimizerSpec) -> tuple[str, ...]:
-    """Return the names of a param group's states as the kernels expect them, with ``"step"`` last if steps are counted."""
+    """Return the state names of a param group in the kernels' order, with ``"step"`` last if steps are counted."""
     states = spec.states if spec.last is None or group[spec.last] else spec.states[:-1]
     return (*states, "step") if spec.counted else states
 
@@ -362,7 +373,8 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 
     Args:
         optimizer: The optimizer.
-        numbers: Tensors that the loops would read. They can read plain float tensors on the CPU; None is ignored.
+        numbers: 0-dim tensors that the loops must read, such as the skip flag; None is ignored. The loops can read
+            plain float32 and float64 tensors on the CPU.
     """
 
     def is_read(value: Tensor) -> bool:
@@ -377,8 +389,13 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 def is_supported(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Return True if the loops or Triton kernels support the optimizer.
 
-    The optimizer must be of a class in `SUPPORTED_OPTIMIZERS` with ``fused=True``, without ``differentiable``, step hooks
-    and a replaced `step`. ``is_read(tensor)`` must be True for all hyper-parameters that are tensors.
+    The optimizer must be of a class in `SUPPORTED_OPTIMIZERS`, with ``fused=True`` and without ``differentiable``. It
+    must have no step hooks of other code and no replaced `step`. ``is_read(tensor)`` must be True for all tensors in
+    its param groups.
+
+    Args:
+        optimizer: The optimizer.
+        is_read: Returns True if the kernels can read a 0-dim tensor.
     """
     if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False
@@ -400,13 +417,15 @@ def is_number(value: Tensor) -> bool:
 def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> bool:
     """Step all parameters with the cached rows and return True; otherwise change nothing and return False.
 
-    It is the fast path of `step_by_loops`. It returns False if the loops can't step all parameters, or if rows have
-    changed.
+    It is the fast path of `step_by_loops`. It returns False if the loops can't step all parameters, or if cached rows
+    can't be reused.
 
     Args:
         optimizer: The optimizer.
-        request: A request without split weights.
-        cache: The rows of the last step.
+        request: The inputs of the update, without split weights.
+        cache: The rows of earlier steps.
+    Raises:
+        MemoryError: The loops could not allocate memory.
     """
     loops = loops_for(optimizer, request.skip, request.factor)
     if loops is None or any(rows.unsupported for rows in cache.values()):
@@ -433,10 +452,12 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
     Args:
         loops: The result of `loops_for` for the optimizer.
         optimizer: The optimizer.
-        request: Its ``skip`` and ``factor`` must be on the CPU.
-        cache: The rows of the last step. Changed rows are replaced.
+        request: The inputs of the update; ``skip`` and ``factor`` must be on the CPU.
+        cache: The rows of earlier steps. Rows that can't be reused are replaced.
     Returns:
         For each param group, the parameters with gradients that were not stepped.
+    Raises:
+        MemoryError: The loops could not allocate memory.
     Collectives: none. Host synchronization: none.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
@@ -449,10 +470,17 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
 
 
 def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[ParamRows]:
-    """Return the rows of each param group for kernels on ``device``; valid rows come from ``cache``.
+    """Return the rows of each param group for kernels on ``device``: cached rows if they can be reused, else new rows.
 
-    New rows are stored in ``cache``, unless a bucket is in the param groups. Missing states of parameters with a gradient
-    are created: the step count is 0, and other states are filled with `first_value`.
+    New rows are stored in ``cache``, unless param groups hold only a bucket of the parameters (`by_bucket.holding`).
+    For new rows, missing states of parameters with a gradient are created: the step count is 0, and other states are
+    filled with `first_value`.
+
+    Args:
+        optimizer: The optimizer.
+        device: The device of the kernels.
+        remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
+        cache: The rows of earlier steps.
     """
     spec, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
     before = find_valid_rows(optimizer, device, remainders, cache)
@@ -476,16 +504,16 @@ def _rows(
 ) -> ParamRows:
     """Return new rows of one param group.
 
-    A parameter becomes a row if it has a gradient or a state, is dense and on ``device``, has float32 states, and is
-    float32, or bfloat16 with a remainder. Other parameters are left for torch. Missing states are created, and states
-    and remainders get their parameters' strides.
+    A parameter gets a row if it has a gradient or a state, has no gaps in memory, is on ``device``, has float32 states,
+    and is float32, or bfloat16 with a remainder. torch steps the other parameters. Missing states are created. States
+    and remainders get the strides of their parameters.
 
     Args:
         all_params: All parameters of the group.
         state: The optimizer's state.
         first: The initial value of each state by name, in the order of the kernels.
         device: The device of the kernels.
-        remainders: The remainders of split weights.
+        remainders: The int16 remainders of bfloat16 weights that are stepped as float32 masters.
     """
     names = tuple(first)
     params, without_grad, unsupported = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -515,7 +543,7 @@ def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -
 
 
 def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
-    """Create missing states of a parameter, give states its strides, and return True if the kernels support all states."""
+    """Create missing states of ``param`` and give all states its strides. Return True if the kernels support the states."""
     if not first:
         return True
     state = states[param]
@@ -535,9 +563,9 @@ def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> boo
 
 
 def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[list[KernelCall], list[Tensor]]:
-    """Return calls for the rows with supported gradients, one per gradient dtype, and the parameters left for torch.
+    """Return kernel calls for all rows with supported gradients, and the parameters that torch must step.
 
-    Parameters without a gradient are in neither list.
+    There is one call per gradient dtype. Parameters without a gradient are neither in a call nor in the second list.
 
     Args:
         rows: The rows of a param group.
@@ -568,6 +596,6 @@ def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[li
 
 
 def _only(table: PointerTable, chosen: Sequence[bool]) -> PointerTable:
-    """Return a table of the chosen rows."""
+    """Return a table with the rows for which ``chosen`` is True."""
     rests = None if table.rests is None else list(compress(table.rests, chosen))
     return PointerTable(list(compress(table.params, chosen)), [list(compress(c, chosen)) for c in table.fixed], rests)

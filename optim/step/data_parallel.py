@@ -1,4 +1,4 @@
-"""Gradient averaging over the data axes, by this library or by a data-parallel module of torch or Megatron."""
+"""Controllers of gradient averaging over data-parallel axes, by this library or by a module of torch or Megatron."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def check_gradient_reduction(
     compression: CommHook | None,
     bucket_bytes: int | None,
 ) -> None:
-    """Check the arguments for this library's gradient reduction.
+    """Check the arguments of `ParallelOptimizer` for gradient reduction.
 
     Args:
         modules: The modules in ``data_parallel=``.
-        average_data: True if this library averages gradients over the data axes.
-        overlap: True if gradients are reduced during backward.
+        average_data: The argument ``average_data``: True if gradients must be averaged over data-parallel axes.
+        overlap: True if this library must reduce gradients during backward.
         compression: The communication hook; None: gradients are reduced uncompressed.
-        bucket_bytes: Bytes per flat bucket; None: the default.
+        bucket_bytes: Bytes per flat bucket; None: the default size.
     Raises:
         ValueError: An argument is out of range, or two arguments are incompatible.
         TypeError: ``compression`` is not a `CommHook`.
@@ -60,12 +60,12 @@ def check_gradient_reduction(
 class GradSyncController(ABC):
     """A controller that turns gradient reduction in backward on and off.
 
-    In managed accumulation it is on for the last micro-batch of a window only.
+    With ``accumulation_steps`` it is on for the last micro-batch of an accumulation window only.
 
     Attributes:
         on: True if the next backward reduces gradients.
         is_ddp: True if torch's or Megatron's `DistributedDataParallel` reduces gradients.
-        in_backward: True if a module averages all gradients over the data axes before backward ends.
+        in_backward: True if a data-parallel module averages all gradients over data-parallel axes before backward ends.
         float32_grads: True if half-precision parameters may have float32 gradients.
     """
 
@@ -79,19 +79,19 @@ class GradSyncController(ABC):
         self.on = on
 
     def expect(self, window: Window) -> None:
-        """In managed accumulation, turn reduction on if the next micro-batch is the window's last one, else off."""
+        """With ``accumulation_steps``, turn reduction on if the next micro-batch is the window's last one, else off."""
         if window.steps is not None:
             self.set(window.next_is_last)
 
     @abstractmethod
     def averages(self, window: Window) -> bool:
-        """Return False if the data-parallel module did not average the window's gradients, so that `step` must do it.
+        """Return False if a data-parallel module did not average the window's gradients, so that `step` must do it.
 
-        Called at the end of a window. True: backward has averaged the gradients, or `hand_over` or this library's
-        gradient buckets do.
+        Call it at the end of a window. True: backward has averaged the gradients, or `hand_over` or this library's
+        gradient buckets will do so.
 
         Raises:
-            RuntimeError: Gradients were not reduced, and only the backward could have reduced them.
+            RuntimeError: The gradients can't be reduced correctly any more.
         """
 
     def not_captured(self) -> str | None:
@@ -113,7 +113,7 @@ class GradSyncController(ABC):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around one micro-batch. On exit without an error it prepares the next micro-batch."""
+        """Return a context manager around one micro-batch. On exit without an error it calls `expect` for the next one."""
         yield
         window.sync_skipped = not self.on
         self.expect(window)
@@ -130,7 +130,11 @@ class GradSyncController(ABC):
 
 
 class OverlappedReduce(GradSyncController):
-    """The controller for ``overlap=True``: gradient buckets are reduced in the backward of a window's last micro-batch."""
+    """The controller for ``overlap=True``: gradient buckets are reduced in the backward of a window's last micro-batch.
+
+    Args:
+        reducer: Reduces the buckets.
+    """
 
     def __init__(self, reducer: BackwardReducer) -> None:
         self._reducer = reducer
@@ -158,14 +162,14 @@ class OverlappedReduce(GradSyncController):
         """Return True, because `step` reduces the gradients that backward has not reduced.
 
         Raises:
-            RuntimeError: A gradient was added after its bucket was reduced.
+            RuntimeError: A backward outside of `micro_batch` added a gradient after its bucket was reduced.
         """
         if window.reduced:
             self._reducer.check_no_stray()
         return True
 
     def renew(self, reducer: BackwardReducer) -> None:
-        """Remove the hooks of the present reducer from the parameters, and use ``reducer`` from now on."""
+        """Replace the reducer by ``reducer``, and remove the old reducer's hooks from the parameters."""
         self._reducer.remove_hooks()
         self._reducer = reducer
 
@@ -208,7 +212,8 @@ class TorchGradSync(GradSyncController):
         """Raise ValueError if a data axis shards a trained parameter (such as an expert) and the module is DDP.
 
         `DistributedDataParallel` (DDP) averages all gradients over its process group, so it would average gradients of
-        different shards. If DDP ignores the parameter, the gradient is not divided by the number of data ranks.
+        different shards. If DDP is told to ignore the parameter, its gradient is not divided by the number of data
+        ranks.
         """
         large = [axis for axis in topology.data_axes if topology.size(axis) > 1 and self.is_ddp]
         for entry in entries:
@@ -220,12 +225,12 @@ class TorchGradSync(GradSyncController):
                 )
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
-        """Raise ValueError if the process group of a `DistributedDataParallel` is not the group of the data axes.
+        """Raise ValueError if the process group of a `DistributedDataParallel` (DDP) is not the group of the data axes.
 
         DDP copies the parameters of its first rank to all ranks of its process group, and averages gradients over this
-        group. If the group has other ranks than data ranks, DDP overwrites their shards and averages gradients of
-        different shards. If data ranks are missing, gradients are not averaged over all of them. `fully_shard` needs no
-        check, because its DTensors contain its mesh.
+        group. If the group contains ranks outside the data axes, DDP overwrites their shards and averages gradients of
+        different shards. If a data rank is missing in the group, its gradients do not enter the average. `fully_shard`
+        needs no check, because its DTensors contain its mesh.
         """
         for module in self.modules:
             if isinstance(module, DistributedDataParallel):
@@ -292,10 +297,10 @@ def find_misplaced_ddp(
 
     Args:
         params: The model's parameters.
-        entries: Their entries in the plan.
+        entries: The layouts of ``params``, in the same order.
         registry: The process groups of the mesh.
     Returns:
-        The parameter's name and the ranks of the process group; None: no such parameter was found.
+        The parameter's name and the ranks of the DDP's process group; None: no such parameter was found.
     Collectives: none. Host synchronization: none.
     """
     topology = registry.topology
@@ -378,7 +383,7 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
 class MegatronGradSync(TorchGradSync):
     """The controller for Megatron's `DistributedDataParallel`: its gradient buffers are reduced at the end of a window.
 
-    With Megatron's ``overlap_grad_reduce`` they are reduced while the backward of the last micro-batch runs.
+    With Megatron's ``overlap_grad_reduce``, the buffers are reduced while the backward of the last micro-batch runs.
 
     Args:
         module: Megatron's `DistributedDataParallel`.
@@ -430,7 +435,7 @@ class MegatronGradSync(TorchGradSync):
             group.is_last_microbatch = on
 
     def averages(self, window: Window) -> bool:
-        """Return True. Raises RuntimeError if ``overlap_grad_reduce`` did not reduce the last micro-batch."""
+        """Return True. Raises RuntimeError if ``overlap_grad_reduce`` is set and the last micro-batch was not reduced."""
         if window.sync_skipped and self._overlap:
             raise RuntimeError(
                 "overlap_grad_reduce=True has not reduced the gradients of this window: call mark_last_micro_batch() "
@@ -440,10 +445,10 @@ class MegatronGradSync(TorchGradSync):
         return True
 
     def hand_over(self, params: Sequence[Tensor]) -> None:
-        """Finish the reduction of the buffers, and set each ``.grad`` to an alias of ``main_grad``.
+        """Finish the reduction of Megatron's gradient buffers, and set each ``.grad`` to an alias of ``main_grad``.
 
-        Collectives: one all-reduce per buffer over the data ranks, or over the data ranks of experts. None with
-            ``overlap_grad_reduce``: the call only waits for the reductions that backward started.
+        Collectives: those of Megatron's ``finish_grad_sync``. With ``overlap_grad_reduce`` it waits for the reductions
+            that backward started.
         """
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
@@ -452,7 +457,7 @@ class MegatronGradSync(TorchGradSync):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """Return a context manager around a micro-batch. On entry it removes the aliases of ``main_grad`` in ``.grad``."""
+        """Return a context manager around a micro-batch. On entry it sets ``.grad`` to None if ``main_grad`` exists."""
         self._take_away()
         with super().micro_batch(window):
             yield

@@ -1,5 +1,7 @@
-"""Checks that all ranks run together in the first accumulation windows: for gradients that are missing or unscaled,
-weights that the step would overwrite, and parameters that the loss does not use.
+"""Checks that all ranks run together in the first accumulation windows.
+
+They find missing gradients, gradients of an unscaled loss, weights that the step would overwrite, and parameters that
+the loss does not use.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ _FINDERS: list[Callable[[object], str | None]] = []
 def check_in_first_window(find: Callable[[object], str | None]) -> None:
     """Register a check that runs as ``find(optimizer.param_groups)`` in the first window of each optimizer.
 
-    ``find`` returns None, or the message of an error in the code that uses the optimizer. All ranks then raise a
-    ValueError with this message.
+    ``find`` returns None if it finds no error, else an error message. If it returns a message on any rank, all ranks
+    raise a ValueError with this message.
     """
     _FINDERS.append(find)
 
@@ -49,17 +51,17 @@ def _problem_around(param_groups: object) -> str | None:
 class GradientReport(NamedTuple):
     """One rank's report on its gradients at the end of a window; all ranks gather the reports."""
 
-    calls: int  # micro-batches and `scale_loss` calls in the window
+    calls: int  # number of micro-batches and `scale_loss` calls in the window
     some: bool  # the rank has a gradient, possibly of zeros
     some_not_zero: bool  # the rank has a non-zero gradient from a backward that bypassed the optimizer
-    elsewhere: bool  # gradients are in `main_grad`
-    unknown: bool  # unknown whether backward left gradients, because it raised
+    elsewhere: bool  # a parameter has an attribute `main_grad`
+    unknown: bool  # a backward of the window raised, so it is not known whether it left gradients
     divided_twice: bool  # a pipeline schedule divided gradients twice
     sums: Sums  # the axes over which DTensor gradients are partial
     wrong: str | None  # message of a ValueError that `check_gradients_came` raises
     facts: int = 0  # summand of a `StepAgreement`; the sum over ranks is 0 if all ranks agree
-    looked: bool = False  # gradients of an earlier step were checked already
-    written: tuple[int, int] = (0, 0)  # (gradients written to since the last backward, gradients observed)
+    looked: bool = False  # the gradients of an earlier window were checked already
+    written: tuple[int, int] = (0, 0)  # numbers of (gradients written to since the last backward, observed gradients)
     has_copies: bool = False  # the rank has master weights or other copies of weights
     missing: tuple[str, ...] = ()  # names of trainable parameters of the model that no optimizer has
 
@@ -67,7 +69,7 @@ class GradientReport(NamedTuple):
     def of(
         cls, window: Window, params: Sequence[Tensor], param_groups: object = None, facts: int = 0
     ) -> GradientReport:
-        """Return the report of this rank. Call it before a parameter transform moves gradients. Host synchronization: some.
+        """Return the report of this rank. Call it before gradients are moved to other tensors, such as master weights.
 
         Args:
             window: The accumulation window.
@@ -75,16 +77,17 @@ class GradientReport(NamedTuple):
             param_groups: The optimizer's param groups, for the checks of `check_in_first_window`. Default None: these
                 checks do not run.
             facts: The value of the field ``facts``. Default 0.
+        Host synchronization: up to one per gradient if gradients bypassed the optimizer, and those of the checks.
         """
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # Gradients of zeros do not count, because trainers make a step with zero gradients to create states.
         not_zero = window.has_bypassed_grads(params) and any(
             g.layout != torch.strided or bool((g != 0).any()) for g in gradients
         )
-        # After a reduction in backward, ``.grad`` may have been moved, or may contain other ranks' gradients.
+        # After a reduction in backward, ``.grad`` may be None again, or may contain gradients of other ranks.
         some = window.saw_grads if window.reduced else bool(gradients)
-        # Two causes of zero gradients are no error: torch's state-dict functions set them on the tensors that the optimizer
-        # steps, and a reduction in backward sets them on parameters without a gradient.
+        # torch's state-dict functions set gradients of zeros on the tensors that the optimizer steps. They count here,
+        # so that they cause no error. A reduction in backward also sets gradients of zeros; they must not count.
         if isinstance(param_groups, list) and not window.reduced:
             some = some or any(param.grad is not None for group in param_groups for param in group["params"])
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
@@ -99,7 +102,7 @@ class GradientReport(NamedTuple):
 
 
 def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
-    """Raise the errors that the gathered reports of the first window show, equally on every rank.
+    """Raise an error if the gathered reports of the first window show one. All ranks raise the same error.
 
     Args:
         seen: The reports of all ranks.
@@ -107,8 +110,8 @@ def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     Raises:
         RuntimeError: There is a loss scale, but the loss was not scaled; no rank has a gradient, after a backward or in
             the first step; or a pipeline schedule divided gradients twice.
-        ValueError: The gradient of a DTensor has an unsupported layout, a trainer or accelerate also clips, or a
-            `DistributedDataParallel` wraps a sharded parameter.
+        ValueError: A report has the message of an error (`GradientReport.wrong`), for example because the gradient of a
+            DTensor has an unsupported layout, or a `DistributedDataParallel` wraps a sharded parameter.
     """
     for rank, of_rank in enumerate(seen):
         if of_rank.wrong is not None:
@@ -194,10 +197,10 @@ class ModelParams:
 def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology, scaled: bool, averaged: bool) -> None:
     """Warn on every rank if all gradients of some rank were written to between the last backward and the first `step`.
 
-    torch's gradient clipping writes to all gradients, and here would clip gradients that are not reduced yet. Gradients
-    that are DTensors are not observed. Writes to only some gradients, such as rows of an embedding, are intended.
-    Without a loss scale it does not warn if gradients were already complete: on a single rank, or averaged over all
-    ranks in backward.
+    The usual cause is torch's gradient clipping, which would clip gradients that are not reduced yet. If only some
+    gradients of a rank were written to, the function does not warn, because such writes are usually intended. Without a
+    loss scale it does not warn either if gradients were already reduced: on a single rank, or averaged over all ranks
+    in backward. Gradients that are DTensors are not observed.
 
     Args:
         seen: The reports of all ranks.
@@ -222,7 +225,7 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
 def check_window_is_used(window: Window, params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
     """Raise RuntimeError if a rank has non-zero gradients although the window has no micro-batch. `step` would ignore them.
 
-    Call it in managed accumulation only.
+    Call it only if ``accumulation_steps`` is set.
 
     Raises:
         RuntimeError: On every rank: a rank has non-zero gradients from other calls than `backward` and `window`. On
@@ -256,9 +259,10 @@ def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -
     """Raise RuntimeError on every rank if other code wrote weights on a rank and the step would overwrite these values.
 
     Args:
-        names: The result of `TransformChain.find_overwritten` on each global rank: a parameter's name, or None.
-        has_fingerprints: True if `Fingerprints` compare replicas. Then a difference on exactly one of several ranks is not
-            an error here: it may be a flipped bit, and `Fingerprints` report its tensor and rank.
+        names: For each global rank the name of a parameter whose weights were written, or None
+            (`TransformChain.find_overwritten`).
+        has_fingerprints: True if `Fingerprints` compare replicas. A name on exactly one of several ranks is then not an
+            error here: it may be a flipped bit, for which `Fingerprints` report the tensor and the rank.
     """
     if has_fingerprints and len(names) > 1 and sum(name is not None for name in names) == 1:
         return
@@ -276,7 +280,7 @@ def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -
 
 # A warning for parameters of the optimizer that get no gradient on any rank, such as parameters of a replaced module.
 
-WINDOWS = 16  # more than one, because an expert may get no tokens in a window
+WINDOWS = 16  # number of checked windows; an expert may get no tokens in a single window
 
 
 class UnusedParameters:
@@ -287,7 +291,7 @@ class UnusedParameters:
         plan: The agreed plan of the model's parameters.
         registry: The process groups of the mesh.
         reduces_in_backward: True if gradients may be reduced, moved or cleared before a window ends, so that hooks must
-            record them.
+            record the parameters with a gradient.
 
     Attributes:
         windows: The number of windows that have ended.
@@ -313,7 +317,7 @@ class UnusedParameters:
         return self.windows >= WINDOWS - 1
 
     def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:
-        """Record which parameters have a gradient. Call it in each window before gradients are reduced.
+        """Record which parameters have a gradient. Call it at the end of each window, before `step` reduces gradients.
 
         Args:
             overwritten: In the last window, the name of a parameter of this rank whose weights the step would

@@ -26,10 +26,10 @@ from ..norm.param_table import ParamTable, SteppedTensor
 
 
 class MissingShards:
-    """The update of this rank's shards without a gradient: with zeros if another shard of the tensor has a gradient.
+    """The update of this rank's shards without a gradient: with zeros if another shard of the parameter has a gradient.
 
     Args:
-        table: One record per stepped tensor, with the names of full tensors.
+        table: The stepped tensors. Its model plan has parameter names if any parameter is sharded.
         device: The device of the all-reduce that measures the gradient norm.
     """
 
@@ -46,11 +46,12 @@ class MissingShards:
         self._missing: list[tuple[SteppedTensor, int]] = []
 
     def field(self) -> dict[str, Tensor]:
-        """Return this rank's summands for the norm's all-reduce: its number of shards with a gradient per full tensor.
+        """Return for each logical parameter this rank's number of shards with a gradient, to be summed over all ranks.
 
-        The dict has one float64 tensor, or is empty if no parameter of any rank is sharded. Call the method after the
-        gradients were reduced.
+        Call it after the gradients were reduced.
 
+        Returns:
+            A dict with one 1-dim float64 tensor, a field of the all-reduce of the norm. Empty if no rank has shards.
         Host synchronization: none.
         """
         if not self._count:
@@ -68,15 +69,15 @@ class MissingShards:
 
     @contextmanager
     def filled(self, counts: Tensor | None, skip: Tensor) -> Iterator[Mapping[Tensor, Tensor]]:
-        """Return a context manager in which missing gradients are zeros.
+        """Return a context manager in which this rank's shards without a gradient have gradients of zeros.
 
         Args:
             counts: The sum of `field` over all ranks; None if `field` was empty.
             skip: 0-dim; 1: the update of all tensors is skipped.
         Yields:
-            {stepped tensor without a gradient: 0-dim flag that skips its update}. The flag is 1 if ``skip`` is 1, or if
-            no shard of the full tensor has a gradient.
-        Host synchronization: none.
+            A dict from each stepped tensor that had no gradient to a 0-dim flag. The flag is 1, to skip the update of
+            the tensor, if ``skip`` is 1 or if no shard of its parameter has a gradient.
+        Host synchronization: none if ``counts`` and ``skip`` are on the device of this object.
         """
         missing = self._missing
         if counts is None or not missing:

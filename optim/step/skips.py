@@ -1,4 +1,4 @@
-"""Counts of skipped steps on the device, and the decision to end training after too many skipped steps."""
+"""Counts of skipped steps on the device, and the decision to raise an error after too many skipped steps."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class SkipMonitor:
     bypassed `backward` and `window`; steps that ``commit=`` rejected; whether replicas have diverged (0 or 1); and
     steps in which settings differed between ranks ("ranks disagreed").
 
-    The counts are on the device. Each step starts a copy to host memory without waiting. `count` reads the copy of the
-    step `LAG` steps earlier, which has usually arrived by then. All ranks read the counts of the same step, so they decide
+    The counts are on the device. Each step starts a copy to host memory without waiting for it. `count` reads the copy
+    of `LAG` = 16 steps earlier, which has usually arrived. All ranks read the counts of the same step, so they decide
     equally.
 
     Args:
@@ -78,7 +78,7 @@ class SkipMonitor:
 
     Attributes:
         facts: After `count` or `poll` returned `DISAGREED`: this rank's settings in the step in which ranks disagreed.
-            None: not recorded.
+            None: they were not recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,12 +104,12 @@ class SkipMonitor:
         Args:
             decision: The step decision.
             on_nonfinite: The reaction to a non-finite gradient norm.
-            captured: True if a CUDA graph captures the step. Its replays continue the counts, and only `poll` reads
-                them.
+            captured: True if a CUDA graph captures the step. Replays of the graph then update the counts, and only
+                `poll` reads them.
             facts: This rank's settings that the step compares between ranks. Default None: nothing is compared.
         Returns:
-            The reason why training should end, such as `REPLICAS_DIVERGED`, equal on all ranks; None: it should
-            continue.
+            The reason for an error that ends training, such as `REPLICAS_DIVERGED`, equal on all ranks; None: training
+            continues.
         Raises:
             RuntimeError: On every rank: gradients bypassed `backward` `LAG` steps ago or, with
                 ``on_nonfinite="raise"``, in this step.
@@ -139,10 +139,10 @@ class SkipMonitor:
         return None
 
     def poll(self, on_nonfinite: OnNonfinite) -> str | None:
-        """Return the reason why training should end, or None, as `count` does, from all steps and replays until now.
+        """Return the reason for an error that ends training, or None, from the counts of all steps and replays until now.
 
         Raises:
-            RuntimeError: On every rank: gradients bypassed `backward` in a step.
+            RuntimeError: On every rank: gradients of a step bypassed the optimizer's `backward`.
         Host synchronization: one.
         """
         _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())
@@ -203,10 +203,9 @@ class SkipMonitor:
     def _earlier_counts(self) -> tuple[int, int, int, int]:
         """Return four counts as of `LAG` steps ago; zeros in the first `LAG` steps.
 
-        A load, and a report of divergence, disagreement or bypassed gradients, start the count of `LAG` steps again.
-
-        These are the consecutive steps with a non-finite norm, the steps whose gradients bypassed `backward`, whether
-        replicas have diverged, and the steps in which ranks disagreed.
+        The counts are: consecutive steps with a non-finite norm, steps whose gradients bypassed `backward`, whether
+        replicas have diverged (0 or 1), and steps in which ranks disagreed. After `load_state_dict`, and after a report
+        of divergence, disagreement or bypassed gradients, the first `LAG` steps begin again.
         """
         if self._step < LAG:
             return 0, 0, 0, 0
@@ -238,7 +237,7 @@ class SkipMonitor:
             check_count(state.get(name, 0), name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts of skipped and rejected steps; set the other counts to 0. A missing entry counts as 0."""
+        """Restore the counts of skipped and rejected steps (0 if not in ``state``), and set all other counts to 0."""
         self.counts.zero_()
         self.counts[0], self.counts[3] = state.get("skipped_steps", 0), state.get("vetoed_steps", 0)
         self._step = 0

@@ -34,7 +34,7 @@ MASK = 2**BITS - 1
 
 
 def hash_of(*fact: object) -> int:
-    """Return a hash below 2^`BITS` that is equal in every process.
+    """Return a hash of ``fact``, an integer below 2^`BITS` = 2^28 that is equal in every process.
 
     Args:
         fact: Objects whose `repr` contains their whole value.
@@ -52,9 +52,11 @@ class ClipFacts(NamedTuple):
     """The clipping rules and thresholds of one rank in one step.
 
     Args:
-        explicit: The rules of the window's explicit clips, in the order of the calls. Default: none.
-        rule: The optimizer's own rule; it is ignored if the window has an explicit clip. Default None: no own rule.
-        thresholds: ``max_norm`` of each param group; empty (default) if ranks have different groups.
+        explicit: The rules of explicit clips in the accumulation window, which are calls such as `clip_grad_by_norm`,
+            in the order of the calls. Default: none.
+        rule: The rule from the optimizer's ``max_norm``; not compared if the window has an explicit clip. Default None:
+            no rule.
+        thresholds: ``max_norm`` of each param group; empty (default) if ranks have different numbers of groups.
     """
 
     explicit: tuple[Clip | None, ...] = ()
@@ -62,7 +64,7 @@ class ClipFacts(NamedTuple):
     thresholds: tuple[object, ...] = ()
 
     def as_text(self) -> dict[str, str]:
-        """Return the facts as text, by name."""
+        """Return the rules and thresholds as text, by name, for error messages."""
         texts = {EXPLICIT: ", then ".join(map(_call_text, self.explicit)) or "none"}
         if not self.explicit:
             texts["max_norm"] = _rule_text(self.rule)
@@ -72,16 +74,16 @@ class ClipFacts(NamedTuple):
 
 
 class UsedClip:
-    """The clipping rules and thresholds of this rank, and a hash of them that is updated when one of them changes.
+    """The clipping rules and thresholds of this rank, and a hash of them, which `read` updates.
 
     Args:
-        rule: The optimizer's own rule; None: no own rule.
-        all_groups: True if every rank has all param groups. Otherwise thresholds of param groups are not compared;
-            other code then raises if a threshold is changed.
+        rule: The rule from the optimizer's ``max_norm``; None: no rule.
+        all_groups: True if every rank has all param groups. Otherwise thresholds of param groups are not compared
+            (`AgreedThresholds.now` raises if one of them changes).
 
     Attributes:
-        number: A hash below 2^`BITS`, equal on ranks with equal clipping.
-        facts: The facts in ``number``.
+        number: A hash below 2^28, equal on ranks with equal clipping.
+        facts: The rules and thresholds in ``number``.
     """
 
     def __init__(self, rule: Clip | None, all_groups: bool) -> None:
@@ -91,13 +93,16 @@ class UsedClip:
         self.set_rule(rule)
 
     def set_rule(self, rule: Clip | None) -> None:
-        """Replace the optimizer's own rule. Host synchronization: for thresholds that are tensors on a device."""
+        """Replace the rule from the optimizer's ``max_norm``. Host synchronization: for thresholds in device tensors."""
         self._of_rule = hash_of("max_norm", _rule_text(rule))
         self.facts, self._is_new = self.facts._replace(rule=rule), True
 
     def read(self, explicit: tuple[Clip | None, ...], param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Update `facts` from a window's explicit clips and the groups' ``max_norm``. Return True if `facts` has changed.
+        """Update `facts` and `number`, and return True if `facts` has changed.
 
+        Args:
+            explicit: The rules of explicit clips in the window.
+            param_groups: The optimizer's param groups, whose ``max_norm`` is read.
         Host synchronization: if explicit clips have changed, for thresholds that are tensors on a device.
         """
         before, is_new = self.facts, self._is_new
@@ -115,9 +120,9 @@ class UsedClip:
 
 
 def _is_same(one: Clip | None, other: Clip | None) -> bool:
-    """Return True if two rules of clip_grad_* calls are the same object, or have the same type and equal float arguments.
+    """Return True if two rules of explicit clips are one object, or have the same type and arguments.
 
-    Host synchronization: none.
+    Arguments are equal if they are one object, or floats of equal value. Host synchronization: none.
     """
     if one is other:
         return True
@@ -148,7 +153,7 @@ def _threshold_text(value: object) -> str:
 
 # Step agreement -------------------------------------------------------------------------------------------------------
 
-NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the plan and `UsedClip` compare these
+NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # compared by the plan and by `UsedClip` instead
 MICRO_BATCHES = "the number of micro-batches"
 SUM_OF_WEIGHTS = "the sum of weight= of the window"
 MOST = 6  # the maximum number of differences that an error lists
@@ -156,16 +161,17 @@ SINCE = "ranks disagree about a step, which was skipped on all of them"
 
 
 class Facts(NamedTuple):
-    """The facts that one rank contributed in one step.
+    """One rank's values in one step that must be equal on other ranks.
 
     Args:
-        micro_batches: The number of micro-batches in the window.
-        weighted: True if the window has a weight.
-        settings: The settings of each compared param group.
-        frozen: Indices of parameters that were frozen after the plan was agreed.
-        thawed: Indices of parameters that were unfrozen after the plan was agreed; unfreezing is an error.
-        weight: The sum of the window's weights, or its device if it is a tensor on a device; None: not compared.
-        clip: The clipping of the window.
+        micro_batches: The number of micro-batches in the accumulation window.
+        weighted: True if the micro-batches have weights.
+        settings: The settings of each compared param group. Default: none.
+        frozen: Indices of parameters that were frozen since they were added to the optimizer. Default: none.
+        thawed: Indices of parameters that were unfrozen since then, which is an error. Default: none.
+        weight: The sum of the micro-batches' weights; a text if it is a tensor on a device; None (default): not
+            compared.
+        clip: The clipping rules and thresholds. Default: no clipping.
     """
 
     micro_batches: int
@@ -178,7 +184,7 @@ class Facts(NamedTuple):
 
 
 class NamedFacts(NamedTuple):
-    """A rank's facts as text, by name, for the error. Facts with the same name are compared between ranks."""
+    """The values in a rank's `Facts` as text, by name, for error messages. Equal names are compared between ranks."""
 
     facts: Mapping[str, str]
     frozen: tuple[str, ...] = ()
@@ -186,11 +192,12 @@ class NamedFacts(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """A set of ranks that must have equal facts of one kind.
+    """A set of ranks that must have equal values of one kind, such as settings of a param group.
 
     Args:
-        coefficient: The factor of this rank's hashes; 0: this rank is the only one, or the process group is a fake.
-        label: A hash of the set and the kind, so that facts of different sets have different hashes.
+        coefficient: The factor of this rank's hashes: 1 - n on the first of the n ranks, 1 on the others. It is 0 if n
+            is 1, or if the process group is a fake.
+        label: A hash of the ranks and the kind, so that equal values of different sets have different hashes.
     """
 
     coefficient: int
@@ -203,18 +210,18 @@ class _Class(NamedTuple):
         Args:
             ranks: The ranks in ascending order, including ``rank``.
             rank: This rank.
-            kind: The kind of the facts.
+            kind: The kind of the compared values.
         """
         size = len(ranks)
         return cls(0 if size == 1 else 1 - size if rank == ranks[0] else 1, hash_of(kind, tuple(ranks)))
 
     def term(self, *fact: object) -> int:
-        """Return this rank's summand for a fact in the field ``"agreement"``."""
+        """Return this rank's summand for the value ``fact``. The summands of all ranks of the set cancel if they agree."""
         return self.coefficient * hash_of(self.label, fact) if self.coefficient else 0
 
 
 class Settings(NamedTuple):
-    """All settings of a param group, including those that are not compared: `NOT_COMPARED`, and objects of other types."""
+    """The keys and values of a param group. Keys in `NOT_COMPARED`, and objects such as functions, are not compared."""
 
     keys: Sequence[str]
     values: Sequence[object]
@@ -226,7 +233,7 @@ class Settings(NamedTuple):
 
 
 class _Group:
-    """The settings of one param group, with a hash that is updated when a setting has changed.
+    """The settings of one param group, such as its learning rate, with a hash, which `read` updates.
 
     Args:
         index: The index of the param group.
@@ -234,7 +241,7 @@ class _Group:
 
     Attributes:
         number: The sum of the hashes of the settings.
-        settings: The settings that `read` has read last.
+        settings: The settings at the last call of `read`.
         tensors: The settings that are tensors on a device, each with a hash of its key.
     """
 
@@ -247,10 +254,7 @@ class _Group:
         self.number, self.tensors = 0, list[tuple[Tensor, int]]()
 
     def read(self, group: Mapping[str, object]) -> bool:
-        """Read the present settings, and return True if `number` has changed. Host synchronization: none.
-
-        Its time does not depend on the number of parameters.
-        """
+        """Read the present settings of ``group``, and return True if `number` has changed. Host synchronization: none."""
         before = self.settings.values
         if len(before) == len(group) and all(map(is_, group.values(), before)):
             if not self._mutable:
@@ -302,7 +306,7 @@ def _is_compared(value: object) -> bool:
 def _number_of(value: object, salt: int) -> int:
     """Return a hash of a setting; 0 for tensors on a device and objects that are not compared.
 
-    Equal settings have equal hashes in every process.
+    Equal settings with the same ``salt`` have equal hashes in every process.
     """
     if isinstance(value, int | float):  # in Python hash(-1) == hash(-2), and hashes of NaN differ
         return hash((salt, value, -value)) & MASK if value == value else salt
@@ -325,10 +329,10 @@ def _text_of(value: object) -> str:
 
 
 class StepAgreement:
-    """The comparison of the window, the hyper-parameters and the trained parameters between ranks.
+    """The comparison of micro-batches, hyper-parameters, clipping and frozen parameters between ranks in every step.
 
     Args:
-        plan: The agreed plan of the model's parameters.
+        plan: The plan of the model's parameters, compared over all ranks (`norm.plan_agreement.agree`).
         registry: The process groups of the mesh.
         optimizer: The optimizer. A param group is compared between the ranks of a pipeline stage that have parameters in
             the group.
@@ -337,7 +341,7 @@ class StepAgreement:
         all_groups: True (default) if every rank has all param groups, so that their ``max_norm`` can be compared.
 
     Attributes:
-        sent: The facts in the last result of `number`.
+        sent: The values that the last result of `number` was computed from.
         used_clip: The compared clipping rules and thresholds.
     """
 
@@ -383,14 +387,16 @@ class StepAgreement:
         thawed: tuple[int, ...],
         explicit: tuple[Clip | None, ...] = (),
     ) -> int:
-        """Return this rank's summand of the field ``"agreement"``.
+        """Return an integer of this rank. The sum over all ranks is 0 if all compared values are equal.
 
         Collectives: none. Host synchronization: that of `UsedClip.read`.
 
         Args:
-            micro_batches, frozen, thawed: The fields of `Facts`.
-            weight: The sum of the window's weights; None: its micro-batches have none.
-            explicit: The rules of the explicit clips of the window. Default: none.
+            micro_batches: The number of micro-batches in the window.
+            weight: The sum of the micro-batches' weights; None: they have no weights.
+            frozen: Indices of parameters that were frozen since they were added to the optimizer.
+            thawed: Indices of parameters that were unfrozen since then.
+            explicit: The rules of explicit clips in the window. Default: none.
         """
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:
@@ -423,9 +429,9 @@ class StepAgreement:
         return self._sum
 
     def _shared_weight(self, weight: float | Tensor | None) -> float | str | None:
-        """Return the weight that ranks with the same data coordinate must share, to be compared between them.
+        """Return ``weight`` as it is compared between the ranks along the model axes, which must have equal weights.
 
-        For a tensor on a device, return a text with the device type instead. None: not compared.
+        For a tensor on a device, return a text with the device type. None: nothing is compared.
         """
         if weight is None or not self._sharers.coefficient:
             return None
@@ -434,7 +440,7 @@ class StepAgreement:
         return float(weight) if weight.is_cpu else f"a tensor on {weight.device.type}"
 
     def _frozen_number(self, frozen: Sequence[int]) -> int:
-        """Return the summand for parameters that are frozen on this rank; an unfrozen replica on another rank adds 0."""
+        """Return the summand for the parameters in ``frozen``. A rank on which they are not frozen adds 0 instead."""
         names: dict[Holders, list[str | int]] = {}
         for index in frozen:
             holders, name = self._called.keys[index]
@@ -452,9 +458,9 @@ class StepAgreement:
         return self._keys
 
     def of_tensors(self) -> Tensor | None:
-        """Return the summand for settings that are tensors on a device, 0-dim float64; None: there are none.
+        """Return this rank's summand for settings in device tensors, 0-dim float64; None if no setting is a device tensor.
 
-        Call it after `number`. Host synchronization: none. Collectives: none.
+        Call it after `number`, to whose result it must be added. Host synchronization: none. Collectives: none.
         """
         terms = [
             group.ranks.coefficient * _hashed(value, salt) for group in self._groups for value, salt in group.tensors
@@ -464,7 +470,7 @@ class StepAgreement:
     # Error messages --------------------------------------------------------------------------------------------------
 
     def _named(self, facts: Facts | None) -> NamedFacts:
-        """Return this rank's facts by name. ``facts=None``: the facts of the last step.
+        """Return the values in ``facts`` as text, by name. None: the values in `sent`.
 
         Host synchronization: for tensors on a device.
         """
@@ -489,17 +495,17 @@ class StepAgreement:
         return NamedFacts(facts_by_name, _at(names, facts.frozen), _at(names, facts.thawed))
 
     def error(self, facts: Facts | None = None, since: str = SINCE) -> RuntimeError:
-        """Return the error that names the differences, equal on every rank. Every rank must call it.
+        """Return an error that lists the values that differ between ranks. Every rank must call it; all errors are equal.
 
         Args:
-            facts: This rank's facts of the step in which ranks disagreed. Default None: of the last step.
-            since: The start of the message: the effect on the step.
-        Collectives: an object all-gather; at most one more if a parameter is frozen. Host synchronization: some.
+            facts: This rank's values in the step in which ranks disagreed. Default None: the values in `sent`.
+            since: The first part of the message: the effect on the step. Default: the step was skipped on all ranks.
+        Collectives: an object all-gather; at most one more if a parameter is frozen. Host synchronization: yes.
         """
         return RuntimeError(f"{since}: {self._text_of(gather_objects(self._named(facts), self.registry))}")
 
     def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
-        """Return the text of an error: the differences between the ranks' facts, and advice.
+        """Return the text of an error: the values that differ between ranks, and advice.
 
         Collectives: an object all-gather if a parameter is frozen and none is thawed.
         """
@@ -569,7 +575,7 @@ def _at(names: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:
 
 
 def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for each fact that differs between ranks. Ranks without a fact of this name are ignored."""
+    """Yield (name, text) for each value that differs between ranks. Ranks without a value of this name are ignored."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, facts in enumerate(by_rank):
         for name, value in facts.items():
@@ -580,7 +586,7 @@ def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]
 
 
 def _hashed(tensor: Tensor, salt: int) -> Tensor:
-    """Return a hash of a tensor's bits, an integer below 2^`BITS` as 0-dim float64 on its device.
+    """Return a hash of a tensor's bits and ``salt``: an integer below 2^28, 0-dim float64 on the tensor's device.
 
     Host synchronization: none.
     """

@@ -1,4 +1,4 @@
-"""The update engine of torch's own kernels: clip factor and skip flag stay on the device, and kernel bugs are avoided."""
+"""The update engine of torch's own kernels. Clip factor and skip flag stay on the device, and kernel bugs are avoided."""
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ _SUBTRACT = torch.ops.aten._foreach_sub_.List
 class FusedStepCountMode(TorchDispatchMode):
     """A dispatch mode in which a fused optimizer with ``found_inf`` adds ``1 - found_inf`` to its step counts.
 
-    torch itself adds 1 to all counts and, after the update, subtracts one ``found_inf`` tensor per count. With a
-    thousand parameters torch needs 26 kernel launches, and this mode 10. With a torch version that counts in another
-    way, the mode changes nothing.
+    torch itself adds 1 to all counts and, after the update, subtracts one ``found_inf`` tensor per count, which takes
+    more kernel launches. With a torch version that counts in another way, the mode changes nothing.
 
     Args:
         optimizer: The optimizer whose `step` is called in the context.
@@ -113,19 +112,19 @@ class FusedStepCountMode(TorchDispatchMode):
 
 # States and gradients with the strides of their parameters ------------------------------------------------------------
 
-# This library's kernels and torch's fused kernels walk through the memory of parameter, gradient and states linearly. With
-# different strides they would combine an element with the state of another element. Strides of a state may differ from its
-# parameter's after a checkpoint of contiguous tensors was loaded, and after ``model.to(memory_format=...)``.
+# This library's kernels and torch's fused kernels read the memory of parameter, gradient and states linearly. With
+# different strides they would combine an element with the state of another element. A state and its parameter may have
+# different strides after a checkpoint of contiguous tensors was loaded, and after ``model.to(memory_format=...)``.
 
 
 @dataclass
 class _LaidOut:
-    """A cache of states and gradients to which `lay_out_all` gave the strides of their parameters before a step.
+    """A record of the tensors whose strides `lay_out_all` has checked in earlier steps.
 
     Args:
         states: The values in the optimizer's states.
         params: The signature of the parameters: types, dtypes, shapes and strides.
-        gradients: The signatures of the gradients, by gradient dtype.
+        gradients: The signature of the gradients, by dtype of the first gradient.
     """
 
     states: list[object]
@@ -139,11 +138,12 @@ _laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionar
 def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
     """Give states and CPU gradients the strides of their parameters, before torch's fused kernels step.
 
-    If the param groups hold no bucket, strides are checked tensor by tensor only if states are new tensors, a gradient is
-    missing, or parameters or gradients have other types, dtypes, shapes or strides than in the steps before.
+    Strides are not checked again if states are the same tensors as in an earlier step, all parameters have gradients,
+    and types, dtypes, shapes and strides of parameters and gradients are unchanged. They are always checked while param
+    groups hold only a bucket of the parameters (`by_bucket.holding`).
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if by_bucket.holders:  # param groups hold a part of the parameters or temporary copies, so nothing is cached
+    if by_bucket.holders:  # param groups hold some of the parameters or temporary copies, so nothing is recorded
         lay_out_states(optimizer)
         lay_out_gradients(params)
         return
@@ -165,11 +165,12 @@ def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give the strides of a parameter without gaps in memory to those of its states that have the parameter's shape.
+    """Change the strides of optimizer states to the strides of their parameters.
 
-    States of the optimizers of `meshstep.optim.whole` are unchanged, because these optimizers need contiguous states.
+    This applies to states that have their parameter's shape, if the parameter has no gaps in memory. States of the
+    optimizers of `meshstep.optim.whole` are unchanged, because these optimizers need contiguous states.
     """
-    _laid_out.pop(optimizer, None)  # drops references to states that a load has replaced
+    _laid_out.pop(optimizer, None)  # the record may reference states that `load_state_dict` has replaced
     for part in parts_of(optimizer):
         if asks_other_ranks(part) or not part.state:
             continue
@@ -197,9 +198,9 @@ def lay_out_gradients(params: Sequence[Tensor]) -> None:
 def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Return a context manager that replaces CPU parameters with gaps in memory by dense copies, for fused optimizers.
 
-    Parameters without a gradient stay. On exit without an error, the copies' values are written back. Fused CPU kernels
-    would write into the gaps. Other kernels would round differently, so replicas with different memory layouts would
-    diverge. Collectives: none. Host synchronization: none.
+    Fused CPU kernels would write into the gaps. Unfused kernels would round differently, so replicas with different
+    memory layouts would diverge. Parameters without a gradient are not replaced. On exit without an error, the values
+    of the copies are written back. Collectives: none. Host synchronization: none.
     """
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
@@ -240,12 +241,12 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
     """Step a fused optimizer with torch's kernels, or an optimizer of `meshstep.optim.whole`.
 
-    Host synchronization: none with torch's optimizers.
-
     Args:
         optimizer: An optimizer for which `steps_on_device` is True.
-        found_inf: 0-dim; a value > 0 skips the update.
+        found_inf: 0-dim; 1 skips the update, 0 does not.
         factor: 0-dim factor by which gradients are multiplied before the update; None: 1.
+    Collectives: none with torch's optimizers.
+    Host synchronization: none with torch's optimizers.
     """
     params = params_of(optimizer)
     widen_gradients(params)
@@ -271,7 +272,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
-    """Return the parameters of a group that have a gradient and no momentum buffer."""
+    """Return the parameters of a param group that have a gradient and no momentum buffer."""
     return [
         param
         for param in group["params"]
@@ -292,7 +293,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _start_sums(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing states of an Adagrad, as its constructor does; torch 2.11 creates none for an added param group."""
+    """Create missing states of an Adagrad, as its constructor does. torch 2.11 creates none in `add_param_group`."""
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
     for group in optimizer.param_groups:
@@ -309,7 +310,7 @@ def _start_sums(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_correctly(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer. Turn fused kernels off during the step if they give wrong results (see `is_miscomputed`)."""
+    """Step an optimizer, with ``fused=False`` if its fused kernels would give wrong results (`is_miscomputed`)."""
     _start_sums(optimizer)
     groups = optimizer.param_groups if is_miscomputed(optimizer, params_of(optimizer)) else []
     before = [(group, group["fused"]) for group in groups]
@@ -323,9 +324,10 @@ def step_correctly(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_miscomputed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> bool:
-    """Return True if torch's fused SGD would step a half-precision parameter in ``params`` on a CPU incorrectly.
+    """Return True if torch's fused SGD would update a half-precision CPU parameter in ``params`` incorrectly.
 
-    Frozen parameters without a gradient are ignored.
+    It is False for other optimizers, and in torch versions without this bug. Frozen parameters without a gradient are
+    ignored.
     """
     if not isinstance(optimizer, torch.optim.SGD) or not any(group.get("fused") for group in optimizer.param_groups):
         return False
@@ -335,18 +337,21 @@ def is_miscomputed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -
 
 @cache
 def _fused_sgd_is_wrong() -> bool:
-    """Return True if fused SGD on a CPU does not update most of a half-precision parameter (pytorch issue 191763)."""
+    """Return True if fused SGD of this torch version leaves most of a half-precision CPU parameter unchanged.
+
+    See pytorch issue 191763.
+    """
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cpu"))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
     return bool((weight != 0.5).any())
 
 
-# torch's global step hooks run once per step: around the optimizer that the user calls ---------------------------------
+# torch's global step hooks, which run once per step: around the optimizer whose `step` the user calls ------------------
 
 
 def step_within(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``optimizer.step()`` without torch's global step hooks: it is only a part of another optimizer's step."""
+    """Call ``optimizer.step()`` without torch's global step hooks, because it is a part of another optimizer's step."""
     with _no_global_hooks(), own_calls:
         optimizer.step()
 

@@ -1,4 +1,4 @@
-"""The update of a step, and the choice of an engine (compiled C loops, Triton kernels, torch) per parameter."""
+"""The update of a step. It chooses an engine per parameter: compiled C loops, Triton kernels, or torch's kernels."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _CACHES: list[Callable[[], None]] = []
 
 
 def invalidate_before_updates(forget: Callable[[], None]) -> None:
-    """Register ``forget`` to be called before each update.
+    """Register ``forget``, a function that `UpdateEngine` calls before each update of weights.
 
-    ``forget`` clears a cache of values that were computed from weights. It must be cheap.
+    ``forget`` should clear a cache of values that were computed from weights. It must be cheap.
     """
     _CACHES.append(forget)
 
@@ -66,7 +66,8 @@ class UpdateEngine:
         optimizer: The wrapped optimizer, possibly a `CombinedOptimizer`.
     Collectives: none, except in the steps of the optimizers of `meshstep.optim.whole`.
     Host synchronization: that of the optimizers; one if `steps_on_device` is False for an optimizer; one more if the
-        skip flag is on a GPU and some parameters are on the CPU (`HostDecision`).
+        skip flag is on a GPU and some parameters are on the CPU (`HostDecision`). More if ``request.skip_of`` has
+        tensors on the CPU, or tensors of an optimizer for which `steps_in_parts` is False.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,8 +79,8 @@ class UpdateEngine:
 
         Args:
             request: The inputs of the update.
-            around: Functions with the arguments (request, inner update), innermost first. The inner update of the first
-                function is `step`; the inner update of each other function is the function before it.
+            around: Functions that are called as ``function(request, update)``, and must call ``update(request)``. For
+                the first function, ``update`` is `step`; for each later function it is the previous one. Default: none.
         """
         if request.skip.is_cuda and any(param.is_cpu for param in params_of(self.optimizer)):
             request = replace(request, on_host=HostDecision(request.skip, request.factor))
@@ -89,7 +90,7 @@ class UpdateEngine:
         update(request)
 
     def step(self, request: UpdateRequest) -> None:
-        """Step or skip the parameters that are now in the param groups; these may be a part of all parameters."""
+        """Step the parameters that are now in the param groups, or skip them as ``request`` says."""
         for forget in _CACHES:
             forget()
         apart = [param for param in params_of(self.optimizer) if param in request.skip_of] if request.skip_of else []
@@ -99,11 +100,14 @@ class UpdateEngine:
             self._step_together(request)
 
     def _step_apart(self, request: UpdateRequest, apart: Sequence[Tensor]) -> None:
-        """Step the parameters in ``apart`` one by one, each with its own flag in ``skip_of``, and all others together.
+        """Step each parameter in ``apart`` alone, with its flag in ``request.skip_of``, and all other parameters together.
 
-        Full-tensor optimizers step all parameters together, because they treat a missing gradient as zeros. If another
-        optimizer can't step in parts, the host reads the flags, and its parameters are stepped together.
-        Host synchronization: one in that case; one per parameter in ``apart`` that is on the CPU with a flag on a GPU.
+        There are two exceptions. Full-tensor optimizers step all of their parameters together, because they treat a
+        missing gradient as zeros. If another optimizer can't step in parts (`steps_in_parts`), the host reads the flags
+        of its parameters, and it steps all of its parameters together.
+
+        Host synchronization: one to read flags in the second case; one per parameter in ``apart`` that is on the CPU
+            with a flag on a GPU.
         """
         ids, skip_of = {id(param) for param in apart}, request.skip_of
         request = replace(request, skip_of={})
@@ -152,10 +156,10 @@ class UpdateEngine:
         return self._caches.setdefault(optimizer, {})
 
     def _step_split(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step parameters, some of which may be split weights: bfloat16 weights that are updated as float32 masters.
+        """Step parameters, some of which may be split weights: bfloat16 weights with int16 remainders.
 
-        The C loops join weight and remainder, step the master and split it again in one pass. Other engines step joined
-        float32 masters, bucket by bucket.
+        The C loops join weight and remainder to a float32 master, step the master and split it again in one pass. For
+        other engines `SplitWeights` joins and splits masters, bucket by bucket.
         """
         weights = request.split_weights
         if weights is None:
@@ -171,7 +175,10 @@ class UpdateEngine:
                     weights.step(part, update)
 
     def _step_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
-        """Step each optimizer with kernels that support it. Host synchronization: one if `steps_on_device` is False."""
+        """Step each of the combined optimizers with kernels that support it.
+
+        Host synchronization: one if `steps_on_device` is False for any of them.
+        """
         on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
         for part in parts_of(optimizer):
             for bucket in _stepped_at_once(part):
@@ -204,7 +211,7 @@ def _entered(enter: Callable[[UpdateRequest, Update], object], update: Update, r
 
 
 def _on_cpu(request: UpdateRequest) -> UpdateRequest:
-    """Return the request with ``skip`` and ``factor`` on the CPU. Host synchronization: it waits for their copy."""
+    """Return the request with ``skip`` and ``factor`` on the CPU. Host synchronization: one, to wait for their copy."""
     assert request.on_host is not None, "the copy is started where some parameters are on the CPU"
     skip, factor = request.on_host.wait()
     return replace(request, skip=skip, factor=factor, on_host=None)
@@ -212,23 +219,23 @@ def _on_cpu(request: UpdateRequest) -> UpdateRequest:
 
 @contextmanager
 def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None) -> Iterator[None]:
-    """Return a context manager in which the param groups hold one bucket of parameters (None: all parameters).
+    """Return a context manager in which the param groups hold only the parameters in ``bucket`` (None: all parameters).
 
-    Parameters with gaps in memory are replaced by dense copies; see `dense_stand_ins`.
+    CPU parameters of fused optimizers that have gaps in memory are replaced by dense copies (`dense_stand_ins`).
     """
     with nullcontext() if bucket is None else holding(optimizer, bucket), dense_stand_ins(optimizer):
         yield
 
 
 def _stepped_at_once(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
-    """Return buckets of parameters that one call of torch's kernels steps; None in the list means all parameters.
+    """Divide the parameters into buckets, and return them. Parameters in different buckets must not be stepped in one call.
 
-    A fused optimizer steps these kinds of parameters in a different way from its other parameters, each kind in a bucket:
+    The list ``[None]`` means that one call can step all parameters. A fused optimizer has separate buckets for these
+    kinds of parameters:
 
-    * float64 parameters, whose gradients are scaled in place (`update_by_torch`)
+    * float64 parameters, because their gradients are scaled in place (`update_by_torch`)
     * half-precision parameters of an SGD on a CPU with a torch version that loses their updates (`is_miscomputed`)
-    * with momentum and dampening, parameters without a momentum buffer: torch's kernels step parameters with a buffer or
-      without one in a call, and can skip only those with a buffer on the device
+    * with momentum and dampening, parameters without a momentum buffer, because the device can't skip their first update
 
     Therefore the update of a parameter does not depend on the other parameters of its rank, and replicas on ranks with
     different parameters stay equal.
@@ -266,7 +273,7 @@ def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> No
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer can skip a step on the device: it accepts ``grad_scale`` and ``found_inf`` tensors.
+    """Return True if the optimizer can skip a step on the device, because it accepts ``grad_scale`` and ``found_inf``.
 
     True for torch's fused Adam, AdamW, SGD and Adagrad, for the optimizers of `meshstep.optim.whole`, and for a
     `CombinedOptimizer` of such optimizers. There are two exceptions, for which it returns False:
@@ -303,7 +310,11 @@ def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if stepping the parameters in several parts gives the same result as stepping them at once."""
+    """Return True if the optimizer may step its parameters in several calls, with the same result as in one call.
+
+    It is False if `steps_on_device` is False, and for optimizers with step hooks, SGD with momentum and dampening, and
+    full-tensor optimizers.
+    """
     hooks = any(map(has_step_hooks, parts_of(optimizer)))
     late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     whole = any(map(asks_other_ranks, parts_of(optimizer)))
@@ -311,11 +322,11 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-    """Return a context manager in which param groups hold only some of their parameters.
+    """Return a context manager in which param groups hold only the parameters at ``places``.
 
     Args:
         optimizer: The optimizer.
-        places: (param group index, position in the group) pairs of these parameters.
+        places: Pairs (index of the param group, position in the group).
     """
     bucket: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for index, at in places:
@@ -325,14 +336,14 @@ def hold_only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]])
 
 # Triton kernels: the same optimizers as in `c_engine`, with parameters and states on a GPU ----------------------------
 
-# Two kernel launches step all param groups with the same options and dtypes. The host does not read the factor, the skip
-# flag, the step counts, or learning rates that are tensors on the GPU.
+# Param groups with the same options and dtypes are stepped together. The host does not read the factor, the skip flag,
+# the step counts, or learning rates that are tensors on the GPU.
 
 
 def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> Triton | None:
-    """Return the Triton kernels if they were chosen and support the optimizer; None otherwise.
+    """Return the Triton kernels if they were chosen as the backend and support the optimizer; None otherwise.
 
-    Returns None during the capture of a CUDA graph, because the kernels' tables are copied from the host.
+    During the capture of a CUDA graph return None, because the kernels' tables of addresses are copied from the host.
 
     Args:
         optimizer: The optimizer.
@@ -366,8 +377,8 @@ def step_by_triton(
     Args:
         kernels: The result of `triton_for` for the optimizer.
         optimizer: The optimizer.
-        request: Its ``skip`` and ``factor`` must be on the kernels' device.
-        cache: The rows of the last step. Changed rows are replaced.
+        request: The inputs of the update; ``skip`` and ``factor`` must be on the kernels' device.
+        cache: The rows of earlier steps. Rows that can't be reused are replaced.
     Returns:
         For each param group, the parameters with gradients that were not stepped.
     Collectives: none. Host synchronization: none.

@@ -1,7 +1,7 @@
-"""The inputs of one update (`UpdateRequest`), which `step` passes through parameter transforms to the update engine.
+"""The inputs of one update (`UpdateRequest`), which a step passes through parameter transforms to the update engine.
 
 A split weight is a bfloat16 weight with an int16 remainder: the upper and lower 16 bits of a float32 master weight.
-`SplitWeights` steps it as this master.
+`SplitWeights` joins them, steps the master weight, and splits it again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ class UpdateRequest:
     Args:
         skip: 0-dim float32 on the device of the gradient norm. 1: the update changes no value.
         factor: The factor by which all gradients are multiplied, 0-dim on the same device. None (default): 1.
-        low_precision_out: Half-precision copies that an engine may write in the same pass. Default None: no copies.
-        split_weights: The split weights that are stepped as float32 masters. Default None: no split weights.
-        skip_of: For each tensor with its own skip flag, the flag, 0-dim on the same device. Default: empty.
+        low_precision_out: Half-precision copies of the stepped tensors that an engine may write in the same pass.
+            Default None: no copies.
+        split_weights: Bfloat16 weights with int16 remainders, which are stepped as float32 masters. Default None: no
+            split weights.
+        skip_of: A dict from tensors with a skip flag of their own to this flag, 0-dim on the same device. Default:
+            empty.
         on_host: The copy of ``skip`` and ``factor`` to the CPU, which may still be running. None (default): no copy,
             because ``skip`` is on the CPU or all parameters are on the device.
     """
@@ -43,9 +46,9 @@ class UpdateRequest:
     on_host: HostDecision | None = None
 
     def on_copies(self, copies: Mapping[Tensor, Tensor]) -> UpdateRequest:
-        """Return the request with the keys of ``skip_of`` replaced by their copies, for param groups that hold the copies.
+        """Return the request with the tensors in ``skip_of`` replaced by their copies, which the param groups now hold.
 
-        ``copies`` maps tensors to their copies.
+        ``copies`` is a dict from tensors to their copies.
         """
         if not self.skip_of:
             return self
@@ -58,13 +61,13 @@ class UpdateRequest:
 
 
 Update = Callable[[UpdateRequest], object]
-"""A function that steps the parameters that are now in the param groups, unless ``request.skip`` is 1."""
+"""A function that steps the parameters that are now in the optimizer's param groups, unless ``request.skip`` is 1."""
 
 
 class HostDecision:
     """A copy of an `UpdateRequest`'s ``skip`` and ``factor`` on the CPU, for parameters that are stepped there.
 
-    The copy starts in the constructor. A fused optimizer would also copy them, but would not wait for the copy.
+    The constructor starts the copy. A fused optimizer would also copy both tensors, but would not wait for the copy.
 
     Args:
         skip: 0-dim, on a CUDA device.
@@ -94,7 +97,7 @@ class LowPrecisionOut:
     """Half-precision copies that an engine may write together with the float32 tensors that it steps.
 
     Args:
-        copies: The half-precision copy of each float32 tensor.
+        copies: A dict from float32 tensors to their half-precision copies.
 
     Attributes:
         written: The copies that an engine has written.
@@ -108,10 +111,12 @@ class LowPrecisionOut:
 
 
 class SplitWeights:
-    """The update of split weights: per bucket, masters are joined from weights and remainders, stepped, and split again.
+    """The update of split weights, bucket by bucket. A split weight is a bfloat16 weight with an int16 remainder.
+
+    In each bucket, weights and remainders are joined to float32 masters, stepped, and split again.
 
     Args:
-        remainders: The int16 remainder of each split weight in an optimizer's param groups.
+        remainders: A dict from each split weight in an optimizer's param groups to its int16 remainder.
     """
 
     def __init__(self, remainders: Mapping[Tensor, Tensor]) -> None:
@@ -122,8 +127,8 @@ class SplitWeights:
         """Call ``update`` once per bucket of the param groups' tensors, with masters in place of bfloat16 weights.
 
         Weights and remainders are updated. A skipped update changes nothing, because splitting a joined master restores
-        the weight and the remainder. The call allocates 8 bytes per element of a bucket, and 12 while masters are
-        split. A bucket has up to `BUCKET_NUMEL` elements, or one larger weight.
+        the weight and the remainder. The call allocates up to about 12 bytes per element of a bucket. A bucket has up
+        to `BUCKET_NUMEL` elements, or one larger weight.
         """
         buckets = self._buckets([group["params"] for group in optimizer.param_groups])
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
@@ -208,7 +213,7 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:
-    """Give the master the annotation, the gradient and the state of the weight; half-precision states become float32."""
+    """Give ``master`` the annotation, gradient and optimizer state of ``weight``; half-precision states become float32."""
     copy_annotation(weight, master)
     master.grad = weight.grad
     if state := optimizer.state.get(weight):

@@ -1,6 +1,6 @@
 """The accumulation window: the micro-batches between two steps, their total weight, and the state of their gradients.
 
-Accumulation is managed if ``accumulation_steps`` sets the number of micro-batches per window; otherwise the caller
+With ``accumulation_steps`` (managed accumulation) the number of micro-batches per window is fixed; otherwise the caller
 decides when to step. A window has these phases:
 
     open --begin--> accumulating --complete--> complete --clip--> clipped --close--> open
@@ -11,11 +11,12 @@ and data ranks:
 
     grad = sum over data ranks, micro-batches of grad(loss_sum)  /  sum over data ranks, micro-batches of weight
 
-With the total weight W, the sum must be divided by W. The average over D data ranks has divided it by D already, so
-gradients are multiplied by D / W. W is summed in the collective that measures the gradient norm, and D / W becomes part
-of the factor that clips and unscales gradients. The mean of micro-batch means would be another value if micro-batches
-have different numbers of tokens. Without weights, gradients are multiplied by 1 / K for K micro-batches in managed
-accumulation, and are not divided otherwise.
+The weight of a micro-batch is the divisor of its summed loss, such as its number of tokens. With the total weight W,
+the sum of gradients must be divided by W. The average over D data ranks has divided it by D already, so gradients are
+multiplied by D / W. The collective that measures the gradient norm also sums W, and D / W becomes part of the factor
+that clips and unscales gradients. The mean of micro-batch means would be another value if micro-batches have different
+numbers of tokens. Without weights, gradients are divided by the number of micro-batches in managed accumulation, and
+are not divided otherwise.
 """
 
 from __future__ import annotations
@@ -96,14 +97,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """The sizes of the topology and the rank's pipeline stage, for the sum of micro-batch weights over ranks.
+    """The pipeline stage of a rank, and numbers of ranks, for the sum of micro-batch weights over ranks.
 
     Args:
         stages: The number of pipeline stages.
-        stage: The rank's pipeline stage.
-        sharers: The number of ranks along the model axes; all of these ranks have the same weight.
-        data_ranks: The number of data ranks.
-        constants: A cache of device tensors with constant values. Default: a new one.
+        stage: The index of this rank's pipeline stage.
+        sharers: The number of ranks along the model axes. These ranks see the same samples, so they have the same
+            weight.
+        data_ranks: The number of data-parallel ranks.
+        constants: A cache of device tensors with constant values. Default: a new cache.
     """
 
     stages: int
@@ -138,19 +140,21 @@ def window_fields(
     bypassed: float | None = None,
     agreement: int | None = None,
 ) -> PackedSum:
-    """Return this rank's summands of the window's fields in the all-reduce that measures the gradient norm.
+    """Return this rank's summands of three fields, which the collective of the gradient norm sums over all ranks.
 
-    The field ``"window_weight"`` has one float64 value per pipeline stage. All ranks of a stage with the same data
-    coordinate have the same weight, so each of these ranks adds the weight divided by their number. Stages that compute
-    no loss have no weight and add 0. `inverse_weight` reads the sum over ranks.
+    The field ``"window_weight"`` has one float64 value per pipeline stage. Ranks along the model axes have the same
+    weight, so each of these ranks adds the weight divided by their number. Stages that compute no loss have no weight
+    and add 0.
 
     Args:
         weight: The window's weight on this rank, a number or a 0-dim tensor.
         registry: The process groups of the mesh.
         device: The device of the fields.
-        bypassed, agreement: The values of the fields ``"bypassed"`` and ``"agreement"``. None (default): no such field.
+        bypassed: The value of the field ``"bypassed"``: negative if gradients on this rank bypassed the optimizer. None
+            (default): no such field.
+        agreement: The value of the field ``"agreement"``, from `StepAgreement.number`. None (default): no such field.
     Returns:
-        The packed fields. Their tensor may be cached, so don't write to it.
+        The packed fields. Their tensor may be cached, so do not write to it.
     """
     place = place_of(registry)
     found = {name: number for name, number in (("agreement", agreement), ("bypassed", bypassed)) if number is not None}
@@ -170,9 +174,9 @@ def window_fields(
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
-    """Return D / W of the module docstring, as a reference for tests; 1 if all weights are 0.
+    """Return the number of data ranks divided by the sum of all weights, as a reference for tests; 1 if the sum is 0.
 
-    ``weights[d][k]`` is the weight of micro-batch k on data coordinate d.
+    ``weights[d][k]`` is the weight of micro-batch k on data rank d.
     """
     total = sum(sum(of_rank) for of_rank in weights)
     return len(weights) / total if total else 1.0
@@ -180,17 +184,17 @@ def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
 
 # Gradients that a pipeline schedule divides twice ---------------------------------------------------------------------
 
-# With ``scale_grads=True`` every stage of `torch.distributed.pipelining` divides its parameters' gradients by the number of
-# micro-batches at the end of the schedule. This is wrong for gradients that were divided before: gradients of an earlier
-# schedule step in the window, or the gradient of a parameter that two stages of this rank share.
+# With ``scale_grads=True`` every stage of `torch.distributed.pipelining` divides its parameters' gradients by the
+# number of micro-batches at the end of the schedule. This is wrong for gradients that were divided before: if the
+# schedule runs several times in a window, or if two stages of this rank share a parameter.
 
 
 @contextmanager
 def detect_double_division(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
     """Return a context manager around a pipeline schedule's step, which detects gradients that are divided twice.
 
-    It sets ``window.divided_twice`` to True if a pipeline stage divides a gradient that was divided before. Within the
-    context it replaces torch's ``scale_grads`` in all stages.
+    It sets ``window.divided_twice`` to True if a pipeline stage divides a gradient that was divided before. While its
+    body runs, it replaces torch's ``scale_grads`` in all stages.
 
     Args:
         window: The accumulation window.
@@ -224,18 +228,19 @@ Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 
 
 class Window:
-    """The micro-batches since the last step: their number, their weight on this rank, and the state of their gradients.
+    """The accumulation window: the micro-batches since the last step, their total weight, and the phase of their gradients.
 
-    This object holds the state of accumulation between two steps.
+    An explicit clip is a call such as `ParallelOptimizer.clip_grad_by_norm` before `step`.
 
     Args:
-        steps: Micro-batches per window in managed accumulation; None: the caller decides when to step.
+        steps: Micro-batches per window (``accumulation_steps``); None: the caller decides when to step.
         scaled: True if every loss must be multiplied by a loss scale. Default False.
     Raises:
         ValueError: ``steps`` is not a whole number >= 1.
 
     Attributes:
-        phase: The phase of the window; the module's docstring lists the phases.
+        phase: "open": no micro-batch yet. "accumulating": after a micro-batch. "complete": gradients are reduced.
+            "clipped": after an explicit clip. "broken": a backward raised.
         micro_batches: The number of micro-batches so far, including micro-batches without a loss.
         calls: The number of micro-batches and `scale_loss` calls in this window; 0: all new gradients bypassed the
             optimizer.
@@ -244,13 +249,13 @@ class Window:
         entered: True while a micro-batch runs.
         captured: True if a CUDA graph captures the latest step or explicit clip.
         scale: The loss scale that the window's gradients contain; None: no loss scale.
-        sync_skipped: True if the data-parallel module was set not to reduce gradients in the last micro-batch.
+        sync_skipped: True if gradient reduction in backward was turned off for the last micro-batch.
         reduced: True if gradients were reduced during backward in this window.
-        pending_clip: The clipping rule of an explicit call before the window was full, which `step` applies; or None.
+        pending_clip: The clipping rule of an explicit clip before the window was full, which `step` applies; or None.
         decision: The step decision of an explicit clip in this window; or None.
         explicit: The rules of the window's explicit clips, in the order of the calls.
         has_stale_grads: True if the last window's gradients were reduced and are not cleared yet.
-        saw_grads: True after a backward has left a gradient on this rank, in any window.
+        saw_grads: True after a backward has left a gradient on this rank, in this or an earlier window.
         divided_twice: True after a pipeline schedule has divided gradients that were divided before.
         grads_checked: True after all ranks have checked the gradients of a window together, in the first step.
     """
@@ -275,8 +280,8 @@ class Window:
         """Start an empty window, after a step or when the window is abandoned.
 
         Args:
-            params: After a step, the parameters: the step's gradients stay until they are cleared, and must not count
-                as new. Default: none.
+            params: After a step, the parameters, whose present gradients are recorded so that they do not count as new
+                gradients of the next window. Default: none.
         """
         if params:
             self._stepped_with = _Gradient.last_of(params)
@@ -303,7 +308,7 @@ class Window:
         self.close()
 
     def has_bypassed_grads(self, params: Sequence[Tensor]) -> bool:
-        """Return True if this rank has gradients from a backward that bypassed `backward` and `window`.
+        """Return True if this rank has gradients from a backward that bypassed the optimizer's `backward` and `window`.
 
         Gradients that the last step left do not count. After a micro-batch or a `scale_loss` call in this window, the
         result is always False.
@@ -316,7 +321,7 @@ class Window:
     def count_written(self, params: Sequence[Tensor]) -> tuple[int, int]:
         """Return the number of gradients written in place since the last micro-batch, and the number of observed gradients.
 
-        Gradients are observed until the first check of gradients. Gradients of DTensors are never observed.
+        Gradients are observed until `grads_checked` is True. Gradients that are DTensors are never observed.
         """
         written = [before for before in self._recorded if before.was_written(params[before.position].grad)]
         return len(written), len(self._recorded)
@@ -341,20 +346,20 @@ class Window:
         return bool(self._weighted)
 
     def number_of_facts(self, agreement: StepAgreement, changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
-        """Return this rank's summand of the field ``"agreement"``, which compares settings between ranks.
+        """Return this rank's number in the field ``"agreement"``, whose sum over ranks is 0 if their settings agree.
 
         Host synchronization: that of `StepAgreement.number`.
 
         Args:
             agreement: The comparison of settings between ranks.
-            changed: The indices of parameters that were frozen, and of parameters that were unfrozen, since they were
-                added.
+            changed: Two tuples of parameter indices: parameters that were frozen since they were added to the
+                optimizer, and parameters that were unfrozen since then.
         """
         return agreement.number(self.micro_batches, self.weight if self.is_weighted else None, *changed, self.explicit)
 
     @property
     def count(self) -> int:
-        """Return the divisor of the summed micro-batch gradients for a window without weights on any rank."""
+        """Return the divisor of the summed gradients if no rank gave a weight: the micro-batches, or 1 without `steps`."""
         return 1 if self.steps is None else max(1, self.micro_batches)
 
     @property
@@ -375,12 +380,12 @@ class Window:
 
     @property
     def is_unused(self) -> bool:
-        """Return True if accumulation is managed and the window has no micro-batch yet."""
+        """Return True if `steps` is set and the window has no micro-batch yet."""
         return self.steps is not None and not self.micro_batches
 
     @property
     def next_is_last(self) -> bool:
-        """Return True if accumulation is managed and the next micro-batch is the last one of the window."""
+        """Return True if `steps` is set and the next micro-batch is the last one of the window."""
         return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
     def ends(self, final: bool) -> bool:
@@ -397,8 +402,9 @@ class Window:
     def may_clear(self) -> bool:
         """Return True if `zero_grad` may clear gradients now.
 
-        It is False within a window of managed accumulation, unless the window is abandoned: a backward raised, or the
-        caller is in an ``except`` block for an error that was raised after the last micro-batch began.
+        With `steps`, the result is False after the first micro-batch of a window, unless the window is abandoned: a
+        backward raised, or the caller is in an ``except`` block for an error that was raised after the last micro-batch
+        began.
         """
         if self.steps is None or not self.micro_batches or self.phase == "broken":
             return True
@@ -414,15 +420,15 @@ class Window:
     ) -> GradScaleInfo:
         """Return the divisors of this window's gradients: the loss scale, and the total weight or number of micro-batches.
 
-        After an explicit clip, gradients are already divided; the result then only reports the loss scale.
+        After an explicit clip, gradients are already divided. The result then only reports the loss scale.
 
         Args:
             registry: The process groups of the mesh.
             scale: The loss scale; None: gradients are not scaled.
-            device: The device of the norm's measurement.
+            device: The device on which the norm is measured.
             facts: The result of `number_of_facts`. None (default): settings are not compared.
-            facts_of_tensors: The result of `StepAgreement.of_tensors`, added to ``facts``. Default None: nothing is
-                added.
+            facts_of_tensors: The result of `StepAgreement.of_tensors`, which is added to ``facts``. None (default):
+                nothing is added.
         """
         alone, vote = registry.topology.world_size == 1, None
         if self.scaled and not (alone and self.calls):  # a single rank with a scaled loss needs no vote
@@ -446,7 +452,7 @@ class Window:
     ) -> tuple[PackedSum, WindowPlace]:
         """Return the result of `window_fields`, and this rank's `WindowPlace`.
 
-        The fields are cached, unless the weight is a tensor, or a CUDA graph would read the cached memory.
+        The fields are cached, unless the weight is a tensor or a CUDA graph captures the step.
         """
         if self.captured or isinstance(weight, Tensor):
             return window_fields(weight, registry, device, vote, facts), place_of(registry)
@@ -475,9 +481,10 @@ class Window:
         """Return a context manager around the backward of one micro-batch. If the backward raises, the window is broken.
 
         Args:
-            weight, params: The arguments of `begin`.
-            around: Functions that return the context managers to enter around the backward. Every rank enters them,
-                also without samples.
+            weight: The divisor of the summed loss, such as the number of tokens; None: the loss is a mean. As in
+                `begin`.
+            params: The parameters whose gradients accumulate.
+            around: Functions of this window; each returns a context manager to enter around the backward.
             several: True if the micro-batch may have several backward calls. Default False.
         Raises:
             RuntimeError: A micro-batch is already running. Other errors as in `begin`.
@@ -514,16 +521,16 @@ class Window:
 
         Args:
             weight: The divisor of the summed loss, such as the number of tokens; a number or a 0-dim tensor. None: the
-                loss is a mean. In managed accumulation, gradients are then divided by the number of micro-batches;
-                otherwise they are not divided.
+                loss is a mean. With `steps`, gradients are then divided by the number of micro-batches; otherwise they
+                are not divided.
             params: The parameters whose gradients accumulate.
         Raises:
             ValueError: The window is full; only some of its micro-batches have a weight; or the weight is a number
                 that is negative or not finite.
             TypeError: The weight is neither a number nor a 0-dim tensor.
             RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared within the
-                window; in managed accumulation, a backward bypassed the optimizer since the last micro-batch; or a CUDA
-                graph captures the micro-batch, and its replays could not add the weight.
+                window; with `steps`, a backward bypassed the optimizer since the last micro-batch; or a CUDA graph
+                captures the micro-batch, and its replays could not add the weight.
         """
         if self.phase == "clipped":
             raise RuntimeError(
@@ -585,7 +592,7 @@ class Window:
     def _watch(self, params: Sequence[Tensor]) -> None:
         """Register a hook on the last parameter with a gradient, to detect a backward before the next micro-batch.
 
-        A changed gradient alone is no proof of a backward, because a script may clip or mask gradients between
+        A changed gradient alone does not prove a backward, because a script may clip or mask gradients between
         micro-batches.
         """
         last = _Gradient.last_of(params, trained=True)
@@ -610,11 +617,11 @@ _SCALED = 2.0**30  # exceeds the number of ranks: the sum of votes is > 0 if any
 
 
 class _OtherBackward:
-    """A hook on a parameter that records that a backward ran. It holds no reference to the window, to avoid a cycle.
+    """A hook on a parameter that records that a backward ran. It has no reference to the window, to avoid a cycle.
 
     Args:
-        before: The last gradient when the hook was registered. A backward in `prove` leaves it unchanged and is
-            accepted.
+        before: The record of the last parameter's gradient at the time when the hook was registered. A backward that
+            leaves this gradient unchanged, as in `prove`, is accepted.
     """
 
     def __init__(self, before: _Gradient) -> None:
@@ -624,13 +631,13 @@ class _OtherBackward:
         self._has_come = True
 
     def has_added(self, params: Sequence[Tensor]) -> bool:
-        """Return True if a backward ran and the last gradient in ``params`` is not ``before``, or was written to."""
+        """Return True if a backward ran, and the last gradient in ``params`` was replaced or written to since then."""
         after = _Gradient.last_of(params, trained=True)
         return self._has_come and (after is None or not after.is_still(self._before))
 
 
 class _Gradient(NamedTuple):
-    """A record of a gradient: its parameter's index, a weak reference to it, and its version counter at that time."""
+    """A record of a gradient: the index of its parameter, a weak reference to it, and its version counter."""
 
     position: int
     tensor: weakref.ref[Tensor]
@@ -661,11 +668,11 @@ class _Gradient(NamedTuple):
         ]
 
     def was_written(self, now: Tensor | None) -> bool:
-        """Return True if ``now`` is the recorded gradient and was written to in place since then."""
+        """Return True if ``now`` is the recorded gradient and was written to in place since it was recorded."""
         return now is not None and self.tensor() is now and now._version != self.version
 
     def is_still(self, before: _Gradient | None) -> bool:
-        """Return True if this record and ``before`` are of the same tensor, without a write between them."""
+        """Return True if this record and ``before`` have the same gradient tensor, and it was not written to in between."""
         if before is None or (self.position, self.version) != (before.position, before.version):
             return False
         return self.tensor() is before.tensor() is not None

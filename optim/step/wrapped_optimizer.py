@@ -54,7 +54,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
-        """Return the single optimizers, after giving them the present param groups and state of this object."""
+        """Return the combined optimizers. Each gets its present param groups, and the state dict, of this object."""
         self._share()
         return self._parts
 
@@ -64,7 +64,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.state = self.state
 
     def release(self) -> None:
-        """Restore the original param groups and states of the single optimizers. No effect after `keep` or in a copy."""
+        """Restore the original param groups and states of the combined optimizers. No effect after `keep` or in a copy."""
         for part, (groups, state) in zip(self._parts, self._given, strict=False):  # `_given` is empty in a copy
             part.param_groups, part.state = groups, state
             for group in groups:
@@ -75,7 +75,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._given = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each of the single optimizers.
+        """Step each of the combined optimizers.
 
         Raises:
             ValueError: ``closure`` is not None.
@@ -126,11 +126,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
     # State -----------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict: each of the single optimizers loads its own param groups and their states.
+        """Load a state dict: each of the combined optimizers loads its own param groups and their states.
 
         Raises:
-            ValueError: The state is of other optimizers, or one optimizer rejects it. This object then keeps its param
-                groups and states.
+            ValueError: The state dict belongs to other optimizers, or one of the optimizers rejects it. This object then
+                keeps its param groups and states.
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -213,9 +213,10 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 @contextmanager
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context manager that restores the single optimizers of a `CombinedOptimizer` if its body raises.
+    """Return a context manager that undoes the combination of a `CombinedOptimizer` if its body raises.
 
-    If the body does not raise, their original param groups and states are dropped.
+    The combined optimizers then get their original param groups and states back. If the body does not raise, the
+    originals are dropped. For another optimizer nothing happens.
     """
     try:
         yield
@@ -233,18 +234,18 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def asks_other_ranks(optimizer: object) -> bool:
-    """Return True for optimizers of `meshstep.optim.whole`, whose steps issue the collectives that shards need."""
+    """Return True for the full-tensor optimizers of `meshstep.optim.whole`, whose steps issue collectives."""
     return bool(getattr(optimizer, "asks_other_ranks", False))
 
 
-# The guard: it refuses `step`, and forwards other methods to the `ParallelOptimizer` ----------------------------------
+# The guard of a wrapped optimizer: `step` raises, and other methods call the `ParallelOptimizer` ----------------------
 
 FORWARDED = ("zero_grad", "load_state_dict", "add_param_group", "train", "eval")
-"""Methods of the wrapped optimizer that call the `ParallelOptimizer`'s method of the same name; see `_forwarded`."""
+"""Methods of the wrapped optimizer that call the `ParallelOptimizer`'s method of the same name."""
 
 
 class _OwnCalls(threading.local):
-    """A per-thread context manager in which the guard accepts calls of a wrapped optimizer's methods."""
+    """A per-thread context manager within which `CallGuard` accepts calls of a wrapped optimizer's methods."""
 
     depth = 0
 
@@ -261,8 +262,8 @@ own_calls = _OwnCalls()
 class CallGuard:
     """A step pre-hook of a wrapped torch optimizer. It raises if code outside this library calls the optimizer's `step`.
 
-    It also forwards other methods of the optimizer to the `ParallelOptimizer`. The guard removes itself after the last
-    `ParallelOptimizer` over ``optimizer`` has been garbage-collected.
+    It also replaces the methods in `FORWARDED` by calls of the `ParallelOptimizer`. The guard removes itself after all
+    `ParallelOptimizer` objects that wrap ``optimizer`` have been garbage-collected.
 
     Args:
         optimizer: The torch optimizer, referenced weakly.
@@ -290,11 +291,11 @@ class CallGuard:
             )
 
     def owner(self) -> Any:
-        """Return the newest `ParallelOptimizer` over the optimizer; None: all have been garbage-collected."""
+        """Return the newest `ParallelOptimizer` that wraps the optimizer; None: all have been garbage-collected."""
         return next((owner for ref in reversed(self._owners) if (owner := ref()) is not None), None)
 
     def add_owner(self, owner: object) -> None:
-        """Keep the guard until ``owner`` is garbage-collected."""
+        """Add a `ParallelOptimizer` that wraps the optimizer. The guard stays until it is garbage-collected."""
         self._owners.append(weakref.ref(owner, self._drop))
 
     def _drop(self, ref: weakref.ref[Any]) -> None:
@@ -308,10 +309,10 @@ class CallGuard:
 def _forwarded(
     guard: CallGuard, optimizer: weakref.ref[Any], method: Callable[..., Any], listed: bool
 ) -> Callable[..., Any]:
-    """Return a function to replace ``method`` of a wrapped optimizer; it calls the method of the `ParallelOptimizer`.
+    """Return a function that replaces ``method`` of a wrapped optimizer, and calls the `ParallelOptimizer`'s method.
 
-    In calls by this library, or if no `ParallelOptimizer` exists, it calls ``method``. With ``listed``, load_state_dict and
-    add_param_group raise RuntimeError, because they concern all optimizers of the list.
+    In calls by this library, or if no `ParallelOptimizer` exists, the function calls ``method``. With ``listed``,
+    ``load_state_dict`` and ``add_param_group`` raise RuntimeError, because they concern all optimizers of the list.
     """
     name = method.__name__
 
@@ -332,7 +333,7 @@ def _forwarded(
 
 
 def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
-    """Let calls of ``optimizer.step`` raise while ``owner``, the `ParallelOptimizer` that wraps the optimizer, exists."""
+    """Make ``optimizer.step`` raise while ``owner``, the `ParallelOptimizer` that wraps the optimizer, exists."""
     guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for index, part in enumerate(guarded):
         guard = next((hook for hook in _step_pre_hooks(part).values() if type(hook) is CallGuard), None)
@@ -340,7 +341,7 @@ def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``optimizer`` has step hooks other than the guard."""
+    """Return True if ``optimizer`` has step hooks other than `CallGuard`."""
     others = any(type(hook) is not CallGuard for hook in _step_pre_hooks(optimizer).values())
     return others or bool(optimizer._optimizer_step_post_hooks)
 

@@ -739,7 +739,7 @@ class CosineAnnealingLR(WarmupLR):
 
 
 class HoldOnSkip(LRScheduler):
-    """Wrapper that does not move a torch schedule if its `ParallelOptimizer` skipped the step.
+    """Wrapper that does not advance a torch schedule if its `ParallelOptimizer` skipped the step.
 
         schedule = HoldOnSkip(OneCycleLR(optimizer, max_lr=0.1, total_steps=1000))
 
@@ -799,8 +799,7 @@ class HoldOnSkip(LRScheduler):
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]
-        """Advance the wrapped schedule by one step, except in an accumulation window and after a skipped optimizer
-        step.
+        """Advance the wrapped schedule by one step, unless the optimizer skipped its step or ended no accumulation window.
 
         Host synchronization: on a GPU, one if an earlier step decision is pending, or if a CUDA graph replayed the
         step.

@@ -728,8 +728,7 @@ Variants = list[tuple[T, list[int]]]
 
 
 def check_content(content: object, world_size: int) -> None:
-    """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of the file
-    ``shared.pt``.
+    """Raise ValueError, with the name of the wrong field, unless ``content`` has the structure of ``shared.pt``.
 
     Args:
         content: The content of the file, which has the data for all ranks.

@@ -288,7 +288,7 @@ class AsyncSaver:
     Args:
         path: A directory that only this run uses, in a file system that all ranks share. It is created if it does not
             exist.
-        registry: The optimizer's registry.
+        registry: The process groups, as passed to the optimizer.
         keep: Number of newest checkpoints to keep, including the new one, >= 1. Default: 1.
     Raises:
         ValueError: On every rank: ``keep`` is out of range.
@@ -394,8 +394,7 @@ class AsyncSaver:
 
 
 def _copy_to_host(snapshot: Snapshot) -> Snapshot:
-    """Return a copy of ``snapshot`` that shares no memory with the model and the optimizer; its full tensors are on the
-    CPU.
+    """Return a copy of ``snapshot`` in CPU memory that shares no memory with the model and the optimizer.
 
     Host synchronization: yes.
     """

@@ -85,8 +85,9 @@ class ParameterStates:
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
 
     def whole(self, pieces: list[tuple[SteppedTensor, Any]]) -> Tensor:
-        """Return one optimizer state of the parameter: a DTensor of the full shape if it is sharded, else a plain
-        tensor.
+        """Return one optimizer state of the parameter, as a DTensor of the full shape.
+
+        If the parameter is not sharded over axes larger than 1, return a plain tensor.
 
         Args:
             pieces: (stepped tensor, its state) for each shard that this rank steps. May be empty with `Sharded` only.
@@ -322,10 +323,10 @@ class TorchStates(torch.optim.Optimizer):
         return {item.entry.name: sorted(found[item.entry.name]) for item, _ in own}
 
     def _own_states(self) -> list[tuple[ParameterStates, dict[str, list[tuple[SteppedTensor, Any]]]]]:
-        """Return (parameter, its states on this rank) pairs. The states are lists of (shard, value), by name of the
-        state.
+        """Return (parameter, its states on this rank) pairs.
 
-        Master weights are included as states with the name "master".
+        The states of a parameter are lists of (shard, value), by name of the state. Master weights are included as states
+        with the name "master".
         """
         state = self._optimizer.state_dict()
         masters = find_master_weights(state["meshstep"]["weights"])

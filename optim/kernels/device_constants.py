@@ -113,9 +113,12 @@ class Tables:
         return self._one(key, lambda: _brought(torch.frombuffer(values, dtype=DTYPES[values.typecode]).clone(), device))
 
     def chunks_of(self, numels: array[int], size: int, device: torch.device) -> Chunks:
-        """Return the division of tensors into chunks of ``size`` elements. ``numels`` has the number of elements per
-        tensor.
+        """Return the division of tensors into chunks of ``size`` elements.
 
+        Args:
+            numels: Number of elements per tensor.
+            size: Number of elements per chunk.
+            device: The device of the result.
         Host synchronization: none.
         """
         key = (size, numels.tobytes(), device, _stream(device))

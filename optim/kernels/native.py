@@ -188,8 +188,9 @@ class Adam:
 
 @dataclass(frozen=True)
 class SGD:
-    """Formula of SGD as in torch. With ``nesterov``, the momentum buffer does not contain the learning rate, as in
-    torch.
+    """Formula of SGD as in torch.
+
+    As in torch, the momentum buffer does not contain the learning rate, also with ``nesterov``.
 
     Optimizer state: the momentum buffer, initially zeros; none without momentum. With ``dampening``, torch's first step
     differs: torch starts the buffer with the undampened gradient.

@@ -140,8 +140,9 @@ class Triton:
         return found
 
     def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
-        """Update float32 parameters and their optimizer states if ``found_inf`` is 0, with at most two launches per
-        `Variant`.
+        """Update float32 parameters and their optimizer states if ``found_inf`` is 0.
+
+        Launches at most two kernels per `Variant`.
 
         Args:
             kind: The formula.

@@ -304,8 +304,7 @@ def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:
 
 
 def _agree(descriptions: dict[_BroadcastKind, list[str]], registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError on every rank if ranks with replicas step different numbers of tensors, or have different
-    states.
+    """Raise ValueError on every rank if replicas have different states, or ranks step different numbers of replicas.
 
     States are compared by name, shape and dtype. Names of parameters are not compared, because a tied parameter may
     have different names on different ranks.

@@ -1,5 +1,4 @@
-"""Parameter transforms, which replace the model's parameters in an optimizer's param groups, and the chain of
-transforms.
+"""Parameter transforms, which replace the model's parameters in an optimizer's param groups, and the transform chain.
 
 A transform replaces parameters by local tensors of DTensors, by shards, by CPU copies, or by float32 master weights.
 The chain applies the transforms in this order.
@@ -97,11 +96,10 @@ def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> l
 
 
 def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
-    """Return a dict with the new ``params`` of a group: each tensor is replaced by the tensors in
-    ``replacement(tensor)``.
+    """Return a dict with the new ``params`` of a group, without changing the group.
 
-    If the group has ``param_names``, the dict has them too: each new tensor gets the name of the tensor that it
-    replaces.
+    Each tensor is replaced by the tensors in ``replacement(tensor)``. If the group has ``param_names``, the dict has
+    them too: each new tensor gets the name of the tensor that it replaces.
     """
     named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
     result: dict[str, Any] = {"params": [param for _, param in named]}
@@ -283,7 +281,13 @@ class ParamTransform:
     def move_state(
         self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """Move the optimizer state of ``tensor`` to its replacements."""
+        """Move the optimizer state of ``tensor`` to its replacements.
+
+        Args:
+            optimizer: The optimizer.
+            tensor: The replaced tensor.
+            targets: (replacement, offset in the flattened tensor) pairs.
+        """
         move_state(optimizer, tensor, targets)
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
@@ -340,8 +344,7 @@ class ParamTransform:
         return False
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first replaced tensor with values that other code wrote and `write_back` would overwrite; else
-        None.
+        """Return the first tensor with values that other code wrote and `write_back` would overwrite, or None.
 
         It finds writes that change neither the tensor's version counter nor its memory, such as in-place writes through
         ``.data``. After other writes, `pull_grads` copies the tensor to its replacement, so nothing is lost.
@@ -365,10 +368,9 @@ class ParamTransform:
         return {}
 
     def master_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a new float32 tensor with the master weight of ``tensor``, if the transform does not store it as a
-        tensor.
+        """Return a new float32 tensor with the master weight of ``tensor``, or None.
 
-        Else return None. Only `SplitMasters`, which stores remainders instead of master weights, returns a tensor.
+        Only `SplitMasters`, which stores remainders instead of master weights, returns a tensor. Default: None.
         """
         return None
 
@@ -398,13 +400,12 @@ _SHARED = "_meshstep_shared"  # attribute of a gradient that is the local tensor
 
 
 class LocalTensors(ParamTransform):
-    """The transform that replaces each DTensor by its local tensor, as a parameter with the same memory, name and
-    layout.
+    """The transform that replaces each DTensor by its local tensor.
 
-    FSDP2 and torch's tensor parallelism create DTensor parameters. torch's fused optimizers reject a mixture of
-    DTensors and plain tensors; local tensors avoid this. An update then issues no hidden collectives, and later
-    transforms handle plain tensors only. The optimizer state becomes local as well. If the optimizer has no DTensors,
-    the transform does nothing.
+    The local tensor is a parameter with the memory, name and layout of the DTensor. FSDP2 and torch's tensor
+    parallelism create DTensor parameters. torch's fused optimizers reject a mixture of DTensors and plain tensors;
+    local tensors avoid this. An update then issues no hidden collectives, and later transforms handle plain tensors
+    only. The optimizer state becomes local as well. If the optimizer has no DTensors, the transform does nothing.
 
     Args:
         topology: The mesh, whose axes correspond to the dims of the DTensors' device meshes.
@@ -584,8 +585,9 @@ class TransformChain:
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer, and install the transforms over it. If a transform raises, remove the
-        group.
+        """Add a param group to the optimizer, and install the transforms over it.
+
+        If a transform raises an error, the group is removed again.
 
         Collectives: those of the transforms' `install`.
         """
@@ -639,7 +641,7 @@ class TransformChain:
         return None
 
     def set_observers(self, observers: Sequence[StepObserver]) -> None:
-        """Replace the step observers."""
+        """Replace the step observers by ``observers``, which are called in this order."""
         self.observers = list(observers)
         self.around_update = [*self._stepping, *(observer.update for observer in self.observers)]
 
@@ -675,7 +677,7 @@ class TransformChain:
 
     @property
     def stepped(self) -> list[Tensor]:
-        """Return the stepped tensors in the order of the optimizer's param groups."""
+        """Return the stepped tensors: the tensors in the optimizer's param groups, in their order."""
         return params_of(self.optimizer.param_groups)
 
     def values(self) -> list[Tensor]:
@@ -752,8 +754,9 @@ class TransformChain:
     def find_overwritten(self) -> str | None:
         """Return the name of the first parameter with values that other code wrote and the next step would overwrite.
 
-        Only writes that change neither version counter nor memory are found, because a step takes over other writes.
-        None: there is no such parameter.
+        None: there is no such parameter. Only writes that change neither the tensor's version counter nor its memory
+            are
+        found, such as in-place writes through ``.data``. After any other write, the next step uses the written values.
 
         Host synchronization: a few per tensor that has a copy.
         """

@@ -243,10 +243,10 @@ class GradientCompletion:
                 raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:
-        """Return this rank's number for the comparison of settings: if all ranks have equal settings, the numbers sum
-        to 0.
+        """Return this rank's number for the comparison of settings between ranks.
 
-        With one rank return 0. Host synchronization: one if settings are device tensors.
+        If all ranks have equal settings, their numbers sum to 0. With one rank the number is 0. Host synchronization:
+        one if settings are device tensors.
         """
         if self._agreement is None:
             return 0

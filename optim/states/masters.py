@@ -119,8 +119,10 @@ class SplitMasters(ParamTransform):
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
-        """Set the remainders of weights that other code wrote to 0. Return the weights that were written or have new
-        memory.
+        """Set the remainders of weights that other code wrote to 0.
+
+        Returns:
+            The weights that other code wrote, or that have new memory.
 
         Right after a load, a weight that was written with equal values keeps its remainder, and is not returned.
 
@@ -142,8 +144,9 @@ class SplitMasters(ParamTransform):
         return [weights[index] for index in sorted({*written, *moved})]
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Set the remainders of weights that other code wrote to 0. Warn if it wrote before `MANY_WRITES` steps in a
-        row.
+        """Set the remainders of weights that other code wrote to 0.
+
+        Warn if other code wrote weights before each of `MANY_WRITES` consecutive steps.
 
         Host synchronization: none, except once if weights were written right after a load.
 

@@ -63,8 +63,7 @@ class HostBucket:
         copies: The CPU copy of each parameter, in the same order. It has the memory format of the parameter, because
             fused kernels require equal formats. It is pinned if the parameter is on a CUDA device.
 
-    Memory: on the CPU a copy of the parameters, and after the first step a copy of their gradients. On a device one
-        flat
+    Memory: on the CPU a copy of the parameters, and after the first step a copy of their gradients. On a device one flat
     copy of the bucket during a transfer; none for a bucket with a single parameter.
     """
 
@@ -416,8 +415,10 @@ def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
-    """Return the indices of the parameters to offload: all except the largest that fit into ``1 - fraction`` of the
-    sum.
+    """Return the indices of the parameters to offload.
+
+    Parameters are visited from the largest to the smallest. A parameter stays on the device if it fits into the rest of
+    ``1 - fraction`` of all elements; otherwise it is offloaded.
 
     Args:
         numels: The number of elements per parameter.
@@ -436,8 +437,7 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
 def reference_offloaded_step(
     params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Step ``params`` in place as a reference for `Offloaded`: copy gradients to the CPU, step there, copy weights
-    back.
+    """Step ``params`` in place as a reference for `Offloaded`: gradients to the CPU, step there, weights back.
 
     Args:
         params: The parameters on the device.

@@ -233,8 +233,7 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """The parts of a `ParallelOptimizer` whose state its state dict contains, with methods that save, check and load
-    it.
+    """The parts of a `ParallelOptimizer` that have a state, with methods that save, check and load the state dict.
 
     Args:
         optimizer: The wrapped torch optimizer.
@@ -280,8 +279,8 @@ class Saved:
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load a result of `state_dict`, and return its entry ``"meshstep"``, which includes the counts.
 
-        If the mode has no masters and no loss scale, the state of a plain torch optimizer is accepted as well. The
-        result is then empty.
+        If the precision mode has no masters and no loss scale, the state of a plain torch optimizer is accepted as
+        well. The result is then empty.
 
         Raises:
             ValueError: On every rank: the state of a rank does not fit. Nothing is changed.
@@ -345,8 +344,7 @@ class Saved:
             self.clip.check_state((own or {}).get("clip"))
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
-        """Load the transforms' state on all ranks or on none. Call it last, because masters overwrite the model's
-        weights.
+        """Load the parameter transforms' state on all ranks or on none. Call it last: masters overwrite weights.
 
         Args:
             own: The entry ``"meshstep"`` of the state; None: there is nothing to load.
@@ -411,8 +409,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments and the state from which a copy of a `ParallelOptimizer` is constructed. It can be copied and
-    pickled.
+    """The arguments and the state from which a copy of a `ParallelOptimizer` is constructed; can be copied and pickled.
 
     Args:
         plain: A copy of the wrapped torch optimizer, without state, over the model's parameters.

@@ -272,8 +272,7 @@ class ZeroBucket:
 def reference_slice(
     gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
 ) -> list[Tensor]:
-    """Return the reference value of ``ZeroBucket.gradients`` in float64: full gradients, summed over ranks, then
-    sliced.
+    """Return the reference value of ``ZeroBucket.gradients`` in float64, from full gradients of all ranks.
 
     Args:
         gradients: For each rank of the axis, the gradient per parameter of the bucket.
@@ -424,10 +423,9 @@ class Sharded(StatePlacement):
     collectives over a data axis: if a declared layout names the axis, or if the axis does more than split the batch, as
     ``cp`` does.
 
-    Collectives: one object all-gather when the optimizer is made or gets a param group. One reduce-scatter per bucket
-        of 32 MiB of gradients that
-    must be summed over the axis, in each accumulation window (ZeRO-1) or micro-batch (ZeRO-2). One all-gather per
-    bucket in each step.
+    Collectives: one object all-gather when the optimizer is made or gets a param group. One reduce-scatter per bucket of
+    32 MiB of gradients that must be summed over the axis, in each accumulation window (ZeRO-1) or micro-batch (ZeRO-2).
+    One all-gather per bucket in each step.
     Host synchronization: none.
     Memory in addition to the slices: flat copies of two buckets during these collectives.
     """
@@ -525,8 +523,7 @@ class Shards(ParamTransform):
     def _layouts(
         self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], sharded: Mapping[int, ShardingDecision]
     ) -> list[tuple[ShardingDecision, FlatBucket]]:
-        """Return the `ShardingDecision` and the layout of each bucket, in the order in which backward fills the
-        buckets.
+        """Return the `ShardingDecision` and layout of each bucket, in the order in which backward fills the buckets.
 
         Ranks with replicas of a parameter must shard it at the same offsets, even if their other parameters differ.
         Therefore all parameters in a bucket have the same layout over the mesh, the same dtype and the same device.
@@ -646,7 +643,7 @@ class Shards(ParamTransform):
 
     @torch.no_grad()
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        """Set the gradient of each shard. With ``gradients=False``, reduce the gradients of the window before.
+        """Set the gradient of each shard. With ``gradients=False``, first reduce the gradients of the window.
 
         Args:
             window: The accumulation window that ends.

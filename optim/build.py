@@ -1,4 +1,4 @@
-"""The constructor's work for `ParallelOptimizer`: check arguments, compare them over all ranks, create a step's objects."""
+"""The construction of a `ParallelOptimizer`: arguments are checked and compared over all ranks, and objects created."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class _Declared(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of one `ParallelOptimizer`. Methods check them, and create the objects that a step uses.
+    """The arguments of one `ParallelOptimizer`, with methods that check them and create the objects that a step uses.
 
     The fields have the names of the constructor's arguments. ``wrong_call`` is the error for an unknown argument, which
-    `agreed_plan` raises on all ranks; None (default): there is none.
+    `agreed_plan` raises on all ranks; None (default): all arguments are known.
     """
 
     optimizer: torch.optim.Optimizer
@@ -101,17 +101,19 @@ class Setup:
     # Checking --------------------------------------------------------------------------------------------------------
 
     def agreed_plan(self, groups: NamedGroups) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
-        """Check the arguments and parameters of all ranks, and return the plan of the norm's reduction.
+        """Check the arguments and parameters of all ranks, and return the reduction plan of the gradient norm.
 
         Args:
-            groups: (name, parameter) pairs for each param group; the name is None if there is none.
+            groups: (name, parameter) pairs for each param group; the name is None for a parameter without a name.
         Returns:
-            The plan; the thresholds of the param groups; and the object that compares settings between ranks in each
+            The plan; the ``max_norm`` of the param groups; and the object that compares settings between ranks in each
             step (None if there is one rank).
         Raises:
-            ValueError, TypeError: On every rank, if an argument or parameter of any rank is wrong or does not agree.
+            ValueError, TypeError: On every rank, if an argument or parameter of any rank is invalid, or if ranks have
+                different arguments or declarations.
+            RuntimeError: On every rank: ranks are in different calls of this library.
         Collectives: an object all-gather; more for uneven shards, for clipping rules that need parameter names, and in
-        `check_stepped_alike`.
+            `check_stepped_alike`.
         """
         topology = self.registry.topology
 
@@ -151,9 +153,10 @@ class Setup:
         return plan, thresholds, agreement
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:
-        """Raise ValueError if the mode steps half-precision parameters, and none of the ``found`` dtypes is one.
+        """Raise ValueError if the precision mode needs half-precision parameters, and no rank has one.
 
-        Without parameters on any rank (``found`` is empty) it does not raise.
+        Args:
+            found: The dtypes of all ranks' parameters. If it is empty, nothing is raised.
         """
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
@@ -194,20 +197,20 @@ class Setup:
         for name in ("average_data", "overlap", "compression", "bucket_bytes"):
             said[f"{name}{where}"] = getattr(self, name)
         for index, group in enumerate(self.optimizer.param_groups):
-            # A rank leaves out groups of which it has no parameter. Plans compare which group a parameter is in.
+            # Groups without parameters on this rank are not compared. Plans compare the param group of each parameter.
             for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
                 said[f"{key} of param group {index}{where}"] = group[key]
         return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
-        """Return the plan with the parameter names that the clipping rule needs. Collectives: those of `planned_for`.
+        """Return ``plan``, with parameter names if the clipping rule needs them. Collectives: those of `planned_for`.
 
         Raises: As `planned_for` and `_check_clip`.
         """
         return planned_for(self._check_clip(), plan, self.registry)
 
     def _check_clip(self) -> Clip | None:
-        """Return the clipping rule.
+        """Check the argument ``max_norm`` and return its clipping rule; None without a rule.
 
         Raises:
             TypeError: A threshold has a wrong type.
@@ -261,7 +264,7 @@ class Setup:
 
     @property
     def placements(self) -> list[StatePlacement]:
-        """Return the state placements in the order in which their transforms are applied."""
+        """Return the state placements, such as `Sharded`, in the order in which their transforms are applied."""
         given = [self.states] if isinstance(self.states, StatePlacement) else list(self.states)
         return sorted(given, key=lambda placement: getattr(placement, "position", 0))
 
@@ -273,7 +276,7 @@ class Setup:
         return self.average_data and (switch is None or not switch.is_ddp)
 
     def not_local(self, switch: GradSyncController | None, params: Iterable[Tensor]) -> list[str]:
-        """Return the reasons why, after backward, gradients of ``params`` are not those of the data rank's own samples."""
+        """Return the reasons why, after backward, gradients of ``params`` are not local to the data rank's own samples."""
         reasons = []
         if switch is not None and not self.overlap:
             reasons.append(
@@ -360,8 +363,13 @@ class Setup:
     ) -> GradientCompletion:
         """Return the object that reduces the gradients of the stepped tensors in `step`.
 
-        With ``overlap`` it also has the buckets that backward reduces; `switch` returns their controller.
+        With ``overlap`` it also has the buckets that are reduced during backward; pass it to `switch` for these.
 
+        Args:
+            table: The stepped tensors.
+            chain: The parameter transforms.
+            model: The check for parameters of the model that no optimizer has.
+            agreement: The comparison of settings between ranks. None (default): settings are not compared.
         Collectives: with ``overlap``, an object all-gather.
         """
         plan, measured = table.model_plan, table.grad_tensors
@@ -373,7 +381,8 @@ class Setup:
         early = only = None
         if self.overlap:
             can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
-            # With master weights gradients must stay the same tensors: their identity shows if they were cleared.
+            # With master weights, gradients must stay the same tensor objects: a new object means that they were
+            # cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = gradient_buckets([row.param for row in table], plan, self.registry, **options)
@@ -386,7 +395,7 @@ class Setup:
         return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
-        """Return the controller that reduces gradients in backward; None if `step` reduces all gradients.
+        """Return the controller of gradient reduction in backward; None if `step` reduces all gradients.
 
         Args:
             completion: The result of `completion`.
@@ -406,8 +415,8 @@ class Setup:
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
 
-# Replica checks compare the tensors that the rows of the table name. If these are shards of the model's parameters, or with
-# `Fingerprints` copies of them, the checks compare the parameters too.
+# Replica checks compare the stepped tensors. If these are shards of the model's parameters, a second check compares the
+# model's parameters. With `Fingerprints`, so does a second check if the stepped tensors are copies of the parameters.
 
 
 def check_stepped_alike(
@@ -416,7 +425,7 @@ def check_stepped_alike(
     check_replicas: CheckReplicas,
     registry: ProcessGroupRegistry,
 ) -> None:
-    """Raise ValueError on every rank if `Offloaded` may step replicas of a tensor on different devices.
+    """Raise ValueError on every rank if `Fingerprints` are used and `Offloaded` may step replicas on different devices.
 
     CPU and GPU round differently, so `Fingerprints` would report a difference. A partial `Offloaded` (a fraction between
     0 and 1) selects tensors by the sizes of all tensors of a rank. So two ranks with replicas of one parameter may select
@@ -449,13 +458,10 @@ def check_stepped_alike(
 def replica_checks(
     table: ParamTable, given: Sequence[GivenParam], device: torch.device
 ) -> tuple[list[ReplicaCheck], EqualShards]:
-    """Return the checks for ``check_replicas``: a list of comparisons of replicas, and a comparison of shards.
-
-    The first comparison of replicas includes gradients. The comparison of shards finds replicas that are declared
-    sharded.
+    """Return the checks for ``check_replicas``: comparisons of replicas, and a search for replicas declared as shards.
 
     Args:
-        table: One record per stepped tensor, with the plan that all ranks agreed on.
+        table: The stepped tensors, with a plan that was compared over all ranks and has parameter names.
         given: The model parameters.
         device: The device of the hashes that a step all-reduces.
     """
@@ -477,9 +483,10 @@ def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tens
 
 # Capture of a step in a CUDA graph ------------------------------------------------------------------------------------
 
-# A replay runs the kernels of the captured step again, with the same Python numbers and the same memory. Python code of the
-# step (counting, checking, choosing) runs only once, during the capture. So checks and choices must be complete in earlier
-# steps, and each value that a step reads must be a tensor. Otherwise the capture raises before anything is changed.
+# A replay runs the kernels of the captured step again, with the same Python numbers and the same memory. Python code of
+# the step (counting, checking, choosing) runs only once, during the capture. So checks must be complete before the
+# capture, and each value that changes from step to step must be in a tensor. Otherwise the capture raises before
+# anything is changed.
 
 
 def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool:
@@ -487,7 +494,7 @@ def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool
 
     Args:
         call: The name of the captured method, for the error.
-        not_captured: Returns the reasons against a capture. It is called only during a capture.
+        not_captured: Returns the reasons why the call can't be captured. It is called only during a capture.
     Raises:
         RuntimeError: A CUDA graph is being captured, and there are reasons against it. The message lists all reasons.
     """
@@ -530,7 +537,7 @@ def update_not_captured(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 # The types of `ParallelOptimizer`'s arguments, for functions that pass them on.
 
-# The return type of `step`: GradStats, and with managed accumulation also None within a window.
+# The return type of `step`: GradStats; with ``accumulation_steps`` also None, before the last micro-batch of a window.
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
@@ -556,9 +563,9 @@ class StepOptions(TypedDict, total=False):
 
 
 class AllOptions(StepOptions, total=False):
-    """All keyword arguments except ``accumulation_steps``.
+    """The keyword arguments of `ParallelOptimizer`, except ``accumulation_steps``.
 
-    The overloads list it separately, because it decides the return type of `step`.
+    The constructor's overloads list ``accumulation_steps`` separately, because it decides the return type of `step`.
     """
 
     data_parallel: nn.Module | Sequence[nn.Module] | None
@@ -609,7 +616,13 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
 
 
 def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
-    """Return the advice for an unknown argument: the argument to write instead, or all known arguments."""
+    """Return an advice for the unknown argument ``name``: the argument to write instead, or all known arguments.
+
+    Args:
+        name: The unknown argument.
+        known: The known arguments.
+        elsewhere: A dict from names in other libraries to the text to write instead. Default: `ELSEWHERE`.
+    """
     if name in elsewhere:
         return f"write {elsewhere[name]}"
     if near := get_close_matches(name, known, n=1):
@@ -625,9 +638,9 @@ def as_one(
     Raises:
         TypeError: ``registry`` is not a `ProcessGroupRegistry`, such as a process group or mesh of torch. Only this
             rank raises.
-        TypeError, ValueError: ``optimizer`` is not a torch optimizer, or is a list that cannot be combined. Every rank
-            raises, even with a right argument: this rank then joins the constructor's first collective of the other
-            ranks.
+        TypeError, ValueError: ``optimizer`` is not a torch optimizer, or is a list that cannot be combined. The error
+            is raised on every rank, because this rank sends it in the first collective of the constructor.
+    Collectives: an object all-gather if it raises for ``optimizer``; else none.
     """
     check_registry(registry)
 
@@ -706,7 +719,7 @@ _NEW_NAMES = {"per_parameter": "per_parameter_norms", "exchange": "compression"}
 
 
 def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: str) -> TypeError | None:
-    """Copy the values in a `Measure` and a `Reduce` into ``options``, with a DeprecationWarning for each of the two.
+    """Copy the values of a `Measure` and of a `Reduce` into ``options``, with a DeprecationWarning for each object.
 
     Args:
         options: Arguments by name, changed in place. ``data_parallel`` may be a `Reduce`; it becomes None.

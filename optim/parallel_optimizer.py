@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 def _leave_uncompiled(kind: Any) -> None:
-    """Let ``torch.compile`` call the class's `step` without tracing it; a trace would omit hooks and counts."""
+    """Make ``torch.compile`` call `step` of class ``kind`` without tracing it; a trace would omit hooks and counts."""
     if not getattr(kind.step, "untraced", False):
         kind.step = torch.compiler.disable(kind.step)
         kind.step.untraced = True
@@ -77,14 +77,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     gradients of tied parameters. Then it measures the global norm, clips, and steps the wrapped optimizer. All ranks
     step, or all ranks skip the step. A non-finite norm skips the step.
 
-    An accumulation window ("window") is the sequence of micro-batches between two steps. It is managed if
-    ``accumulation_steps`` sets its length; otherwise you decide when to step.
+    An accumulation window ("window") is the sequence of micro-batches between two steps. With ``accumulation_steps``
+    its length is fixed ("managed accumulation"); otherwise you decide when to step.
 
     Every rank must construct the `ParallelOptimizer` at the same point with its own part of the model, and call the
     same methods in the same order. A rank without parameters passes ``[{"params": []}]`` to the torch optimizer.
 
-    The gradient of a parameter that is frozen when the optimizer is made is not reduced; unfreezing it later is an error.
-    You may freeze other parameters later, on all ranks; they are then not stepped.
+    The gradient of a parameter that is frozen when the optimizer is made is not reduced; unfreezing it later is an
+    error. You may freeze other parameters later, on all ranks; a frozen parameter is not stepped.
 
     Args:
         optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`,
@@ -101,43 +101,50 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             methods of the `ParallelOptimizer`; on an optimizer of a list, ``load_state_dict`` and ``add_param_group``
             raise RuntimeError.
         registry: The process groups of the mesh axes that the specs name.
-        max_norm: The threshold of the global norm, in units of unscaled gradients; finite, > 0. Or a function of the
-            number of steps (`WarmUp`), a clipping rule (`Clip`), or a dict of rules by name pattern (`ByName`). None:
-            the norm is measured and nothing is clipped. A param group with its own ``"max_norm"`` is clipped by its own
-            norm (``math.inf``: not clipped). The other groups are clipped by their common norm. The constructor
-            compares the thresholds of param groups over all ranks. You may change them later if every rank has every
-            param group.
+        max_norm: The threshold for the global norm of the gradients without the loss scale; finite, > 0. Or a function
+            of the number of steps (`WarmUp`), a clipping rule (`Clip`), or a dict of rules by name pattern (`ByName`).
+            None (default): the norm is measured and nothing is clipped. A param group with its own ``"max_norm"`` is
+            clipped by its own norm (``math.inf``: not clipped). The other groups are clipped by their common norm. The
+            constructor compares the thresholds of param groups over all ranks. You may change them later if every rank
+            has every param group.
         norm_type: The p of the norms, >= 1 or ``math.inf``. A clipping rule's own ``norm_type`` takes precedence.
-        reduction: How the norm is summed over ranks: ``"packed"`` with one all-reduce over all ranks, ``"per_group"``
-            with one all-reduce per process group. See `GlobalNorm`.
-        per_parameter_norms: Report the norm of every logical parameter in ``GradStats.parameter_norms``.
+            Default: 2.
+        reduction: How the norm is summed over ranks: ``"packed"`` (default) with one all-reduce over all ranks,
+            ``"per_group"`` with one all-reduce per kind of layout over the mesh. See `GlobalNorm`.
+        per_parameter_norms: True: report the norm of every logical parameter in ``GradStats.parameter_norms``. Default:
+            False.
         precision: Name or object of a precision mode (`meshstep.amp`). It decides whether there are master weights and
-            a loss scale; ``precision.prepare(model)`` makes the model run in the mode.
+            a loss scale; ``precision.prepare(model)`` makes the model run in the mode. Default: "fp32", which has
+            neither.
         accumulation_steps: Number K of micro-batches per accumulation window; a micro-batch is one call of `backward`.
             `step` and `zero_grad` do nothing before the K-th micro-batch, and the gradient is the mean over the window.
-            None: gradients are summed until you call `step`.
+            None (default): gradients are summed until you call `step`.
         data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages
             gradients in the last micro-batch of a window. A list of modules on a rank with several pipeline stages.
-            None: `step` averages the gradients. `step` also averages the gradients of parameters that `fully_shard`
-            left out.
-        average_data: True: the optimizer or ``data_parallel`` averages gradients over the data axes. False: other code
-            averages them. In both cases the optimizer sums partial gradients and the gradients of tied parameters.
+            None (default): `step` averages the gradients. `step` also averages the gradients of parameters that
+            `fully_shard` left out.
+        average_data: True (default): the optimizer or ``data_parallel`` averages gradients over the data axes. False:
+            other code averages them. In both cases the optimizer sums partial gradients and the gradients of tied
+            parameters.
         overlap: True: reduce each gradient bucket over the data axes as soon as backward has filled it, in the last
             micro-batch of a window. If you decide when to step, run the other micro-batches under `no_sync`. Gradients
             of DTensors, of owned parameters and of uneven shards are reduced after backward, and so are gradients over
             axes that the model's own collectives use. If a data axis may shard the model (experts), all gradients are
-            reduced after backward, because ranks could otherwise wait for each other. False: `step` reduces gradients.
-        compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None: in the gradients' own
-            dtype. `Sharded` has a ``compression`` argument of its own; a ``data_parallel`` module ignores this one.
-        bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets need more
-            collectives.
+            reduced after backward, because ranks could otherwise wait for each other. False (default): `step` reduces
+            gradients.
+        compression: How the optimizer reduces gradient buckets, such as `Bf16Compression`. None (default): in the
+            gradients' own dtype. It has no effect on `Sharded`, which has its own ``compression`` argument, or on a
+            ``data_parallel`` module.
+        bucket_bytes: Maximum size of a gradient bucket in bytes. None (default): 32 MiB, and 16 MiB for buckets that
+            are reduced during backward. Smaller buckets need more collectives.
         states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
-            `StatePlacement` of your own). The param groups then hold the stepped tensors; see `stepped_tensors`.
+            `StatePlacement` of your own). The param groups then hold other tensors than the model, such as shards
+            (`stepped_tensors`). Default: none.
         check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit; only
             `Fingerprints` distinguishes NaNs, and 0 from -0. If they differ, every rank raises `ReplicaMismatchError`
             before anything is stepped.
-            ``"first"``: in the first step with a finite norm, also after parameters were added. This finds different
-            seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on
+            ``"first"`` (default): in the first step with a finite norm, also after parameters were added. This finds
+            different seeds on replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on
             tensor-parallel ranks, and a replica declared sharded (ValueError).
             True: before every step, for debugging. This reads all parameters and gradients once more and costs one host
             synchronization per step.
@@ -146,27 +153,29 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             without host synchronization.
         commit: A function without arguments that each rank calls once before each update, after the gradients are
             reduced. It returns a bool, or a 0-dim bool tensor that the host does not read. If it returns False on any
-            rank, all ranks skip the step; the loss scale does not count this as an overflow. If the function raises,
-            the other ranks treat this as False, and its own rank raises the exception after the step. None: no vote.
-        on_nonfinite: The effect of a non-finite norm. ``"skip"``: every rank skips the step, and 50 such steps in a row
-            are an error (`Skip` sets another number). ``"raise"``: every rank raises FloatingPointError with the
-            parameters' names (one host synchronization per step).
+            rank, all ranks skip the step; the loss scale does not count this as an overflow. If the function raises on
+            a rank, all ranks skip the step, and this rank raises the exception at the end of `step`. None (default): no
+            vote.
+        on_nonfinite: The effect of a non-finite norm. ``"skip"`` (default): every rank skips the step, and 50 such
+            steps in a row are an error (`Skip` sets another number). ``"raise"``: every rank raises FloatingPointError
+            with the parameters' names (one or more host synchronizations per step).
         on_missing_params: The effect of trainable parameters of the model that no `ParallelOptimizer` has, such as the
             parameters of a module that was replaced after the optimizer was made. In the first step every rank raises
-            RuntimeError with their names (``"raise"``) or warns (``"warn"``). The step can find parameters of the
-            modules in ``data_parallel`` and of the models that `for_model` and `Booster` get, not of other models.
+            RuntimeError with their names (``"raise"``, default) or warns (``"warn"``). The step can find parameters of
+            the modules in ``data_parallel`` and of the models that `for_model` and `Booster` get, not of other models.
 
     Raises:
         ValueError, TypeError: On every rank, if an argument is out of range on any rank, if a parameter is undeclared,
             complex or sparse or does not fit its declared layout, or if ranks declare different layouts. The torch
-            optimizer is then unchanged.
-    Collectives: object all-gathers in the constructor and in the first step; with default arguments, a step has one
-        all-reduce per gradient bucket and one for the norm.
-    Host synchronization: none in a step, except as stated above. In the first step all ranks check together that
-    gradients are dense and real.
+            optimizer is then unchanged. If ``registry`` is not a `ProcessGroupRegistry`, only this rank raises
+            TypeError.
+    Collectives: object all-gathers in the constructor, in the first and the 16th step and, with master weights or other
+        copies of weights, in the second step. With default arguments, a step has one all-reduce per gradient bucket and
+        one for the norm.
+    Host synchronization: in a step none, except for options above that need it, and in steps with an object all-gather.
     """
 
-    steps_windows = True  # `step` may be called before a managed window is full; it then changes no weights
+    steps_windows = True  # `step` may be called in every micro-batch; it changes weights only in the last of a window
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
     last_stats: GradStats | None
 
@@ -184,7 +193,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
     def __init_subclass__(cls) -> None:
-        """Report the construction of a subclass, and the public methods that it overrides, as calls of this class."""
+        """Track the constructor and overridden public methods of a subclass as public calls, for reports of hangs."""
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
         methods = {"step", "backward", "clip_grads", "clip_grad_by_norm", "clip_grad_by_value"}
         for name in cls.__dict__.keys() & methods:
@@ -305,7 +314,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return made
 
     def _compare_with(self, *modules: nn.Module) -> None:
-        """Let the first step search these modules, not ``data_parallel``, for parameters that no optimizer has."""
+        """Make the first step search ``modules`` instead of ``data_parallel`` for parameters that no optimizer has."""
         self._model.modules[:] = modules
 
     # torch's optimizer interface -------------------------------------------------------------------------------------
@@ -331,10 +340,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the loss times the loss scale, for code within `window` that calls backward itself.
 
         Args:
-            loss: 0-dim. In modes with a loss scale a half-precision loss is cast to float32, because a scaled
-                half-precision loss overflows. In other modes the loss is returned unchanged.
+            loss: 0-dim. In modes with a loss scale, a half-precision loss is cast to float32, because it could overflow
+                when it is scaled. In other modes the loss is returned unchanged.
         Raises:
-            TypeError: ``loss`` is no tensor.
+            TypeError: ``loss`` is not a tensor.
         """
         check_loss(loss, "scale_loss")
         self._window.calls += 1
@@ -348,28 +357,31 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Run the backward of one micro-batch: scale the loss, and call ``loss.backward(**kwargs)``. Gradients add up.
 
         Every rank of a pipeline stage must make the same number of calls before `step`. With weights, the number must
-        be equal only on ranks with the same data coordinate. If the numbers differ, the step is skipped; see `step`.
+        be equal only on ranks that see the same samples, such as tensor-parallel ranks. If the numbers differ, the step
+        is skipped; see `step`.
 
         Args:
             loss: 0-dim; None on a rank without a batch in this micro-batch. None is a loss of 0 and counts as a
                 micro-batch: without weights the mean is over all data ranks and micro-batches, including this one. To
                 leave such a rank out of the mean, pass weights on all ranks, and ``weight=0`` with None.
             weight: The number of items, such as tokens, whose losses are summed in ``loss``. The gradient is divided by
-                the sum of the weights over the window and all data ranks. A number, or a 0-dim tensor that the host
-                does not read. It must be equal on ranks with the same data coordinate. None: the loss is a mean; see
-                ``accumulation_steps``.
+                the sum of the weights over the window and all data ranks. A number, or a 0-dim tensor. It must be equal
+                on ranks that see the same samples. None (default): the loss is a mean. With ``accumulation_steps`` the
+                gradient is then the mean over the window.
+            kwargs: Keyword arguments of `torch.Tensor.backward`.
 
         Raises:
-            TypeError: The loss is not a tensor, or the weight is not a number.
+            TypeError: The loss is not a tensor, or the weight is neither a number nor a 0-dim tensor.
             ValueError: The window is full; only some micro-batches of a window have a weight; or a weight, given as a
                 number, is negative or not finite.
-            RuntimeError: Other code cleared gradients within the window or, in managed accumulation, called
-                ``loss.backward()`` within it; the gradients of the window are already clipped; an earlier backward of
-                the window raised (call `zero_grad`, which then abandons the window); the loss is a result of
-                `scale_loss`; or the call is within `window`.
+            RuntimeError: Other code cleared gradients within the window or, with ``accumulation_steps``, called
+                ``loss.backward()`` within it; the gradients of the window are already clipped, or were already reduced
+                in an earlier backward of the window (``overlap=True``); an earlier backward of the window raised (call
+                `zero_grad`, which then abandons the window); the loss is a result of `scale_loss`; the call is within
+                `window`; or a CUDA graph captures the call and could not add ``weight``.
         Collectives: those in the backward of the model and of ``data_parallel``, those of ``Sharded(gradients=True)``, and
             those of ``overlap=True``.
-        Host synchronization: none.
+        Host synchronization: none by this method.
         """
         if loss is not None:
             check_loss(loss, "backward")
@@ -391,14 +403,18 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 engine.train_batch(inputs)  # its loss function ends with optimizer.scale_loss(loss)
             optimizer.step()
 
-        Every rank must enter the context, with or without a batch. ``weight``, errors, collectives and host
-        synchronization are as in `backward`.
+        Every rank must enter the context, with or without a batch.
+
+        Args:
+            weight: The number of items, such as tokens, whose losses are summed in the loss. None (default): the loss
+                is a mean. As in `backward`.
+        Raises, collectives, host synchronization: as in `backward`.
         """
         with track_call("window", self.registry), self._micro_batch(weight, several=True):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context manager in which backward reduces no gradients.
+        """Return a context manager in which ``data_parallel`` or ``overlap`` reduces no gradients during backward.
 
         Within it, run forward and backward of all micro-batches of a window except the last one. It is only needed
         without ``accumulation_steps``.
@@ -406,10 +422,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return nullcontext() if self._switch is None else self._switch.off()
 
     def mark_last_micro_batch(self) -> None:
-        """Let the next backward reduce gradients, although its micro-batch is not the K-th of the window.
+        """Make the next backward reduce gradients, although ``accumulation_steps`` micro-batches have not been run.
 
         Call it before the forward of the last micro-batch of a short window, and ``step(final=True)`` after the
-        backward. It is only needed with `fully_shard`, which cannot reduce its gradients later.
+        backward. It is needed with `fully_shard`, and with Megatron's ``overlap_grad_reduce``, because these can't
+        reduce gradients after the backward.
         """
         if self._switch is not None:
             self._switch.set(True)
@@ -417,10 +434,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the stepped tensors and of the model parameters.
 
-        Within a window of managed accumulation it clears nothing, with two exceptions. If a backward of the window
-        raised, or if the call is in an ``except`` block for an error that was raised after the last micro-batch began,
-        it clears all gradients and abandons the window.
+        With ``accumulation_steps`` it clears nothing after the first micro-batch of a window, with two exceptions. If a
+        backward of the window raised, or if the call is in an ``except`` block for an error that was raised after the
+        last micro-batch began, it clears all gradients and abandons the window.
 
+        Args:
+            set_to_none: True (default): set gradients to None. False: fill them with zeros.
         Raises:
             RuntimeError: `fully_shard` has gradients that it has not reduced.
         """
@@ -445,7 +464,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             final: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of
                 an epoch. The gradient is the mean over these micro-batches.
         Returns:
-            GradStats, with tensors on the device. None before a managed window is full; `step` then changes nothing.
+            GradStats, with tensors on the device. None if the window has fewer than ``accumulation_steps`` micro-batches;
+            `step` then changes nothing.
         Raises:
             FloatingPointError: On every rank: the norm is non-finite and ``on_nonfinite="raise"``, or too many
                 consecutive steps were skipped for a non-finite norm; this error comes at most 16 steps late.
@@ -453,14 +473,19 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 at once with ``on_nonfinite="raise"``.
             TypeError: A gradient is complex or sparse. After the first step only the rank with the gradient raises.
             ValueError: A closure is given, a ``"max_norm"`` of a param group is invalid, or, on every rank, shards of a
-                parameter are replicas (see ``check_replicas``).
+                parameter are replicas (see ``check_replicas``), or a check of the first step finds a wrong set-up, such
+                as a `DistributedDataParallel` around sharded parameters.
+            Exception: On this rank: the exception that the ``commit`` function raised.
             RuntimeError: One of these cases:
 
                 * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
-                  gradients (see `mark_last_micro_batch`); a backward of the window raised; or a parameter was unfrozen
-                  that was frozen when the optimizer was made.
-                * On every rank: there are no gradients in the first step, or the model has trainable parameters that no
-                  optimizer has (see ``on_missing_params``).
+                  gradients (see `mark_last_micro_batch`); a backward of the window raised, or bypassed the optimizer
+                  after gradients were reduced; or a parameter was unfrozen that was frozen when the optimizer was made.
+                * On every rank: there are no gradients in the first step; the model has trainable parameters that no
+                  optimizer has (see ``on_missing_params``); or, in the second or 16th step, other code has written
+                  weights that the step would overwrite (see `reload_from_model`).
+                * On every rank, with ``accumulation_steps``: there are non-zero gradients, but the window has no
+                  micro-batch.
                 * On every rank: the gradients are not from `backward` or `window`. After the first step this is only
                   detected with a loss scale. Such steps are skipped, and the error comes 16 steps late, but at once with
                   ``on_nonfinite="raise"``.
@@ -503,9 +528,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @contextmanager
     def _tracked(self, name: str) -> Iterator[None]:
-        """Run the public method ``name`` in the body: register the call for reports of ranks that hang, and explain errors.
+        """Return a context manager around the public method ``name``, which registers the call for reports of hangs.
 
-        An error gets an explanation if model parameters were converted after the optimizer was made.
+        An error in the body gets an explanation if model parameters were converted after the optimizer was made.
         """
         with track_call(name, self.registry):
             try:
@@ -515,7 +540,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 raise
 
     def _count(self, decision: StepDecision) -> str | None:
-        """Count the step. Return the reason to end training, equal on every rank, or None to continue."""
+        """Count the step. Return the reason for an error that ends training, equal on every rank; None: no error."""
         facts = None if self._agreement is None else self._agreement.sent
         return self._skips.count(decision, self.on_nonfinite, self._window.captured, facts)
 
@@ -527,7 +552,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._switch.expect(self._window)
 
     def _ended(self, reason: str) -> FloatingPointError | RuntimeError:
-        """Return the error for a ``reason`` to end training. Every rank must call it.
+        """Return the error for ``reason``, a result of `SkipMonitor.count` or `SkipMonitor.poll`. Every rank must call it.
 
         The error names the parameters with non-finite gradients, the replicas that differ, or the settings that differ.
         It uses collectives and host synchronizations to collect the names.
@@ -565,9 +590,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scale
 
     def _scale_info(self) -> GradScaleInfo:
-        """Return the divisors of the window's gradients, and this rank's numbers that the norm's all-reduce sums too.
+        """Return the divisors of the window's gradients, and further numbers that the collective of the norm sums.
 
-        These numbers are the window's weight, the settings on which ranks must agree, and the missing shards.
+        These numbers are the window's weight, hashes of the settings that must be equal on all ranks, and the number of
+        shards with a gradient per parameter.
         """
         window, agreement = self._window, self._agreement
         if agreement is None:
@@ -583,12 +609,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def clip_grads(self) -> Stats_co:
         """Reduce, measure, unscale and clip the gradients now, in place, by the rule of ``max_norm=``.
 
-        `step` then does not clip again. Use it to read the norm, or the clipped gradients, before the step. If a window
-        of managed accumulation is not full yet, the call changes no gradients, and `step` clips at the end of the
-        window.
+        `step` then does not clip again. Use it to read the norm, or the clipped gradients, before the step. If the
+        window has fewer than ``accumulation_steps`` micro-batches, the call changes no gradients, and `step` clips at
+        the end of the window.
 
         Returns:
-            GradStats with the norm before clipping; None if the window is not full yet.
+            GradStats with the norm before clipping; None if the window has fewer than ``accumulation_steps``
+            micro-batches.
+        Raises: As `step`, for errors of gradients and of their measurement.
         Collectives: those of a step. Host synchronization: as in a step.
         """
         return self._clip_or_ask("clip_grads", self.clip)  # type: ignore[return-value]
@@ -598,15 +626,17 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> Stats_co:
         """Reduce, measure, unscale and clip the gradients now, in place, by the threshold ``max_norm``.
 
-        The threshold replaces the constructor's rule for this step, and `step` does not clip again. If a window of
-        managed accumulation is not full yet, the call changes no gradients, and `step` clips by it at the end of the
-        window.
+        The threshold replaces the constructor's rule for this step, and `step` does not clip again. If the window has
+        fewer than ``accumulation_steps`` micro-batches, the call changes no gradients, and `step` clips by the
+        threshold at the end of the window.
 
         Args:
-            max_norm, norm_type: As in `ByNorm`.
+            max_norm: The threshold for the global norm of the gradients without the loss scale; finite, > 0.
+            norm_type: p >= 1, or inf. None (default): the ``norm_type`` of the optimizer.
         Returns:
-            GradStats with the norm before clipping; None if the window is not full yet.
-        Raises:
+            GradStats with the norm before clipping; None if the window has fewer than ``accumulation_steps``
+            micro-batches.
+        Raises: As `step`, for errors of gradients and of their measurement. Also:
             ValueError, TypeError: An argument is out of range or has a wrong type. Nothing is changed.
         Collectives: those of a step. Host synchronization: as in a step.
         """
@@ -617,16 +647,23 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def clip_grad_by_value(self, clip_value: float) -> Stats_co:
         """Reduce, measure and unscale the gradients now, and clamp each element to [-clip_value, clip_value] in place.
 
-        The clipping rule is `ByValue`. Managed accumulation, result, errors and collectives are as in
-        `clip_grad_by_norm`.
+        `step` does not clip again. If the window has fewer than ``accumulation_steps`` micro-batches, `step` clamps at
+        the end of the window.
+
+        Args:
+            clip_value: The bound of an element of a gradient without the loss scale; finite, > 0.
+        Returns, raises, collectives, host synchronization: as in `clip_grad_by_norm`.
         """
         return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]
 
     def _clip_or_ask(self, call: str, clip: Clip | None) -> GradStats | None:
-        """Clip by ``clip`` and return the stats if the window is full; otherwise let `step` clip at the window's end.
+        """Clip by ``clip`` and return the `GradStats` if the window is full. Otherwise return None; `step` clips later.
 
-        An error that only this rank's gradients have is raised after clipping. The other ranks see an overflow. Returns
-        None if the window is not full.
+        An error that only this rank's gradients have is raised after clipping; the other ranks get a non-finite norm.
+
+        Args:
+            call: The name of the public method, for errors.
+            clip: The rule. None: gradients are not clipped.
         """
         window = self._window
         window.captured = check_captured(call, self.not_captured)
@@ -689,7 +726,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, and agree with all ranks on a new plan. Every rank must call it at the same point.
+        """Add a param group, and compare its declarations over all ranks. Every rank must call it at the same point.
 
         Raises, collectives: as the constructor. Nothing is changed if it raises.
         """
@@ -723,11 +760,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return tuple(self._states.observers)
 
     def add_observer(self, observer: StepObserver) -> None:
-        """Call the methods of an observer in every step from now on, after those of earlier observers.
+        """Add an observer, whose methods are called in every step from now on, after the methods of earlier observers.
 
         Raises:
-            TypeError: ``observer`` is no `StepObserver`.
-            ValueError: It was added before.
+            TypeError: ``observer`` is not a `StepObserver`.
+            ValueError: ``observer`` was added before.
         Collectives, host synchronization: none.
         """
         if not isinstance(observer, StepObserver):
@@ -788,12 +825,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def max_norm(self) -> float | Clip | None:
-        """Return the number of a `ByNorm` that has only a number, another clipping rule, or None.
+        """Return the threshold if gradients are clipped by a number, else the clipping rule; None: they are not clipped.
 
-        You may set it between steps, on all ranks together. A rule that differs from the former rule starts with empty
-        state. An invalid value raises the error that the constructor would raise, and changes nothing.
+        You may set it between steps, on all ranks together. A rule that differs from the former rule starts from its
+        initial state. An invalid value raises the error that the constructor would raise, and changes nothing.
 
-        Collectives: an object all-gather when a rule first needs parameter names.
+        Collectives: an object all-gather when a rule that is set first needs parameter names.
         """
         clip = self.clip
         plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
@@ -816,7 +853,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def clip(self) -> Clip | None:
-        """Return the clipping rule that ``max_norm`` stands for; None: gradients are not clipped."""
+        """Return the clipping rule that ``max_norm`` describes; None: gradients are not clipped."""
         return None if self._clip is None else self._clip.rule
 
     @property
@@ -884,12 +921,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def plan(self) -> ReductionPlan:
-        """Return the plan by which all ranks sum the norm of the stepped tensors' gradients. ``print`` shows it."""
+        """Return the reduction plan: how the norm of the stepped tensors' gradients is summed over ranks. Print it."""
         return self._clipping.plan
 
     @property
     def model_plan(self) -> ReductionPlan:
-        """Return the plan of the parameters in `model_param_groups`, in their order.
+        """Return the reduction plan of the parameters in `model_param_groups`, in their order.
 
         `add_param_group` replaces it, and so does a new ``max_norm`` that needs parameter names.
         """
@@ -897,7 +934,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def transforms(self) -> TransformChain:
-        """Return the chain of transforms that makes stepped tensors from model parameters.
+        """Return the chain of transforms that replace model parameters by stepped tensors, such as master weights.
 
         The following expression finds the transform of one class:
         ``next(transform for transform in optimizer.transforms.transforms if isinstance(transform, MyTransform))``.
@@ -949,19 +986,21 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def stepped_tensors(self) -> list[SteppedTensor]:
         """Return one record per tensor that the optimizer steps on this rank, in the order of the param groups.
 
-        A record contains the model parameter's name and the region of the full tensor that the stepped tensor is; None if
-        the region is not known.
+        Each record has the tensor, the name of its model parameter, and the part of the full tensor that it holds.
         """
         return list(self._table)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the wrapped optimizer's ``state_dict()``, and one more entry ``"meshstep"``.
 
-        ``"meshstep"`` holds further state that a new process needs: precision mode, loss scale, master weights, the state
-        of a clipping rule, step counts, and the rank's coordinates on the mesh.
+        ``"meshstep"`` holds further state that a new process needs: precision mode, loss scale, master weights, the
+        state of a clipping rule, counts of skipped steps, and the rank's coordinates on the mesh.
 
+        Raises:
+            ValueError: torch's functions of `torch.distributed.checkpoint.state_dict` call it, and would save wrong
+                states.
         Collectives: none.
-        Host synchronization: a few.
+        Host synchronization: yes.
         """
         saved = self._saved()
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
@@ -980,7 +1019,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Raises:
             ValueError: On every rank, if the state on any rank has another precision mode or does not fit the stepped
                 tensors. Nothing is changed.
-        Collectives: two object all-gathers. Host synchronization: a few.
+        Collectives: two object all-gathers; with `Sharded` also all-gathers of weights. Host synchronization: yes.
         """
         self._skips.load_state_dict(self._saved().load(state_dict))
         self._clipping.start_over()

@@ -197,11 +197,11 @@ class GradScaleInfo(NamedTuple):
     """The factors that gradients still contain, and fields that the measurement sums over all ranks.
 
     Args:
-        pack: Fields that the measurement sums over all ranks. It may have these fields: ``"window_weight"``: the
-            accumulation window's weight per pipeline stage (`window_fields`); ``"agreement"``: the sum is 0 if the
-            settings of all ranks agree (`StepAgreement`); `SHARD_COUNTS`: for each logical parameter the number of
-            shards with a gradient (`MissingShards`); ``"bypassed"``: the sum is negative if gradients must not be
-            applied, as if their loss was not scaled.
+        pack: Fields that the measurement sums over all ranks. It may have these fields:
+            ``"window_weight"``: the accumulation window's weight per pipeline stage (`window_fields`);
+            ``"agreement"``: the sum is 0 if the settings of all ranks agree (`StepAgreement`);
+            `SHARD_COUNTS`: for each logical parameter the number of shards with a gradient (`MissingShards`);
+            ``"bypassed"``: the sum is negative if gradients must not be applied, because their loss was not scaled.
         scale: The loss scale that gradients still contain. None: gradients contain no loss scale.
         is_weighted: True: divide by the window's weight, or by ``mean_of`` if no rank gave a weight. Needs the field
             ``"window_weight"``. Default: False.

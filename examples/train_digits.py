@@ -7,6 +7,7 @@
     torchrun --standalone --nproc-per-node 8 examples/train_digits.py --topology depth=2,row=2,col=2
     torchrun --standalone --nproc-per-node 8 examples/train_digits.py --topology input=2,weight=2,output=2
     torchrun --standalone --nproc-per-node 2 examples/train_digits.py --topology tensor=2 --precision bf16 --accumulate 4
+    torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology data=4 --micro-batches 8
 
 The seed determines the full weights and the batches; the topology only determines which shards a rank holds. So the same
 seed gives the same loss curve on every topology. The model is in models/.
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from command_line import (
+    SPLIT_THE_BATCH,
     CommandLine,
     add_model_size,
     add_training_flags,
@@ -92,6 +94,14 @@ class Split:
         patches = shard(batch.patches, self.patch_spec, self.registry)
         return Samples(patches, shard(batch.labels, self.label_spec, self.registry))
 
+    def micro_batches(self, batch: Samples, total: int) -> list[Samples]:
+        """Return this rank's micro-batches, of ``total`` on all data ranks: the first data rank has the first ones."""
+        data_axes = self.registry.topology.data_axes
+        per_rank = total // self.registry.topology.size(*data_axes)
+        first = per_rank * self.registry.rank(*data_axes) if data_axes else 0
+        parts = [*zip(batch.patches.chunk(total), batch.labels.chunk(total), strict=True)]
+        return [Samples(*part) for part in parts[first : first + per_rank]]
+
     def mean(self, local: Tensor) -> Tensor:
         """Return the mean over the full batch, from the mean over each rank's shard."""
         if not self.batch_axes:
@@ -111,6 +121,8 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.options, self.registry = options, registry
+        if options.micro_batches is not None:
+            torch.set_num_threads(1)  # matrix products on a CPU round differently with another number of threads
         self.layers = layers_for(registry)
         self.size = options.width, options.heads, options.depth
         self.split = Split(self.layers, registry)
@@ -130,6 +142,7 @@ class Trainer:
             data_parallel_asked(options),
             max_norm=options.max_norm,
             accumulation_steps=options.accumulate,
+            sum_order="any" if options.micro_batches is None else "fixed",
         )
         self.model, self.optimizer, self.loss, _, self.schedule = self.booster.boost(
             model, inner, self.layers.loss, lr_scheduler=schedule
@@ -193,19 +206,24 @@ class Trainer:
     def update(self, patches: Tensor, labels: Tensor) -> Sequence[Tensor]:
         """Run all micro-batches and the step; return mean loss and accuracy, gradient norm, clip coefficient."""
         self.optimizer.zero_grad()
-        count = self.options.accumulate
+        count, total = self.options.accumulate, self.options.micro_batches
         measured = []
-        for part in zip(patches.chunk(count), labels.chunk(count), strict=True):
-            loss, accuracy = self.forward(Samples(*part))
+        if total is None:
+            parts = [*zip(patches.chunk(count), labels.chunk(count), strict=True)]
+            shards = [self.split.local(Samples(*part)) for part in parts]
+        else:
+            shards = self.split.micro_batches(Samples(patches, labels), total)
+        for local in shards:
+            loss, accuracy = self.forward(local)
             self.booster.backward(loss, self.optimizer)
             measured.append(torch.stack([loss.detach(), accuracy]))
         stats = self.optimizer.step()
         assert stats is not None  # this is the last micro-batch of the window
         return self.split.mean(torch.stack(measured).mean(0)), stats.total_norm, stats.clip_coef
 
-    def forward(self, batch: Samples) -> tuple[Tensor, Tensor]:
-        """Return loss and accuracy of this rank's shard of a full batch."""
-        patches, labels = self.split.local(batch)
+    def forward(self, local: Samples) -> tuple[Tensor, Tensor]:
+        """Return loss and accuracy of this rank's samples."""
+        patches, labels = local
         logits = self.model(patches)
         correct = self.layers.all_classes(logits.detach()).argmax(-1) == labels
         return self.loss(logits, labels).to(self.dtype), correct.to(self.dtype).mean()
@@ -224,13 +242,14 @@ class Trainer:
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
         """Return loss and accuracy on the test samples."""
-        loss, accuracy = self.split.mean(torch.stack(self.forward(self.test_samples))).tolist()
+        loss, accuracy = self.split.mean(torch.stack(self.forward(self.split.local(self.test_samples)))).tolist()
         return loss, accuracy
 
 
 def report(trainer: Trainer, seconds: float) -> bool:
     """Print the results on rank 0; return whether the norms are right."""
     test_loss, test_accuracy = trainer.test()
+    state_hash = trainer.optimizer.state_hash()  # every rank calls it
     if trainer.registry.global_rank != 0:
         return True
     options, history = trainer.options, torch.stack(trainer.history).cpu()
@@ -245,6 +264,8 @@ def report(trainer: Trainer, seconds: float) -> bool:
     print(f"{trainer.registry.topology!r}: {len(history)} steps in {seconds:.1f} s, {clipped} of them clipped")
     print(f"last batch:  loss {history[-1, 0]:.6f}, gradient norm {history[-1, 2]:.6f}")
     print(f"test:        loss {test_loss:.6f}, accuracy {test_accuracy:.2%}")
+    if options.micro_batches is not None:
+        print(f"state hash:  {state_hash:016x}, the same on any number of data ranks")
     for line in trainer.remarks():
         print(line)
     if not options.verify:
@@ -273,14 +294,39 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         help=f"compare the gradient norm of every step with the dense model's in float64, computed beside it; "
         f"exit with 1 if they differ by more than {LARGEST_DIFFERENCE:.0e}, relative",
     )
+    fixed = "split each batch into N micro-batches over all data ranks, sum their gradients in an order that does not "
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help=fixed + "depend on the number of data ranks, and print a hash of the state",
+    )
     replay = "launch the kernels of a step once, and replay them from the fourth step on; needs a GPU"
     add_optimizer(parser)
     parser.add_argument("--cuda-graph", action="store_true", help=replay)
     options = parser.read(processes, arguments)
+    if (total := options.micro_batches) is not None:
+        check_micro_batches(options)
+        options.accumulate = total // options.topology.size(*options.topology.data_axes)
     check_training(options)
     if options.verify and options.precision != "fp32":
         raise ValueError("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
     return options
+
+
+def check_micro_batches(options: argparse.Namespace) -> None:
+    """Raise ValueError if ``--micro-batches`` does not fit the other flags."""
+    topology, total = options.topology, options.micro_batches
+    ranks = topology.size(*topology.data_axes)
+    if total < 1 or total % ranks or options.batch_size % total:
+        raise ValueError(
+            f"--micro-batches {total} must be a multiple of the {ranks} data ranks, and divide --batch-size "
+            f"{options.batch_size}"
+        )
+    if any(axis in SPLIT_THE_BATCH for axis in topology.axes):
+        raise ValueError("--micro-batches supports the axes data and tensor: other layers split the batch themselves")
+    if options.zero == 2 or options.accumulate != 1:
+        raise ValueError("--micro-batches with --zero 2 or --accumulate: leave the latter out")
 
 
 def run(trainer: Trainer) -> None:

@@ -27,11 +27,20 @@ from ..parallel.mesh.deprecation import warn_deprecated
 from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..parallel.mesh.topology import Topology
 from .clip.base import Clip
-from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds
+from .clip.clipper import (
+    AgreedThresholds,
+    GradientClipper,
+    GradScaleInfo,
+    SkipVote,
+    agreed_thresholds,
+    check_thresholds,
+)
 from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
 from .gradients.buckets import BUCKET_BYTES, CommHook, gradient_buckets
+from .gradients.fixed_order import FixedOrderSum
 from .gradients.reduce_in_backward import BackwardReducer, Early
 from .kernels.choice import kernels_here
+from .norm.exact_norm import check_exact
 from .norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Reduction, check_measurement
 from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of
@@ -43,7 +52,16 @@ from .states.gradient_completion import GradientCompletion
 from .states.masters import check_main_grads, check_split, precision_transform
 from .states.offloaded import Offloaded
 from .states.sharded import Sharded
-from .step.data_parallel import GradSyncController, OverlappedReduce, check_gradient_reduction, modules_in, switch_of
+from .step.data_parallel import (
+    FixedOrderSync,
+    GradSyncController,
+    OverlappedReduce,
+    SumOrder,
+    check_fixed_order,
+    check_gradient_reduction,
+    modules_in,
+    switch_of,
+)
 from .step.first_window_checks import ModelParams, OnMissingParams, UnusedParameters
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
@@ -90,6 +108,7 @@ class Setup:
     commit: Commit | None
     on_nonfinite: OnNonfinite
     on_missing_params: OnMissingParams = "raise"
+    sum_order: SumOrder = "any"
     wrong_call: TypeError | None = None
 
     @property
@@ -130,6 +149,8 @@ class Setup:
             if switch := switch_of(modules_in(self.data_parallel)):
                 switch.check_groups(self.registry)
                 switch.check_layouts(plan.entries, topology)
+            if self.sum_order == "fixed":
+                check_fixed_order(plan.entries, topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
             dtypes, names = {entry.dtype for entry in entries}, topology.world_size > 1 or self.per_parameter_norms
             filled = frozenset(index for index, group in enumerate(groups) if group)
@@ -194,7 +215,7 @@ class Setup:
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
         said[f"the optimizer{where}"] = kind_of(self.optimizer)
         said[f"data_parallel{where}"] = [type(module).__name__ for module in modules_in(self.data_parallel)]
-        for name in ("average_data", "overlap", "compression", "bucket_bytes"):
+        for name in ("average_data", "overlap", "compression", "bucket_bytes", "sum_order"):
             said[f"{name}{where}"] = getattr(self, name)
         for index, group in enumerate(self.optimizer.param_groups):
             # Groups without parameters on this rank are not compared. Plans compare the param group of each parameter.
@@ -235,7 +256,17 @@ class Setup:
         Window(self.accumulation_steps)
         self._check_clip()
         modules = modules_in(self.data_parallel)
-        check_gradient_reduction(modules, self.average_data, self.overlap, self.compression, self.bucket_bytes)
+        check_gradient_reduction(
+            modules,
+            self.average_data,
+            self.overlap,
+            self.compression,
+            self.bucket_bytes,
+            self.sum_order,
+            self.accumulation_steps,
+        )
+        if self.sum_order == "fixed":
+            self._check_sum_order()
         context = self.context(precision)
         check_main_grads(context, self.accumulation_steps)
         for placement in self.placements:
@@ -245,6 +276,23 @@ class Setup:
         kinds = [type(placement).__name__ for placement in self.placements]
         if len(set(kinds)) < len(kinds):
             raise ValueError(f"states={self.states!r}: give each kind of placement once")
+
+    def _check_sum_order(self) -> None:
+        """Raise ValueError if ``sum_order="fixed"`` doesn't support another argument."""
+        clip = clip_of(self.max_norm)
+        check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
+        if self.reduction != "packed":
+            raise ValueError(f"reduction={self.reduction!r} with sum_order='fixed': give 'packed'")
+        if clip is not None and (clip.level == "units" or clip.weights):
+            raise ValueError(
+                f"{clip!r} with sum_order='fixed': rules per unit, and rules that need norms of weights, are not supported"
+            )
+        for placement in self.placements:
+            if isinstance(placement, Sharded) and placement.gradients:
+                raise ValueError(
+                    "Sharded(gradients=True) with sum_order='fixed': it sums gradients over ranks in each micro-batch; "
+                    "leave gradients=True out"
+                )
 
     def device_of(self, groups: NamedGroups) -> torch.device:
         """Return the device of the parameters; on a rank without parameters, the device of the rank's collectives.
@@ -273,17 +321,19 @@ class Setup:
         """Return True if the optimizer itself averages gradients over the data axes."""
         # With fully_shard (``is_ddp`` is False) the optimizer still averages the gradients of parameters outside of it.
         switch = switch_of(modules_in(self.data_parallel))
-        return self.average_data and (switch is None or not switch.is_ddp)
+        return self.average_data and self.sum_order == "any" and (switch is None or not switch.is_ddp)
 
     def not_local(self, switch: GradSyncController | None, params: Iterable[Tensor]) -> list[str]:
         """Return the reasons why, after backward, gradients of ``params`` are not local to the data rank's own samples."""
         reasons = []
-        if switch is not None and not self.overlap:
+        if switch is not None and not self.overlap and self.sum_order == "any":
             reasons.append(
                 "data_parallel= averages gradients while backward runs: leave it out, and `step` averages them"
             )
         if not self.average_data:
             reasons.append("other code averages gradients (average_data=False): leave it out, and `step` averages them")
+        if self.sum_order == "fixed":
+            reasons.append("sum_order='fixed' moves gradients into partial sums after each backward: leave it out")
         if self.overlap:
             reasons.append("overlap=True averages gradients while backward runs: leave overlap out")
         if any(isinstance(placement, Sharded) and placement.gradients for placement in self.placements):
@@ -331,6 +381,7 @@ class Setup:
             reduction=self.reduction,
             per_parameter_norms=self.per_parameter_norms,
             check_replicas=self.check_replicas,
+            exact=self.sum_order == "fixed",
         )
 
     def _fingerprints(
@@ -401,6 +452,12 @@ class Setup:
             completion: The result of `completion`.
             before: The controller before a param group was added; it is updated and returned. None: there was none.
         """
+        if self.sum_order == "fixed":
+            total = self._fixed_order_sum(completion.chain, completion.table.model_plan)
+            if not isinstance(before, FixedOrderSync):
+                return FixedOrderSync(total)
+            before.renew(total)
+            return before
         if completion.early is None:
             for module in modules_in(self.data_parallel) if before is None else ():
                 divide_once(module)
@@ -411,6 +468,25 @@ class Setup:
             return OverlappedReduce(reducer)
         before.renew(reducer)
         return before
+
+    def divided(self, info: GradScaleInfo) -> GradScaleInfo:
+        """Return ``info`` for gradients that are sums over the data ranks if ``sum_order="fixed"``; else unchanged.
+
+        Otherwise gradients are averages over the data ranks.
+        """
+        if self.sum_order == "any":
+            return info
+        ranks = self.registry.topology.size(*self.registry.topology.data_axes)
+        return info._replace(data_ranks=1, mean_of=info.mean_of * ranks)
+
+    def _fixed_order_sum(self, chain: TransformChain, plan: ReductionPlan) -> FixedOrderSum:
+        """Return the sum over micro-batches and data ranks of the gradients of the trained parameters."""
+        axes = [axis for axis in self.registry.topology.data_axes if self.registry.topology.size(axis) > 1]
+        trained = [param for param, entry in zip(chain.params, plan.entries, strict=True) if entry.trained]
+        group, rank = (self.registry.group(*axes), self.registry.rank(*axes)) if axes else (None, 0)
+        ranks = self.registry.size(*axes) if axes else 1
+        assert self.accumulation_steps is not None
+        return FixedOrderSum(trained, group, rank, ranks, self.accumulation_steps, self.bucket_bytes)
 
 
 # Replicas that are compared -------------------------------------------------------------------------------------------
@@ -560,6 +636,7 @@ class StepOptions(TypedDict, total=False):
     commit: Commit | None
     on_nonfinite: OnNonfinite
     on_missing_params: OnMissingParams
+    sum_order: SumOrder
 
 
 class AllOptions(StepOptions, total=False):

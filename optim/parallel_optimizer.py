@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..amp.modes import Mode, Precision, precision_of
 from ..parallel.interop.inferred_registry import averaging_modules, registry_for
+from ..parallel.interop.local_parameters import local_parameter
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call
 from ..parallel.mesh.deprecation import renamed_arguments, renamed_members
@@ -42,7 +43,8 @@ from .norm.plan import ReductionPlan, check_unused
 from .states.chain import StatePlacement, StepObserver, TransformChain, match_names, named_params_of
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
-from .step.data_parallel import GradSyncController, modules_in
+from .states.state_hash import hash_of_state
+from .step.data_parallel import GradSyncController, SumOrder, modules_in
 from .step.first_window_checks import ModelParams, OnMissingParams, check_window_is_used
 from .step.missing_shards import MissingShards
 from .step.skips import DISAGREED, REPLICAS_DIVERGED, OnNonfinite, SkipMonitor
@@ -163,6 +165,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             parameters of a module that was replaced after the optimizer was made. In the first step every rank raises
             RuntimeError with their names (``"raise"``, default) or warns (``"warn"``). The step can find parameters of
             the modules in ``data_parallel`` and of the models that `for_model` and `Booster` get, not of other models.
+        sum_order: The order in which gradients are summed over micro-batches and data ranks. ``"any"``: the fastest order,
+            whose rounding depends on the number of data ranks. ``"fixed"``: a binary tree over all micro-batches of a
+            window. Weights are then bitwise equal on any number of data ranks D that run the same D * K micro-batches;
+            see the page "How to train bitwise equally on any number of data ranks". Needs ``accumulation_steps``.
 
     Raises:
         ValueError, TypeError: On every rank, if an argument is out of range on any rank, if a parameter is undeclared,
@@ -240,6 +246,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         commit: Commit | None = None,
         on_nonfinite: OnNonfinite = "skip",
         on_missing_params: OnMissingParams = "raise",
+        sum_order: SumOrder = "any",
         **other: object,
     ) -> None:
         # torch's own __init__ is not called, because the wrapped optimizer has the parameters and the state.
@@ -267,6 +274,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             "commit": commit,
             "on_nonfinite": on_nonfinite,
             "on_missing_params": on_missing_params,
+            "sum_order": sum_order,
         }
         wrong = replace_deprecated(options, other, "ParallelOptimizer")
         wrong = wrong or wrong_arguments(other, optimizer, ParallelOptimizer)
@@ -597,10 +605,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """
         window, agreement = self._window, self._agreement
         if agreement is None:
-            return window.scale_info(self.registry, window.scale, self._device)
+            return self._setup.divided(window.scale_info(self.registry, window.scale, self._device))
         facts = window.number_of_facts(agreement, self._completion.changed)
         info = window.scale_info(self.registry, window.scale, self._device, facts, agreement.of_tensors())
-        return info._replace(pack=info.pack.with_fields(self._missing_shards.field()))
+        return self._setup.divided(info._replace(pack=info.pack.with_fields(self._missing_shards.field())))
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
@@ -989,6 +997,27 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Each record has the tensor, the name of its model parameter, and the part of the full tensor that it holds.
         """
         return list(self._table)
+
+    @public_call
+    @torch.no_grad()
+    def state_hash(self) -> Tensor:
+        """Return a hash of the training state, 0-dim int64 in [0, 2^63), equal on all ranks. Every rank must call it.
+
+            print(f"{optimizer.state_hash():016x}")
+
+        Two runs have the same hash if their model parameters, stepped tensors, optimizer states, loss scale and state of
+        the clipping rule are bitwise equal, also if the runs have different topologies and state placements with the same
+        precision mode. (The opposite: two states that differ have equal hashes with a probability of 2^-63.) Parameters
+        need names that are equal in both runs, and shards a known place in the full tensor. States that the optimizer
+        factors or packs per shard make the hash depend on the topology.
+
+        Collectives: one all-reduce. Host synchronization: none until the result is read.
+        """
+        others = {f"clip {name}": value for name, value in self.clip_state.items()}
+        if self._scale is not None:
+            others["loss scale"] = self._scale
+        params = [local_parameter(given.param, self.registry.topology) for given in self._states.given]
+        return hash_of_state(self._table, params, self._states.states(), others, self.registry, self._device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the wrapped optimizer's ``state_dict()``, and one more entry ``"meshstep"``.

@@ -24,6 +24,7 @@ from ...parallel.layout.shard import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import keep_complete_marks, scale_each, widen_gradients
 from ..kernels.device_constants import Constants
+from ..norm.exact_norm import ExactNorm
 from ..norm.global_norm import GlobalNorm, Named, PackedSum, UnitDim, Units
 from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level, Norms, Reduction
 from ..norm.plan import ReductionPlan
@@ -358,6 +359,7 @@ class GradientClipper:
         per_parameter_norms: True: report the norm of every logical parameter. Default: False.
         check_replicas: As in `ParallelOptimizer`. True: run ``checks`` in every measurement. Otherwise, run them until
             the first measurement with a finite norm. Default: False.
+        exact: True: measure by `ExactNorm`, whose results do not depend on how ranks share the gradients. Default: False.
 
     Attributes:
         checks: The checks that the next measurement runs.
@@ -379,11 +381,13 @@ class GradientClipper:
         reduction: Reduction = "packed",
         per_parameter_norms: bool = False,
         check_replicas: CheckReplicas = False,
+        exact: bool = False,
     ) -> None:
         self.params, self.plan, self.registry = list(params), plan, registry
         self.norm_type, self._reduction = norm_type, reduction
         self._per_parameter_norms, self._check_replicas = per_parameter_norms, check_replicas
         self.thresholds, self.optimizer = thresholds, optimizer
+        self._exact = exact
         self._regions, self.checks, self.vote = list(regions), list(checks), vote
         self._shards = shards if self.checks else None
         self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
@@ -601,6 +605,9 @@ class GradientClipper:
             self.checks = self.checks if always else []
 
     def _make_global_norm(self, needs: MeasurementSpec) -> GlobalNorm:
+        if self._exact:
+            by_parameter = self._per_parameter_norms or needs.level in ("parameters", "named")
+            return ExactNorm(self.plan, self.registry, needs.norm_type, by_parameter)
         return GlobalNorm(
             self.plan,
             self.registry,

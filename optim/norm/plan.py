@@ -349,6 +349,18 @@ class ReductionPlan:
         """Return for each entry 1 / ``num_replicas``: the factor on its sum of |g|^p in the packed all-reduce."""
         return tuple(1 / replicas for replicas in self.num_replicas)
 
+    @cached_property
+    def are_first_replicas(self) -> tuple[bool, ...]:
+        """Return for each entry True on the first of the ranks that hold the same shard."""
+
+        def is_first(spec: P) -> bool:
+            bucket = NormBucket.of(spec, self.topology)
+            named = {*bucket.axes(self.topology)}
+            others = (index for axis, index in self.coordinate.items() if axis not in named)
+            return bucket.counts(self.coordinate) and not any(others)
+
+        return self.for_each(is_first)
+
     def by_spec(self, answer: Callable[[P], T]) -> dict[P, T]:
         """Return a dict from each distinct spec of the entries to ``answer(spec)``."""
         return {spec: answer(spec) for spec in dict.fromkeys(entry.spec for entry in self.entries)}

@@ -6,7 +6,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import is_whole
 from ..gradients.buckets import CommHook
+from ..gradients.fixed_order import FixedOrderSum
 from ..gradients.reduce_in_backward import BackwardReducer
 from ..norm.plan import ParameterEntry
 from .window import Window
@@ -28,6 +29,8 @@ def check_gradient_reduction(
     overlap: bool,
     compression: CommHook | None,
     bucket_bytes: int | None,
+    sum_order: SumOrder = "any",
+    accumulation_steps: int | None = None,
 ) -> None:
     """Check the arguments of `ParallelOptimizer` for gradient reduction.
 
@@ -37,6 +40,8 @@ def check_gradient_reduction(
         overlap: True if this library must reduce gradients during backward.
         compression: The communication hook; None: gradients are reduced uncompressed.
         bucket_bytes: Bytes per flat bucket; None: the default size.
+        sum_order: The order of sums over micro-batches and data ranks.
+        accumulation_steps: Number of micro-batches per window; None: the caller decides when to step.
     Raises:
         ValueError: An argument is out of range, or two arguments are incompatible.
         TypeError: ``compression`` is not a `CommHook`.
@@ -55,6 +60,42 @@ def check_gradient_reduction(
         raise TypeError(f"compression={compression!r}: give an instance of a CommHook, such as Bf16Compression()")
     if bucket_bytes is not None and not is_whole(bucket_bytes, 1):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: give a whole number of bytes >= 1")
+    if sum_order not in get_args(SumOrder):
+        raise ValueError(f"sum_order={sum_order!r}: give 'any' or 'fixed'")
+    if sum_order == "fixed":
+        given = {
+            "data_parallel=...": bool(modules),
+            "average_data=False": not average_data,
+            "overlap=True": overlap,
+            "compression=...": compression is not None,
+        }
+        for argument in (name for name, is_given in given.items() if is_given):
+            raise ValueError(
+                f"{argument} with sum_order='fixed', which sums all gradients at the end of the window: leave it out"
+            )
+        if accumulation_steps is None:
+            raise ValueError(
+                "sum_order='fixed' must know the number of micro-batches per window: give accumulation_steps=1, or more"
+            )
+
+
+SumOrder = Literal["any", "fixed"]
+"""The order of sums over micro-batches and data ranks: the fastest one, or one that does not depend on their numbers."""
+
+
+def check_fixed_order(entries: Iterable[ParameterEntry], topology: Topology) -> None:
+    """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``.
+
+    These are parameters that a data axis shards, and DTensors of which `fully_shard` averages gradients.
+    """
+    for entry in entries:
+        over = [axis for axis in topology.data_axes if axis in entry.spec.named_axes or axis in entry.averaged]
+        if entry.trained and over:
+            raise ValueError(
+                f"{entry.name} ({entry.spec}): the model itself sums gradients over the data axis {over[0]!r}, in an order "
+                "that depends on the number of data ranks: leave out sum_order='fixed', or replicate the parameter over "
+                "the data axes"
+            )
 
 
 class GradSyncController(ABC):
@@ -172,6 +213,57 @@ class OverlappedReduce(GradSyncController):
         """Replace the reducer by ``reducer``, and remove the old reducer's hooks from the parameters."""
         self._reducer.remove_hooks()
         self._reducer = reducer
+
+
+class FixedOrderSync(GradSyncController):
+    """The controller for ``sum_order="fixed"``: gradients are summed over micro-batches and data ranks in a fixed order.
+
+    It takes each micro-batch's gradients out of the parameters, and sets the sums at the end of the window.
+
+    Args:
+        total: The sums of this rank's gradients.
+    """
+
+    def __init__(self, total: FixedOrderSum) -> None:
+        self._total = total
+
+    def set(self, on: bool) -> None:
+        """Do nothing: gradients are always reduced at the end of the window."""
+
+    @contextmanager
+    def micro_batch(self, window: Window) -> Iterator[None]:
+        """Return a context manager around one micro-batch.
+
+        Raises:
+            RuntimeError: Parameters have gradients before the backward. They would count as part of this micro-batch.
+        """
+        if window.micro_batches == 1:
+            self._total.clear()
+        if any(param.grad is not None for param in self._total.params):
+            raise RuntimeError(
+                "parameters have gradients before the backward of a micro-batch: with sum_order='fixed' call zero_grad() "
+                "after each step, and optimizer.backward(loss) for each micro-batch"
+            )
+        with super().micro_batch(window):
+            yield
+        self._total.take()
+
+    def averages(self, window: Window) -> bool:
+        return True
+
+    def hand_over(self, params: Sequence[Tensor]) -> None:
+        """Set the gradients to the sums over all micro-batches. Collectives: those of `FixedOrderSum.finish`."""
+        self._total.finish()
+
+    def clear(self) -> None:
+        self._total.clear()
+
+    def not_captured(self) -> str:
+        return "sum_order='fixed' sums gradients in Python: leave it out"
+
+    def renew(self, total: FixedOrderSum) -> None:
+        """Use ``total`` from now on, after a param group was added."""
+        self._total = total
 
 
 class TorchGradSync(GradSyncController):

@@ -44,7 +44,6 @@ from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of, atta
 from ..layout.spec import P, cut_spans
 from ..mesh.refinement import dim_names, ranks_along
 from ..mesh.topology import Topology, axes_along
-from .local_parameters import Gradients
 
 # Mesh dims of a DTensor as axes of the topology -----------------------------------------------------------------------
 
@@ -738,7 +737,11 @@ class _Seen(NamedTuple):
 _LOCAL_TENSOR, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
-def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False) -> Gradients:
+LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], tuple[int, ...] | None]
+"""The fields of `meshstep.parallel.interop.local_parameters.Gradients`."""
+
+
+def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool = False) -> LocalLists:
     """Return the local parameter, the local gradient and the annotation of each parameter.
 
     Args:
@@ -757,14 +760,14 @@ def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool =
     grads = [param.grad for param in params]
     if all(seen) and _are_valid(params, grads, seen, topology):
         pieces, annotations, sizes, *_ = zip(*seen, strict=True)
-        return Gradients(list(pieces), [*map(_LOCAL_TENSOR, grads)], list(annotations), sizes)
+        return list(pieces), [*map(_LOCAL_TENSOR, grads)], list(annotations), sizes
     found = [
         (cached.piece, grad._local_tensor, cached.annotation)  # type: ignore[union-attr]
         if cached is not None and _are_valid([param], [grad], [cached], topology)
         else _look_up(param, topology, sum_partial)
         for param, grad, cached in zip(params, grads, seen, strict=True)
     ]
-    return Gradients([piece for piece, _, _ in found], [grad for _, grad, _ in found], [noted for _, _, noted in found])
+    return [piece for piece, _, _ in found], [grad for _, grad, _ in found], [noted for _, _, noted in found], None
 
 
 def _are_valid(params: list[Any], grads: list[Any], seen: list[Any], topology: Topology) -> bool:

@@ -153,7 +153,7 @@ def local_gradients(params: Sequence[Tensor], topology: Topology, *, sum_partial
         return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
     from .dtensor import of_each
 
-    return of_each(params, topology, sum_partial=sum_partial)
+    return Gradients(*of_each(params, topology, sum_partial=sum_partial))
 
 
 @contextmanager

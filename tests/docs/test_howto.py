@@ -31,6 +31,7 @@ RANKS = {  # page -> the number of ranks that its snippets run on
     "EXPERTS.md": 2,
     "FSDP2_AND_DTENSOR.md": 4,
     "CLIP_DTENSORS.md": 4,
+    "SAME_BITS.md": 2,
 }
 
 
@@ -55,6 +56,12 @@ def test_page_on_several_ranks_prints_the_shown_text(world: World, page: str) ->
     first, *others = world.run(RANKS[page], session, codes, page)
     assert first == shown
     assert others == [[""] * len(codes)] * (RANKS[page] - 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_page_of_equal_bits_prints_the_same_hash_on_other_numbers_of_ranks(world: World, ranks: int) -> None:
+    codes, shown = parts_of("SAME_BITS.md")
+    assert world.run(ranks, session, codes, "SAME_BITS.md")[0] == shown
 
 
 # LOGGING.md -----------------------------------------------------------------------------------------------------------

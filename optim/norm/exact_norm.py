@@ -1,0 +1,202 @@
+"""Global norms that are bitwise equal however the gradients are cut into shards: exact sums of their powers.
+
+A sum of float64 numbers depends on the order of the additions, because each addition rounds. If all summands are multiples
+of one quantum and the sum has at most 53 bits, then no addition rounds, and every order gives the same sum. So:
+
+1. Each rank computes one power per chunk of `CHUNK` elements. Shards begin at multiples of `CHUNK` elements of a parameter,
+   so a chunk lies on one rank, and its power is the same on any number of ranks.
+2. The ranks agree on the largest chunk power, 2**(e-1) <= top < 2**e.
+3. Each chunk power is split into three summands, multiples of 2**(e-18), 2**(e-36) and 2**(e-54), and the three are summed
+   apart. Up to 2**34 chunks can be summed so without rounding. Only the rest of each chunk, less than 2**(e-54), is lost.
+4. Each block of elements is summed by one of the replicas of a shard, because a division by the number of replicas could
+   round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from ...parallel.layout.spec import P
+from .global_norm import GlobalNorm
+from .measure import Norms
+from .plan import NormBucket, ReductionPlan
+
+CHUNK = 8
+"""Number of elements per chunk, a power of 2. Shards of parameters begin at multiples of it (``ALIGNMENT`` of buckets)."""
+
+LEVELS, BITS = 3, 18
+"""Number of summands per chunk power, and the number of bits of each summand."""
+
+BLOCK = 2**15
+"""Number of elements that one rank measures together. Replicas share the blocks of a large gradient."""
+
+
+def chunk_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the mean of |g|^p per chunk of the gradients, [chunks] float64, for p = 1 or 2.
+
+    A mean is the sum divided by `CHUNK`, a power of 2, without rounding. Its additions have a fixed order.
+
+    Args:
+        gradients: 1-dim tensors of one dtype and device. The last chunk of each is filled up with zeros.
+        norm_type: p, 1 or 2.
+    """
+    padding = gradients[0].new_zeros(CHUNK)
+    parts = [part for flat in gradients for part in (flat, padding[: -len(flat) % CHUNK])]
+    values = torch.cat(parts).double() if len(gradients) > 1 or len(parts[-1]) else gradients[0].double()
+    values = values.abs() if norm_type == 1 else values.square()
+    return avg_pool1d(values.view(1, 1, -1), CHUNK).view(-1)  # `Tensor.sum` promises no order of additions
+
+
+def exact_summands(powers: Tensor, top: Tensor) -> Tensor:
+    """Return the three summands of each chunk power, [3, chunks]. Sums of each summand are exact in every order.
+
+    Args:
+        powers: Chunk powers, >= 0 and finite, [chunks] float64.
+        top: The largest chunk power of all ranks, 0-dim float64, finite.
+    """
+    exponent = torch.frexp(top).exponent
+    found, rest = powers.new_empty(LEVELS, len(powers)), powers
+    for level, summands in enumerate(found.unbind(), start=1):
+        # Adding and subtracting 1.5 * 2**52 quanta rounds to a multiple of the quantum 2**(e - 18 * level).
+        shift = torch.ldexp(top.new_full((), 1.5), exponent + (52 - BITS * level))
+        torch.add(rest, shift, out=summands).sub_(shift)
+        if level < LEVELS:
+            rest = rest - summands
+    return found
+
+
+class ExactNorm(GlobalNorm):
+    """A `GlobalNorm` whose result does not depend on the number of data ranks or on how shards are cut over them.
+
+        norm = ExactNorm(plan, registry, norm_type=2.0)
+        norms = norm([param.grad for param in params])
+
+    For p = inf it is the same as `GlobalNorm`, because a maximum never rounds. ``norms.extra``, the sum of ``extra``, is
+    only exact if the summands are whole numbers. A non-finite gradient gives NaN for all norms.
+
+    Args:
+        plan, registry, per_parameter: As in `GlobalNorm`.
+        norm_type: 1, 2 or inf. Default: 2.
+    Raises:
+        ValueError: ``norm_type`` is not 1, 2 or inf.
+    Collectives: two all-reduces over all ranks: a maximum and a sum. For p = inf one all-gather.
+    Host synchronization: none.
+    """
+
+    def __init__(
+        self, plan: ReductionPlan, registry: object, norm_type: float = 2.0, per_parameter: bool = False
+    ) -> None:
+        super().__init__(plan, registry, norm_type, "packed", per_parameter)  # type: ignore[arg-type]
+        check_exact(norm_type)
+        self._shares = plan.for_each(lambda spec: share_of(spec, plan))
+
+    def __call__(
+        self,
+        gradients: Sequence[Tensor | None],
+        extra: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
+    ) -> Norms:
+        """Return the norms of the gradients; arguments as in `GlobalNorm`, without ``weights``."""
+        if self._by_norms:
+            return super().__call__(gradients, extra, weights)
+        present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
+        device = present[0][1].device if present else self._wire if extra is None else extra.device
+        # All gradients, also of replicas that other ranks measure: a NaN in any of them makes the norm NaN on all ranks.
+        is_finite = self._local_powers([gradient for _, gradient in present], device).isfinite().all()
+        top = torch.where(is_finite.to(device), 0.0, inf).double()
+        batches = [(members, chunk_powers(parts, self.norm_type)) for members, parts in self._batches(present)]
+        for _, powers in batches:
+            top = torch.maximum(top, powers.amax().to(device))
+        top = self._largest(top.nan_to_num(nan=inf, posinf=inf))
+        finite = top.isfinite()
+        scale = torch.where(finite, top, 1.0)
+        slots = torch.zeros(self._slots, LEVELS, dtype=torch.float64, device=device)
+        for members, powers in batches:
+            self._add(slots, members, exact_summands(powers, scale.to(powers.device)).T.to(device))
+        slots *= CHUNK
+        extra = slots.new_zeros(0) if extra is None else extra.to(slots)
+        vector = torch.cat([torch.where(finite, slots, 0.0).view(-1), extra])
+        if self._world is not None:
+            vector = self._all_reduce(vector, self._world)
+        levels, extra = vector[: slots.numel()].view(-1, LEVELS), vector[slots.numel() :]
+        of_total = levels[: self.plan.num_groups].sum(0, keepdim=True)
+        norms = self._norms(torch.cat([levels, of_total]), finite)
+        groups, parameters, units, weight_norms = norms[:-1].split(self._sizes)
+        total = groups[0] if self.plan.num_groups == 1 else norms[-1]
+        return Norms(total, groups, parameters, extra, units, weight_norms, norms[:0])
+
+    def _batches(self, present: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[list[tuple[int, int]], list[Tensor]]]:
+        """Yield batches of the blocks that this rank measures, of about `BLOCK` elements, each of one dtype and device.
+
+        A batch is a pair: (entry, number of chunks) per block, and the blocks as 1-dim tensors.
+        """
+        open_batches: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[int, int]], list[Tensor], int]] = {}
+        for i, gradient in present:
+            number, count = self._shares[i]
+            for block, flat in enumerate(gradient.reshape(-1).split(BLOCK)):
+                if not len(flat) or block % count != number:
+                    continue
+                members, parts, size = open_batches.pop((flat.dtype, flat.device), ([], [], 0))
+                members.append((i, -(-len(flat) // CHUNK)))
+                parts.append(flat)
+                if size + len(flat) < BLOCK:
+                    open_batches[flat.dtype, flat.device] = members, parts, size + len(flat)
+                else:
+                    yield members, parts
+        yield from ((members, parts) for members, parts, _ in open_batches.values())
+
+    def _add(self, slots: Tensor, members: Sequence[tuple[int, int]], summands: Tensor) -> None:
+        """Add the summands of one batch, [chunks, 3], to the slots of their param groups and parameters."""
+        entries = self.plan.entries
+        targets = [[entries[i].group for i, _ in members]]
+        if self.per_parameter:
+            targets.append([self.plan.num_groups + self.plan.parameter_slots[i] for i, _ in members])
+        for target in targets:
+            if len({*target}) == 1:
+                slots[target[0]] += summands.sum(0)
+                continue
+            chunks = [(slot, count) for slot, (_, count) in zip(target, members, strict=True)]
+            places = self._constants(("chunks", *chunks), partial(_repeated, chunks), torch.int64, slots.device)
+            slots.index_add_(0, places, summands)  # exact, so the order in which a GPU adds does not matter
+
+    def _norms(self, levels: Tensor, finite: Tensor) -> Tensor:
+        powers = (levels[:, 0] + levels[:, 1]) + levels[:, 2]
+        return torch.where(finite, powers if self.norm_type == 1 else powers.sqrt(), torch.nan)
+
+    def _largest(self, value: Tensor) -> Tensor:
+        if self._world is None:
+            return value
+        wire = value.to(self._wire).view(1)
+        dist.all_reduce(wire, op=dist.ReduceOp.MAX, group=self._world)
+        return wire.to(value.device)[0]
+
+
+def _repeated(counts: Sequence[tuple[int, int]]) -> list[int]:
+    return [value for value, count in counts for _ in range(count)]
+
+
+def share_of(spec: P, plan: ReductionPlan) -> tuple[int, int]:
+    """Return (n, N): this rank measures every N-th block of a parameter, from block n on; -1: none."""
+    topology, bucket = plan.topology, NormBucket.of(spec, plan.topology)
+    if not bucket.counts(plan.coordinate):
+        return -1, 1
+    number, count = 0, 1
+    for axis in topology.axes:
+        if axis not in bucket.axes(topology):
+            number, count = number * topology.size(axis) + plan.coordinate[axis], count * topology.size(axis)
+    return number, count
+
+
+def check_exact(norm_type: float) -> None:
+    """Raise ValueError if there is no exact norm of order ``norm_type``."""
+    if norm_type not in (1, 2, inf):
+        raise ValueError(
+            f"norm_type={norm_type} with sum_order='fixed': give 1, 2 or inf; other powers can't be summed exactly"
+        )

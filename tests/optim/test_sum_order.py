@@ -1,0 +1,221 @@
+"""``sum_order="fixed"``: weights and states are bitwise equal on any number of data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from math import inf, sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixed_order_runs import CLIPS, FixedRun, resumed, trained
+from meshstep.optim import Adaptive, Bf16Compression, ParallelOptimizer, Sharded
+from meshstep.optim.gradients.buckets import ALIGNMENT
+from meshstep.optim.gradients.fixed_order import Node, TreeSum, nodes_of, reference_tree_sum, root_of
+from meshstep.optim.norm.exact_norm import CHUNK, chunk_powers, exact_summands
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+from world import World
+
+# The tree -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 24])
+def test_tree_sum_equals_recursive_reference_for_every_number_of_ranks(count: int) -> None:
+    """Bitwise, for each number of ranks that divides the number of micro-batches, and with missing gradients."""
+    torch.manual_seed(count)
+    leaves = [torch.randn(50) * 10 ** torch.randn(50) for _ in range(count)]
+    wanted = reference_tree_sum(leaves)
+    assert count < 4 or not torch.equal(wanted, sum(leaves[1:], leaves[0]))  # another order rounds in another way
+    for ranks in (ranks for ranks in range(1, count + 1) if count % ranks == 0):
+        per_rank, parts = count // ranks, dict[Node, Tensor]()
+        for rank in range(ranks):
+            tree = TreeSum()
+            for number in range(rank * per_rank, (rank + 1) * per_rank):
+                tree.add(number, [leaves[number].clone()])
+            assert [*tree.nodes] == nodes_of(range(rank * per_rank, (rank + 1) * per_rank))
+            parts |= {node: values[0] for node, values in tree.nodes.items() if values[0] is not None}
+        assert torch.equal(root_of(parts, count), wanted)
+
+
+def test_missing_gradient_counts_as_zeros_also_for_negative_zeros() -> None:
+    tree = TreeSum()
+    tree.add(0, [torch.tensor([-0.0, 1.0]), None])
+    tree.add(1, [None, None])
+    ((kept, missing),) = tree.nodes.values()
+    assert missing is None
+    assert kept is not None
+    assert not bool(kept[0].signbit())
+    assert float(kept[1]) == 1.0
+
+
+def test_partial_sums_per_rank_grow_with_the_logarithm_of_micro_batches() -> None:
+    assert max(len(nodes_of(range(8 * rank, 8 * rank + 8))) for rank in range(4)) == 1
+    assert max(len(nodes_of(range(100 * rank, 100 * rank + 100))) for rank in range(8)) <= 9
+
+
+# The exact norm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [1, 2])
+@pytest.mark.parametrize("spread", [0, 6, 20])
+def test_exact_sums_are_equal_for_every_cut_and_right_to_many_digits(norm_type: int, spread: int) -> None:
+    torch.manual_seed(spread)
+    values = torch.randn(1003) * 10.0 ** (-spread * torch.rand(1003))
+    true = float(sum(abs(Fraction(float(value))) ** norm_type for value in values))
+    found = set()
+    for cuts in ((1003,), (8, 995), (504, 496, 3), (96,) * 10 + (43,)):
+        powers = [chunk_powers([part], norm_type) for part in values.split(cuts)]
+        top = torch.stack([power.amax() for power in powers]).amax()
+        sums = [8 * exact_summands(power, top).sum(1) for power in powers]
+        for ordered in (sums, sums[::-1]):
+            levels = sum(ordered[1:], ordered[0])
+            found.add(float((levels[0] + levels[1]) + levels[2]))
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(true, rel=1e-14)
+
+
+def test_shards_begin_at_multiples_of_chunks() -> None:
+    assert ALIGNMENT % CHUNK == 0
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "fp32": FixedRun(),
+    "fp32, ZeRO-1, weights": FixedRun(states="zero1", weighted=True),
+    "fp32, 12 micro-batches, p = 1": FixedRun(total=12, norm_type=1.0),
+    "fp32, 8 micro-batches, p = inf": FixedRun(total=8, norm_type=inf, states="zero1"),
+    "bf16, ZeRO-1 and offload, AdaGC": FixedRun(
+        precision="bf16", states="zero1 offloaded", clip="adagc", weighted=True
+    ),
+    "bf16, ZClip, SGD": FixedRun(precision="bf16", clip="zclip", optimizer="SGD"),
+    "fp16, ZeRO-1, ZClip": FixedRun(precision="fp16", states="zero1", clip="zclip"),
+    "fp16, offload, thresholds of groups, overflow": FixedRun(
+        precision="fp16", states="offloaded", clip="groups", fault="overflow"
+    ),
+    "fp32, ZeRO-1, overflow": FixedRun(states="zero1", fault="overflow", weighted=True),
+    "missing micro-batch": FixedRun(states="zero1", fault="missing", weighted=True),
+    "missing gradient": FixedRun(states="zero1", fault="unused"),
+}
+RANKS = (1, 2, 3, 4, 6, 8)
+
+
+def hashes(world: World, run: FixedRun, ranks: tuple[int, ...]) -> list[tuple[object, ...]]:
+    """Return the results per number of data ranks: one per rank of a model. They are equal on all data ranks of a run."""
+    found: list[tuple[object, ...]] = []
+    for data_ranks in (ranks for ranks in ranks if run.total % ranks == 0):
+        of_model = run.ranks_per_replica
+        results = world.run(data_ranks * of_model, trained, run, data_ranks)
+        assert results == results[:of_model] * data_ranks  # the data axis is the outer one
+        assert len({result[1:] for result in results}) == 1
+        found.append(tuple(results[:of_model]))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_and_states_are_bitwise_equal_on_any_number_of_data_ranks(name: str, world: World) -> None:
+    run = RUNS[name]
+    found = hashes(world, run, (1, 2, 3, 4))
+    assert len({*found}) == 1
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipe"])
+@pytest.mark.parametrize("states", ["whole", "zero1"])
+def test_fixed_order_holds_beside_tensor_and_pipeline_axes(states: str, axis: str, world: World) -> None:
+    run = FixedRun(axis=axis, states=states, clip="adagc", weighted=True, total=6)
+    assert len({*hashes(world, run, (1, 2, 3))}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_hundred_steps_give_one_hash_on_up_to_eight_data_ranks(name: str, world: World) -> None:
+    assert len({*hashes(world, replace(RUNS[name], steps=100), RANKS)}) == 1
+
+
+def test_other_orders_and_other_runs_have_other_hashes(world: World) -> None:
+    """The negative controls: the usual order, one more step, and another threshold."""
+    run = FixedRun(clip="norm")
+    plain = [world.run(ranks, trained, replace(run, order="any"), ranks)[0] for ranks in (1, 3)]
+    assert plain[0][0] != plain[1][0]
+    assert plain[0][1] != plain[1][1]
+    assert len({trained(replace(run, **change), 1)[1] for change in ({}, {"steps": 4}, {"clip": "none"})}) == 3
+
+
+def test_fixed_order_changes_weights_by_rounding_only(world: World) -> None:
+    """The norm and the weights are those of the usual order up to rounding, with weights and without."""
+    for run in (FixedRun(), FixedRun(weighted=True, states="zero1")):
+        fixed, usual = (world.run(2, trained, replace(run, order=order), 2)[0][2] for order in ("fixed", "any"))
+        assert fixed == pytest.approx(usual, rel=1e-5)
+        assert fixed != usual or run.total == 2
+
+
+def test_run_resumed_twice_on_other_numbers_of_ranks_has_the_hash_of_one_run(world: World, tmp_path: Path) -> None:
+    run = FixedRun(precision="bf16", states="zero1", clip="zclip", steps=6, weighted=True)
+    world.run(4, resumed, run, 4, tmp_path, 0, 2)
+    world.run(3, resumed, run, 3, tmp_path, 2, 4)
+    last = world.run(2, resumed, run, 2, tmp_path, 4, 6)[0]
+    assert last[:3] == trained(run, 1)[:3]
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
+    model = nn.Linear(3, 2)
+    options = {"accumulation_steps": 1, "sum_order": "fixed", **options}
+    return model, ParallelOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), ProcessGroupRegistry(Topology()), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulation_steps": None}, "give accumulation_steps=1"),
+        ({"overlap": True}, "overlap=True with sum_order='fixed'"),
+        ({"average_data": False}, "average_data=False with sum_order='fixed'"),
+        ({"compression": Bf16Compression()}, "compression=... with sum_order='fixed'"),
+        ({"norm_type": 3.0}, "give 1, 2 or inf"),
+        ({"reduction": "per_group"}, "give 'packed'"),
+        ({"max_norm": Adaptive(0.01)}, "norms of weights, are not supported"),
+        ({"sum_order": "tree"}, "give 'any' or 'fixed'"),
+        ({"states": Sharded("data", gradients=True)}, "leave gradients=True out"),
+    ],
+)
+def test_unsupported_argument_with_fixed_order_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(".", r"\.")):
+        make(**options)
+
+
+def test_gradient_before_backward_is_an_error_with_fixed_order() -> None:
+    model, optimizer = make()
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="parameters have gradients before the backward"):
+        optimizer.backward(model(torch.ones(1, 3)).sum())
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.ones(1, 3)).sum())
+    assert float(optimizer.step()) == pytest.approx(sqrt(8))  # six weights and two biases with gradient 1
+
+
+def test_parameter_sharded_over_data_ranks_is_an_error_with_fixed_order(world: World) -> None:
+    assert all(world.run(2, error_of_sharded_parameter))
+
+
+def error_of_sharded_parameter() -> bool:
+    model = nn.Linear(3, 2)
+    declare(model, {"*": P("data")})
+    with pytest.raises(ValueError, match="the model itself sums gradients over the data axis 'data'"):
+        ParallelOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            ProcessGroupRegistry(Topology(data=2)),
+            accumulation_steps=1,
+            sum_order="fixed",
+        )
+    return True
+
+
+def test_clips_of_the_runs_are_all_used() -> None:
+    assert {run.clip for run in RUNS.values()} >= CLIPS.keys() - {"none"}

@@ -101,7 +101,7 @@ class ConstantLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _check_keys("ConstantLossScale", state, {"scale"})
         value = state["scale"]
-        _check(0 < value <= MAX_FLOAT32, "scale", value, "a number > 0 in float32's range")
+        _check(SMALLEST <= value <= MAX_FLOAT32, "scale", value, "a number > 0 in float32's range")
         self._value = value
         self.scale.fill_(value)
 
@@ -156,7 +156,7 @@ class DynamicLossScale(LossScale):
     ) -> None:
         self._settings = _Settings(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
         _check_scale("init_scale", init_scale, self._settings)
-        _check(init_scale > 0, "init_scale", init_scale, "a number > 0")
+        _check(init_scale >= SMALLEST, "init_scale", init_scale, "a number > 0 in float32's range")
         self.scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._overflows_left = torch.full((), hysteresis, dtype=torch.int32, device=device)
@@ -205,6 +205,7 @@ class DynamicLossScale(LossScale):
         settings = _Settings(**{name: state[name] for name in names})
         scale, good_steps, overflows_left = state["scale"], state["good_steps"], state["overflows_left"]
         _check_scale("scale", scale, settings)
+        _check(scale >= SMALLEST, "scale", scale, "a number > 0 in float32's range")
         interval, hysteresis = settings.growth_interval, settings.hysteresis
         _check(0 <= good_steps < interval, "good_steps", good_steps, f"an integer in 0..{interval - 1}")
         _check(0 <= overflows_left <= hysteresis, "overflows_left", overflows_left, f"an integer in 0..{hysteresis}")

@@ -236,7 +236,7 @@ def _check_readable(value: Any, what: str) -> Any:
         stream.seek(0)
         torch.load(stream, weights_only=True)
     except Exception as problem:
-        reason = str(problem).splitlines()[0]
+        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
         raise ValueError(
             f"{what} can't be stored ({reason}); give numbers, strings and tensors, in lists, tuples and dicts"
         ) from problem

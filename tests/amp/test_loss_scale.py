@@ -216,6 +216,7 @@ def test_copied_loss_scale_is_independent_of_the_original(copied: Any) -> None:
     ("settings", "message"),
     [
         ({"init_scale": 0.0}, "init_scale=0.0"),
+        ({"init_scale": 1e-40}, "init_scale=1e-40"),
         ({"init_scale": inf}, "init_scale=inf"),
         ({"init_scale": nan}, "init_scale=nan"),
         ({"init_scale": 1e39}, "init_scale=1e"),
@@ -247,6 +248,7 @@ def test_constant_scale_rejects_bad_value(value: float) -> None:
     ("change", "message"),
     [
         ({"scale": nan}, "scale=nan"),
+        ({"scale": 1e-40}, "scale=1e-40"),
         ({"good_steps": 3}, r"good_steps=3 .* 0\.\.2"),
         ({"overflows_left": -1}, "overflows_left=-1"),
         ({"hysteresis": 0}, "hysteresis=0"),

@@ -39,6 +39,17 @@ def test_extra_with_unsupported_type_is_rejected(tmp_path: Path) -> None:
     assert content(load_checkpoint(tmp_path, model, optimizer)) == content(extra)
 
 
+class Unreadable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError  # an error without text
+
+
+def test_extra_whose_pickling_fails_without_text_is_rejected(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"extra= can't be stored \(RuntimeError\)"):
+        save_checkpoint(tmp_path, model, optimizer_of(model), extra=Unreadable())
+
+
 def test_saving_model_that_lacks_a_stepped_parameter_is_rejected(tmp_path: Path) -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"the optimizer steps .* of shape \(2, 3\), which is not in the model"):

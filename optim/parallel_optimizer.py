@@ -764,7 +764,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:
-        """Return the observers of the steps, in the order in which they are called."""
+        """Return the observers (`StepObserver`) whose methods each step calls, in the order of the calls."""
         return tuple(self._states.observers)
 
     def add_observer(self, observer: StepObserver) -> None:
@@ -875,7 +875,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Return the global norm of the last step, unscaled, before clipping; None before the first step."""
+        """Return the last step's gradient norm, without loss scale and before clipping; None before the first step."""
         return None if self.last_stats is None else self.last_stats.total_norm
 
     @property

@@ -561,7 +561,10 @@ class GradientClipper:
     ) -> tuple[Norms, Mapping[str, Tensor]]:
         """Return the norms of the gradients before unscaling, and the sums of the packed fields.
 
-        Collectives: those of `GlobalNorm`: one with ``reduction="packed"``. Raises as `_compare`.
+        Raises:
+            ReplicaMismatchError: On every rank: replicas are compared and differ.
+            ValueError: On every rank: all shards of a parameter are equal.
+        Collectives: those of `GlobalNorm`: one with ``reduction="packed"``.
         """
         if needs not in self._measurers:
             self._measurers[needs] = self._make_global_norm(needs)
@@ -627,7 +630,7 @@ class GradientClipper:
         return norms._replace(named=named.norms(norms.parameters, p, self._constants), weights=weights)
 
     def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
-        """Multiply the gradients by the factors of one level in place. Marks of reduced gradients stay valid."""
+        """Multiply the gradients by ``factors`` in place. Gradients that are marked as already reduced stay marked."""
         # One call for all marks: the gradients may be views of one buffer, and a write to one view increments the
         # version counter of all views, which would make their marks invalid.
         units, named = self._measurers[needs].units, self._named.get(needs.patterns)

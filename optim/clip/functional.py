@@ -372,13 +372,14 @@ def clip_grad_norm_(
     by value, such as `ByValue`, clamps them. Do not call ``optimizer.step()`` if ``stats.found_inf`` is 1.
 
     Args:
-        params: As for `global_norm`. With a rule that has factors or state per parameter, give the same list in every
-            call.
+        params: A module, parameters, or (name, parameter) pairs, as for `global_norm`. With a rule that has factors or
+            state per parameter, give the same list in every call.
         max_norm: The threshold for the norm; finite, > 0. Or a clipping rule. If the rule has state, clamps by value,
             or has factors per parameter, named group, param group or unit, make a `ClipState` of it once, and pass the
             `ClipState` in every call. With a rule that skips spikes, do not call ``optimizer.step()`` if
             ``stats.skipped`` is 1.
-        registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
+        registry: The process groups of the mesh on which the parameters were declared. None (default): a registry is
+            made from the meshes of the DTensors, as for `global_norm`.
         norm_type: p >= 1, or inf. A ``norm_type`` of the rule takes precedence. Default: 2.
         error_if_nonfinite: True: raise on every rank if the norm is non-finite; this synchronizes the host in every call.
             Default: False.
@@ -458,9 +459,10 @@ def scale_gradients_(params: Params, factor: Tensor, registry: ProcessGroupRegis
         scale_gradients_(model.parameters(), stats.clip_coef_for(1.0))
 
     Args:
-        params: As for `global_norm`.
+        params: A module, parameters, or (name, parameter) pairs.
         factor: 0-dim tensor, equal on all ranks.
-        registry: As for `global_norm`. None (default): it is made from the meshes of the DTensors.
+        registry: The process groups of the mesh on which the parameters were declared. None (default): a registry is
+            made from the meshes of the DTensors, as for `global_norm`.
     Raises:
         ValueError: A partial gradient was not summed, the layout of a DTensor is not supported, or ``params`` is an
             exhausted generator.
@@ -483,7 +485,7 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Partial gradients must be summed before the call.
 
     Args:
-        params: As for `global_norm`.
+        params: A module, parameters, or (name, parameter) pairs.
         clip_value: The bound of an element; finite, > 0.
         registry: The process groups. They are needed to check that partial gradients were summed. None (default): they
             are made from the meshes of the DTensors, and partial gradients of DTensors are summed.

@@ -41,9 +41,10 @@ def widen_gradients(params: Sequence[Tensor]) -> None:
 
 
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the parameters' gradients by ``factor``, a 0-dim tensor, in place. Marks of reduced gradients stay valid.
+    """Multiply the parameters' gradients by ``factor``, a 0-dim tensor, in place.
 
-    Half-precision gradients of float32 parameters become float32 before that.
+    Half-precision gradients of float32 parameters become float32 before that. Gradients that are marked as already
+    reduced (`mark_complete`) stay marked.
     """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)
@@ -93,9 +94,10 @@ def change_each(
 
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
-    """Clamp the parameters' gradients to [-clip_value, clip_value] in place. Marks of reduced gradients stay valid.
+    """Clamp the parameters' gradients to [-clip_value, clip_value] in place.
 
-    Half-precision gradients of float32 parameters become float32 before that.
+    Half-precision gradients of float32 parameters become float32 before that. Gradients that are marked as already
+    reduced (`mark_complete`) stay marked.
     """
     with keep_complete_marks((param, None) for param in params):
         widen_gradients(params)

@@ -181,10 +181,11 @@ class GradStats:
     overwrites the tensors of the captured step. Clone the tensors that you want to keep.
 
     Args:
-        total_norm: 0-dim float64 (float32 on a device without float64): the global p-norm of the unscaled gradients before
-            clipping. May be inf or NaN.
-        clip_coef: 0-dim, same dtype: the clip coefficient; the smallest one if the rule has several. 1 without clipping, or
-            if the norm is non-finite. If some param groups have a ``max_norm``, it is the coefficient of the other groups.
+        total_norm: 0-dim float64 (float32 on a device without float64): the global p-norm of the gradients, without the
+            loss scale and before clipping. May be inf or NaN.
+        clip_coef: 0-dim, same dtype: the clip coefficient; the smallest one if the rule has several. 1 without
+            clipping, if the rule only clamps (`ByValue`), or if the norm is non-finite. If some param groups have a
+            ``max_norm``, it is the coefficient of the groups without one.
         found_inf: 0-dim float32: 1 if the norm is non-finite, or if some gradients were computed without the loss scale of
             `backward`. The step is then skipped. See `skipped` for all reasons to skip.
         group_norms: [number of param groups]: the global p-norm per param group.

@@ -26,7 +26,7 @@ class ParamPosition:
     Args:
         index: Index of the model parameter, in the order in which the optimizer was given parameters.
         name: Name of the model parameter.
-        param: The model parameter: this rank's shard of it; of a DTensor its local tensor.
+        param: This rank's shard of the model parameter; for a DTensor its local tensor.
         tensor: The tensor that the optimizer holds at this position.
         offset: Index of the first element of ``tensor`` in the flattened (row-major) ``param``. Default: 0.
         path: For each parameter transform the tensor at this position before the transform, in order. The first one is

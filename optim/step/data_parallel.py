@@ -461,8 +461,9 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
     Megatron's class is recognized by its methods, without an import of Megatron.
 
     Raises:
-        ValueError: As for `MegatronGradSync`.
-        TypeError: As for `TorchGradSync`, or there are several modules and one of them is Megatron's.
+        ValueError: Megatron's module is configured for a feature that this library provides, or to sum gradients.
+        TypeError: A module is no data-parallel module, the kinds of modules differ, or there are several modules and
+            one of them is Megatron's.
     """
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):

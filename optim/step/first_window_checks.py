@@ -288,7 +288,7 @@ class UnusedParameters:
 
     Args:
         params: The model's parameters, in the order of the plan's entries.
-        plan: The agreed plan of the model's parameters.
+        plan: The reduction plan of the model's parameters, compared over all ranks.
         registry: The process groups of the mesh.
         reduces_in_backward: True if gradients may be reduced, moved or cleared before a window ends, so that hooks must
             record the parameters with a gradient.

@@ -120,7 +120,7 @@ class UsedClip:
 
 
 def _is_same(one: Clip | None, other: Clip | None) -> bool:
-    """Return True if two rules of explicit clips are one object, or have the same type and arguments.
+    """Return True if two rules are one object, or are both `ByNorm` or both `ByValue` with equal arguments.
 
     Arguments are equal if they are one object, or floats of equal value. Host synchronization: none.
     """

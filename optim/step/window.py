@@ -359,7 +359,10 @@ class Window:
 
     @property
     def count(self) -> int:
-        """Return the divisor of the summed gradients if no rank gave a weight: the micro-batches, or 1 without `steps`."""
+        """Return the divisor of the window's summed gradients if no rank gave a weight.
+
+        It is the number of micro-batches with ``accumulation_steps``, else 1.
+        """
         return 1 if self.steps is None else max(1, self.micro_batches)
 
     @property
@@ -380,12 +383,12 @@ class Window:
 
     @property
     def is_unused(self) -> bool:
-        """Return True if `steps` is set and the window has no micro-batch yet."""
+        """Return True if ``accumulation_steps`` is set and the window has no micro-batch yet."""
         return self.steps is not None and not self.micro_batches
 
     @property
     def next_is_last(self) -> bool:
-        """Return True if `steps` is set and the next micro-batch is the last one of the window."""
+        """Return True if ``accumulation_steps`` is set and the next micro-batch is the last one of the window."""
         return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
     def ends(self, final: bool) -> bool:
@@ -402,9 +405,9 @@ class Window:
     def may_clear(self) -> bool:
         """Return True if `zero_grad` may clear gradients now.
 
-        With `steps`, the result is False after the first micro-batch of a window, unless the window is abandoned: a
-        backward raised, or the caller is in an ``except`` block for an error that was raised after the last micro-batch
-        began.
+        With ``accumulation_steps``, the result is False after the first micro-batch of a window, unless the window is
+        abandoned: a backward raised, or the caller is in an ``except`` block for an error that was raised after the
+        last micro-batch began.
         """
         if self.steps is None or not self.micro_batches or self.phase == "broken":
             return True
@@ -521,16 +524,16 @@ class Window:
 
         Args:
             weight: The divisor of the summed loss, such as the number of tokens; a number or a 0-dim tensor. None: the
-                loss is a mean. With `steps`, gradients are then divided by the number of micro-batches; otherwise they
-                are not divided.
+                loss is a mean. With ``accumulation_steps``, gradients are then divided by the number of micro-batches;
+                otherwise they are not divided.
             params: The parameters whose gradients accumulate.
         Raises:
             ValueError: The window is full; only some of its micro-batches have a weight; or the weight is a number
                 that is negative or not finite.
             TypeError: The weight is neither a number nor a 0-dim tensor.
             RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared within the
-                window; with `steps`, a backward bypassed the optimizer since the last micro-batch; or a CUDA graph
-                captures the micro-batch, and its replays could not add the weight.
+                window; with ``accumulation_steps``, a backward bypassed the optimizer since the last micro-batch; or a
+                CUDA graph captures the micro-batch, and its replays could not add the weight.
         """
         if self.phase == "clipped":
             raise RuntimeError(

@@ -34,7 +34,7 @@ CHUNK = 8
 LEVELS, BITS = 3, 18
 """Number of summands per chunk power, and the number of bits of each summand."""
 
-BLOCK = 2**15
+BLOCK = 2**17
 """Number of elements that one rank measures together. Replicas share the blocks of a large gradient."""
 
 

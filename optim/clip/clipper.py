@@ -527,7 +527,7 @@ class GradientClipper:
             return clip
         try:
             return self.thresholds.rule(clip, groups, norm_type)
-        except ValueError:
+        except (TypeError, ValueError):
             self._measure(MeasurementSpec(norm_type), pack, vote)  # the other ranks wait for this collective
             raise
 

@@ -252,3 +252,27 @@ def test_expert_axis_without_declared_role_warns(world: World) -> None:
     assert "roles={'expert': 'data'}" in texts[0][0]
     for roles, spec in (({"expert": "data"}, P()), ({"expert": "model"}, P()), ({}, P(partial="expert"))):
         assert world.run(4, experts_of_no_told_role, roles, spec) == [[]] * 4
+
+
+def step_with_bad_threshold_on_one_rank(value: object) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        param = parameter("a", 4)
+        optimizer = ParallelOptimizer(sgd([{"params": [param], "max_norm": 1.0}]), registry)
+        optimizer.backward((param * 3).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if registry.global_rank == 1:
+            optimizer.param_groups[0]["max_norm"] = value
+        optimizer.backward((param * 3).sum())
+        try:
+            optimizer.step()
+        except (TypeError, ValueError) as error:
+            return type(error).__name__
+        return "no error"
+
+
+@pytest.mark.parametrize(("value", "error"), [("text", "TypeError"), (-1.0, "ValueError")])
+def test_bad_threshold_on_one_rank_raises_there_and_leaves_no_rank_waiting(
+    world: World, value: object, error: str
+) -> None:
+    assert world.run(2, step_with_bad_threshold_on_one_rank, value) == ["no error", error]

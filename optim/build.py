@@ -287,6 +287,12 @@ class Setup:
             raise ValueError(
                 f"{clip!r} with sum_order='fixed': rules per unit, and rules that need norms of weights, are not supported"
             )
+        for part in parts_of(self.optimizer):
+            if getattr(part, "rounds_by_ranks", False):
+                raise ValueError(
+                    f"{type(part).__name__} with sum_order='fixed': its results depend on the number of ranks; use Muon or "
+                    "an elementwise optimizer, or leave sum_order='fixed' out"
+                )
         for placement in self.placements:
             if isinstance(placement, Sharded) and placement.gradients:
                 raise ValueError(

@@ -518,7 +518,8 @@ class GradientClipper:
     ) -> Clip | None:
         """Return ``clip`` combined with the ``max_norm`` of param groups.
 
-        Before it raises a ValueError, it runs the collectives of the measurement, because the other ranks wait in them.
+        Before it raises a ValueError or TypeError, it runs the collectives of the measurement, because the other ranks wait
+        in them.
         """
         groups = self.optimizer.param_groups
         if not (

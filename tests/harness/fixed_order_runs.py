@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from meshstep.amp.modes import precision_of
-from meshstep.optim import AdaGC, Offloaded, ParallelOptimizer, Sharded, ZClip, load_checkpoint, save_checkpoint
+from meshstep.optim import AdaGC, Muon, Offloaded, ParallelOptimizer, Sharded, ZClip, load_checkpoint, save_checkpoint
 from meshstep.parallel import ColumnParallelLinear, P, ProcessGroupRegistry, RowParallelLinear, Topology, declare
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ CLIPS: dict[str, Any] = {
 }
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=3e-3, fused=True),
+    "Muon": lambda groups: Muon(groups, lr=1e-2),
     "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, fused=True),
 }
 

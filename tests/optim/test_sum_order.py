@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fixed_order_runs import CLIPS, FixedRun, resumed, trained
-from meshstep.optim import Adaptive, Bf16Compression, ParallelOptimizer, Sharded
+from meshstep.optim import SOAP, Adaptive, Bf16Compression, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.buckets import ALIGNMENT
 from meshstep.optim.gradients.fixed_order import Node, TreeSum, nodes_of, reference_tree_sum, root_of
 from meshstep.optim.norm.exact_norm import CHUNK, chunk_powers, exact_summands
@@ -97,6 +97,7 @@ RUNS = {
         precision="fp16", states="offloaded", clip="groups", fault="overflow"
     ),
     "fp32, ZeRO-1, overflow": FixedRun(states="zero1", fault="overflow", weighted=True),
+    "Muon, ZeRO-1": FixedRun(optimizer="Muon", states="zero1", total=12),
     "missing micro-batch": FixedRun(states="zero1", fault="missing", weighted=True),
     "missing gradient": FixedRun(states="zero1", fault="unused"),
 }
@@ -161,6 +162,13 @@ def test_run_resumed_twice_on_other_numbers_of_ranks_has_the_hash_of_one_run(wor
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_that_rounds_by_ranks_is_an_error_with_fixed_order() -> None:
+    model = nn.Linear(3, 2)
+    soap = SOAP(model.named_parameters())
+    with pytest.raises(ValueError, match=r"SOAP with sum_order='fixed': its results depend on the number of ranks"):
+        ParallelOptimizer(soap, ProcessGroupRegistry(Topology()), accumulation_steps=1, sum_order="fixed")
 
 
 def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:

@@ -41,9 +41,13 @@ from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.skips import Skip
 from .step.update_request import UpdateRequest
+from .telemetry.comparison import RunComparison, compare_runs
 from .telemetry.coordinate_check import CoordinateCheck, Trial, coordinate_check
 from .telemetry.gradient_noise import NoiseScale
 from .telemetry.monitor import Flops, Monitor, Report
+from .telemetry.recorder import Recorder
+from .telemetry.rounding import Tolerances
+from .telemetry.step_pair import Difference
 from .telemetry.telemetry import Measurement, SpectralNorms, Telemetry
 from .telemetry.writers import CsvFile, JsonLines, TensorBoardWriter, Terminal, WeightsAndBiases
 from .whole.adafactor import CAME, Adafactor
@@ -76,6 +80,7 @@ __all__ = [
     "CosineAnnealingLR",
     "CsvFile",
     "DataParallel",
+    "Difference",
     "Fingerprints",
     "Flops",
     "GlobalNorm",
@@ -105,11 +110,13 @@ __all__ = [
     "PlacementContext",
     "PolynomialLR",
     "Position",
+    "Recorder",
     "Reduce",
     "ReductionPlan",
     "Replayable",
     "ReplicaMismatchError",
     "Report",
+    "RunComparison",
     "Shampoo",
     "Sharded",
     "Skip",
@@ -122,6 +129,7 @@ __all__ = [
     "Telemetry",
     "TensorBoardWriter",
     "Terminal",
+    "Tolerances",
     "TorchStates",
     "Trial",
     "UpdateRequest",
@@ -133,6 +141,7 @@ __all__ = [
     "broadcast_weights",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "compare_runs",
     "coordinate_check",
     "global_norm",
     "load_checkpoint",

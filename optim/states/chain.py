@@ -510,7 +510,8 @@ class StepObserver:
         """Read the reduced gradients of the stepped tensors (`ParallelOptimizer.stepped_tensors`), before clipping.
 
         These gradients are still multiplied by the loss scale (``window.scale``). They are not yet divided by the
-        weight of the accumulation window, the sum of its micro-batches' weights.
+        weight of the accumulation window, the sum of its micro-batches' weights. With ``sum_order="fixed"`` they are sums
+        over the data ranks instead of averages.
         """
 
     def update(self, request: UpdateRequest, update: Update) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -363,18 +362,9 @@ def _table(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
 # Command ``python -m meshstep.optim report run.jsonl [-o report.html]`` -----------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command: write the HTML page of a run, and return the exit code.
-
-    The exit code is 0 if the page was written. It is 2, with a message on stderr, if the file can't be read, was not
-    written by `JsonLines` or has no report, or if the page can't be written. Wrong arguments and ``--help`` raise
-    SystemExit.
-
-    Args:
-        arguments: The command line arguments. None: ``sys.argv[1:]``.
-    """
-    parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
-    report = parser.add_subparsers(required=True, metavar="report").add_parser(
+def add_report_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``report`` to the commands of a parser; ``options.run_command(options)`` then runs it."""
+    report = commands.add_parser(
         "report",
         help="write the curves of a run as one HTML page",
         description="Write one HTML page with the curves of a run. It needs no network, and shows values at the pointer.",
@@ -386,17 +376,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-o", "--output", metavar="FILE", type=Path, help="default: the run's path with the suffix .html"
     )
     report.add_argument("--title", help="default: the file's name")
-    options = parser.parse_args(arguments)
+    report.set_defaults(run_command=write_report)
+
+
+def write_report(options: argparse.Namespace) -> int:
+    """Write the HTML page of a run, and return the exit code 0.
+
+    Args:
+        options: The parsed arguments of the command.
+
+    Raises:
+        OSError: The file can't be read, or the page can't be written.
+        ValueError: The file was not written by `JsonLines`, or has no report.
+    """
     output: Path = options.output or options.run.with_suffix(".html")
     # in an ASCII locale, Python decodes other bytes to lone surrogates, which can't be encoded to UTF-8
     title = os.fsencode(options.title or options.run.stem).decode("utf-8", "replace")
-    try:
-        reports = read_json_lines(options.run)
-        if not reports:
-            raise ValueError(f"{options.run} contains no report yet; run the training for some steps first")
-        output.write_bytes(page(title, reports).encode())
-    except (OSError, ValueError) as error:
-        print(f"{parser.prog} report: error: {printable(str(error))}", file=sys.stderr)
-        return 2
+    reports = read_json_lines(options.run)
+    if not reports:
+        raise ValueError(f"{options.run} contains no report yet; run the training for some steps first")
+    output.write_bytes(page(title, reports).encode())
     print(f"{printable(str(output))}: {len(reports)} reports, to step {reports[-1]['step']:,.0f}")
     return 0

@@ -39,6 +39,7 @@ from ..norm.plan_agreement import with_names
 from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import StepObserver
+from ..step.data_parallel import FixedOrderSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window, place_of, window_fields
 from ..whole.tensors import LogicalTensor, WholeTensors, narrowed
@@ -160,6 +161,15 @@ def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
     wire = packed.to(registry.device, copy=True)
     dist.all_reduce(wire, group=registry.group(*registry.topology.axes))
     return wire.to(packed.device)
+
+
+def data_ranks_of(optimizer: ParallelOptimizer[Any]) -> tuple[int, int]:
+    """Return the numbers of data ranks over which reduced gradients are averaged, and over which they are only summed.
+
+    With ``sum_order="fixed"`` the numbers are (1, D) for D data ranks, else (D, 1).
+    """
+    ranks = optimizer.registry.topology.size(*optimizer.registry.topology.data_axes)
+    return (1, ranks) if isinstance(optimizer.grad_sync, FixedOrderSync) else (ranks, 1)
 
 
 # Largest singular values of sharded matrices, by power iteration ------------------------------------------------------
@@ -565,7 +575,8 @@ class Telemetry(StepObserver):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
-        self._count = 1  # number of micro-batches in the accumulation window, over which the gradient is averaged
+        # number of data ranks over which the reduced gradient is averaged, and number of terms in it that need an average
+        self._averaged, self._count = 1, 1
         self._scale: Tensor | None = None
         optimizer.add_observer(self)
 
@@ -627,7 +638,8 @@ class Telemetry(StepObserver):
         )
         self._gradients = planned.to_parameters(found)
         self._window = window_fields(window.weight, planned.registry, planned.device).values.clone()
-        self._count = window.count
+        self._averaged, summed = data_ranks_of(self.optimizer)
+        self._count = window.count * summed
         self._scale = window.scale
         if planned.local is not None:
             weights = self._window.new_zeros(len(self._window), planned.local.data_ranks)
@@ -677,7 +689,7 @@ class Telemetry(StepObserver):
         """
         planned = self._planned
         place = place_of(planned.registry)
-        inverse = inverse_weight(window[: place.stages], place.data_ranks, self._count)
+        inverse = inverse_weight(window[: place.stages], self._averaged, self._count)
         if self._scale is not None:
             inverse = inverse / self._scale.to(inverse)
         rows = torch.cat([rows[:1], rows[1:2] * inverse.square(), rows[2:]])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "parallel": "print the coordinate of each rank on named axes: python -m meshstep.parallel data=2 tensor=4",
-    "optim": "draw the curves of a run as one page: python -m meshstep.optim report run.jsonl",
+    "optim": "draw the curves of a run, or compare two runs: python -m meshstep.optim report run.jsonl",
     "testing": "compare the gradients of a layout with its declarations: python -m meshstep.testing audit --help",
 }
 

@@ -66,6 +66,11 @@ WITHOUT = {  # exported names without an example, and why
 
 # What the text around an example gives: executed before it.
 HIDDEN = "hidden = torch.randn(2, 4, 512)"
+RECORDED = (
+    "for name in ('a.jsonl', 'b.jsonl'):\n"
+    "    with Recorder(optimizer, name):\n"
+    "        optimizer.backward(model(x).square().mean()); optimizer.step()"
+)
 SETUP = {
     "Classifier2D": "embedding = Embedding2D(32000, 512, registry)\n"
     "hidden = torch.randn(4, 512); target = torch.randint(32000, (4,))",
@@ -112,6 +117,9 @@ SETUP = {
     "from torch.distributed.checkpoint.state_dict import (\n"
     "    get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict)",
     "align_replicas": "step = 200",
+    "Difference": RECORDED,
+    "RunComparison": RECORDED,
+    "compare_runs": RECORDED,
     "coordinate_check": "Model = lambda width, registry: declared(nn.Sequential(nn.Linear(4, width)))\n"
     "train = lambda model, steps: None",
     "load_checkpoint": "scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer); optimizer.step()\n"

@@ -420,3 +420,28 @@ def test_layers_with_equal_parameter_names_get_distinct_labels(world: World, nam
     for names, error in world.run(2, of_layers_that_declare_themselves, named):
         assert sorted(names) == sorted([*expected, "total"])
         assert "which declare(...) or model.named_parameters() gave to the parameters" in error
+
+
+# Gradients in a fixed order -------------------------------------------------------------------------------------------
+
+
+def norms_in_fixed_order(size: int) -> tuple[float, float]:
+    """Return the gradient norm of `GradStats` and of the figures, of 4 micro-batches over all data ranks."""
+    with ProcessGroupRegistry(Topology(data=size)) as registry:
+        model = nn.Linear(3, 2)
+        nn.init.ones_(model.weight)
+        declare(model, {"*": P()})
+        optimizer = ParallelOptimizer(sgd(model), registry, accumulation_steps=4 // size, sum_order="fixed")
+        telemetry = Telemetry(optimizer, every=1)
+        for _ in range(4 // size):
+            optimizer.backward(model(torch.ones(3)).sum())
+        stats = optimizer.step()
+        assert stats is not None
+        return float(stats.total_norm), last(telemetry).to_dict()["grad_norm/total"]
+
+
+def test_telemetry_averages_gradients_that_are_summed_in_fixed_order(world: World) -> None:
+    for size in (1, 2, 4):
+        for measured, figure in world.run(size, norms_in_fixed_order, size):
+            assert measured == pytest.approx(math.sqrt(8), rel=1e-6)
+            assert figure == pytest.approx(math.sqrt(8), rel=1e-6)

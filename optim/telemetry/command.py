@@ -1,0 +1,33 @@
+"""The commands ``report`` and ``compare`` of ``python -m meshstep.optim``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ...parallel.mesh.text import printable
+from .comparison import add_compare_command
+from .page import add_report_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit code.
+
+    If a file can't be read or written, or is not of the expected kind, the code is 2, with a message on stderr. Wrong
+    arguments and ``--help`` raise SystemExit.
+
+    Args:
+        arguments: The command line arguments. None: ``sys.argv[1:]``.
+    """
+    parser = argparse.ArgumentParser(prog="python -m meshstep.optim", description="Looks at training runs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    add_report_command(commands)
+    add_compare_command(commands)
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.run_command(options)
+    except (OSError, ValueError) as error:
+        print(f"{parser.prog} {options.command}: error: {printable(str(error))}", file=sys.stderr)
+        return 2
+    return code

@@ -1,0 +1,462 @@
+"""`Recorder`, which writes norms, hashes and sketches of every full parameter to a file, to compare two runs.
+
+    with Recorder(optimizer, "run.jsonl", every=100):
+        train()
+
+The first line of the file describes the run: its topology, and the layout of every parameter. Each later line is one
+recorded step. ``python -m meshstep.optim compare`` compares two files, which may come from different layouts.
+
+A recorded step sums these numbers over all ranks, in one all-reduce:
+
+    per parameter: |w|^2  |g|^2  |dw|^2, three sketches, three hashes | comparisons of replicas | batch | window weights
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
+from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.value_checks import check_count
+from ..clip.clipper import inverse_weight
+from ..norm.measure import check_every
+from ..norm.powers import accumulation_dtype
+from ..norm.replicas import ReplicaCheck
+from ..parallel_optimizer import ParallelOptimizer
+from ..states.chain import StepObserver
+from ..step.update_request import Update, UpdateRequest
+from ..step.window import Window, place_of, window_fields
+from .gradient_noise import changes_, kept, squares
+from .telemetry import Planned, Slots, data_ranks_of, world_sum
+from .tensor_digest import BUCKETS, HASH_WORDS, digest, hash_words, joined_hash, row_hashes
+from .writers import ReportFile
+
+VERSION = 1
+QUANTITIES = ("weight", "gradient", "update")
+_ROWS = (
+    3 + 3 * BUCKETS + 3 * HASH_WORDS + 1
+)  # numbers per parameter: squares, sketches, hashes, shards of unknown region
+_BATCH = HASH_WORDS + 1
+
+
+class RecordFile(ReportFile):
+    """The file of a `Recorder`. `ReportFile` describes files that exist already."""
+
+    def _step(self, line: str) -> int | None:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return found["step"] if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Write one line."""
+        self._write(json.dumps(line, allow_nan=True) + "\n")
+
+
+class _RecordPlan:
+    """The tensors that a recorder digests, and how the results are summed per parameter.
+
+    Collectives: object all-gathers.
+    """
+
+    def __init__(self, optimizer: ParallelOptimizer[Any]) -> None:
+        self.planned = planned = Planned(optimizer, "parameter", None, None)
+        registry, plan = optimizer.registry, planned.plan
+        self.names = plan.parameter_names
+        self.rows = optimizer.stepped_tensors()
+        self.regions = [
+            row.region if row.region is not None and row.region.numel == tensor.numel() else None
+            for row, tensor in zip(self.rows, planned.measured, strict=True)
+        ]
+        self.check = ReplicaCheck(plan, planned.measured, planned.device, exact=True)
+        self._slots = Slots(plan.parameter_slots, len(self.names), planned.device)
+        # Only the first replica of a shard adds its hash; its sign along each axis with replicas is 1 - n.
+        first = [all(self.check._sign(axis, entry.spec) <= 0 for axis in self.check.axes) for entry in plan.entries]
+        self._first = torch.tensor(first, dtype=torch.float64).to(planned.device)
+        self._unknown = torch.tensor([float(region is None) for region in self.regions], dtype=torch.float64)
+        self.counts_batch = all(
+            at == 0 or axis in registry.topology.data_axes
+            for axis, at in registry.topology.coordinate(registry.global_rank).items()
+        )
+        self.parameters = self._describe(optimizer)
+
+    def _describe(self, optimizer: ParallelOptimizer[Any]) -> dict[str, dict[str, Any]]:
+        """Return the description of every full parameter by name."""
+        registry = optimizer.registry
+        own: dict[int, dict[str, Any]] = {}
+        for row, slot in zip(self.rows, self.planned.plan.parameter_slots, strict=True):
+            spec = row.model_entry.spec.resolve(registry.topology)
+            shape = row.region.full_shape if row.region is not None else row.model_entry.full_shape
+            own[slot] = {
+                "shape": None if shape is None else list(shape),
+                "dtype": str(row.model_entry.dtype).removeprefix("torch."),
+                "stepped": str(row.tensor.dtype).removeprefix("torch."),
+                "group": row.group,
+                "trained": row.trained,
+                "sharded": list(spec.sharded_axes),
+                "partial": list(spec.partial),
+                "distinct": list(spec.distinct_axes(registry.topology)),
+                "owned": [axis for axis, _ in spec.owned],
+                "tied": [axis for axis, _ in spec.tied],
+            }
+        found: dict[int, dict[str, Any]] = {}
+        for of_rank in gather_objects(own, registry):
+            for slot, description in of_rank.items():
+                found.setdefault(slot, description)
+        return {name: found[slot] for slot, name in enumerate(self.names)}
+
+    def words(self, hashes: Tensor) -> Tensor:
+        """Return this rank's summands of the hashes per parameter, [HASH_WORDS, parameters]."""
+        return self._slots(hash_words(hashes).mT * self._first)
+
+    def sketches(self, sketches: Tensor) -> Tensor:
+        """Return this rank's summands of the sketches per parameter, [BUCKETS, parameters].
+
+        Each replica counts equally, so the result is the sketch of the mean of the replicas, if they differ.
+        """
+        return self.planned.to_parameters(sketches.mT)
+
+    def unknown(self) -> Tensor:
+        """Return the numbers of this rank's shards per parameter whose region is not known, [1, parameters]."""
+        return self._slots(self._unknown.to(self.planned.device).unsqueeze(0))
+
+
+@dataclass
+class _Pending:
+    """A recorded step whose numbers are still on the device."""
+
+    step: int
+    totals: Tensor
+    scale: Tensor | None
+    groups: list[dict[str, Any]]
+    micro_batches: int
+    averaged: int
+    count: int
+
+
+class Recorder(StepObserver):
+    """Writes norms, hashes and sketches of all weights, gradients and updates every ``every`` steps, to compare runs.
+
+        with Recorder(optimizer, "run.jsonl", every=100, seed=0) as recorder:
+            recorder.batch(batch)
+            optimizer.backward(loss)
+            optimizer.step()
+
+    ``python -m meshstep.optim compare A.jsonl B.jsonl``, or `compare_runs`, finds the first difference of two recordings.
+    Names and numbers describe full parameters, so recordings of different layouts can be compared. Every rank creates a
+    recorder; global rank 0 writes the file.
+
+    A recorded step has, for each parameter, the weight before the step (the master weight if there is one), the reduced
+    and unscaled gradient before clipping, and the update. Of each of them, it has the L2 norm, a hash of all bits and a
+    sketch: `BUCKETS` signed sums of elements, from which `compare_runs` estimates distances. It also has the loss scale,
+    the options of all param groups, the norm and the clip coefficient, and the axes along which replicas differ.
+
+    The hash of a gradient is that of the mean over micro-batches and data ranks, without the loss scale. With
+    ``backward(weight=...)`` it is that of the sum over micro-batches, averaged over data ranks; norms and sketches are
+    those of the gradient that is applied.
+
+    Args:
+        optimizer: The optimizer, with any layout, precision and state placement. Its device must support float64.
+        path: The file. If it exists, later steps are moved to ``<path>.dropped``, as `JsonLines` does.
+        every: One step in ``every`` is recorded, and also the first step; an integer >= 1. Default: 1.
+        seed: The random seed of the run, which is only written down. None (default): not recorded.
+
+    Raises:
+        ValueError: On every rank: ``every`` is no integer >= 1 or differs between ranks, or the device has no float64.
+
+    Collectives: object all-gathers and an all-reduce in the constructor, and in the first recorded step after
+        `add_param_group`. One all-reduce over the world in a recorded step; none in other steps.
+    Host synchronization: in the constructor; one on global rank 0 per recorded step, in the next step or in `flush`. One
+        more per option of a param group that is a tensor on the device. None in steps that are not recorded.
+    Memory: in a recorded step, a copy of the tensors that this rank steps, about 60 MB, and 0.5 kB per parameter.
+
+    Attributes:
+        step: Number of steps so far, including skipped steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: ParallelOptimizer[Any],
+        path: str | PathLike[str],
+        *,
+        every: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        self.optimizer, self.every, self.seed = optimizer, every, seed
+        registry = optimizer.registry
+        with in_call(registry, "Recorder"):
+            on_all_ranks(self._check, registry)
+            check_same({"every= of Recorder": every, "seed= of Recorder": seed}, registry)
+            self._plan_anew()
+        self.step = 0
+        self._file = RecordFile(path)
+        self._begun, self._due = False, False
+        self._pending: _Pending | None = None
+        self._gradients, self._hashes, self._window = Tensor(), Tensor(), Tensor()
+        self._batch: Tensor | None = None
+        self._averaged, self._count, self._micro_batches = 1, 1, 1
+        self._scale: Tensor | None = None
+        optimizer.add_observer(self)
+
+    def _check(self) -> None:
+        check_every(self.every, f"every={self.every!r}")
+        if accumulation_dtype(self.optimizer.device) != torch.float64:
+            raise ValueError(
+                f"Recorder needs float64, which {self.optimizer.device.type!r} does not support; move the model to a CPU"
+            )
+
+    def _plan_anew(self) -> None:
+        self._of_plan, self._begun = self.optimizer.model_plan, False
+        self._plan = _RecordPlan(self.optimizer)
+
+    def _is_recorded(self, step: int) -> bool:
+        return step == 1 or step % self.every == 0
+
+    def batch(self, *tensors: Tensor) -> None:
+        """Add this rank's samples to the hash of the batch of the next step. Call it once per micro-batch, if at all.
+
+        The hash does not depend on the order of the samples, nor on their distribution over data ranks and micro-batches.
+        Ranks with a coordinate other than 0 on an axis that is no data axis are left out.
+
+        Host synchronization: none. It does nothing if the next step is not recorded.
+
+        Args:
+            *tensors: The inputs, and also the targets if you like. The first dim counts the samples.
+        """
+        if self._is_recorded(self.step + 1) and self._plan.counts_batch:
+            found = row_hashes(tensors)
+            self._batch = found if self._batch is None else self._batch + found
+
+    # Events of a step -------------------------------------------------------------------------------------------------
+
+    def not_captured(self) -> str | None:
+        return "Recorder counts and records steps in Python: close() it before the capture"
+
+    def local_grads(self, window: Window) -> None:
+        self.flush()
+        self._due = self._is_recorded(self.step + 1)
+        if self._due and self.optimizer.model_plan is not self._of_plan:
+            self._plan_anew()
+
+    def reduced_grads(self, window: Window) -> None:
+        if not self._due:
+            return
+        plan, planned = self._plan, self._plan.planned
+        gradients = [tensor.grad for tensor in planned.measured]
+        self._scale = None if window.scale is None else window.scale.clone()
+        self._averaged, summed = data_ranks_of(self.optimizer)
+        self._count, self._micro_batches = window.count * summed, window.micro_batches
+        factor = torch.full((), 1 / self._count, device=planned.device)
+        if self._scale is not None:
+            factor = factor / self._scale.to(factor)
+        found = digest(gradients, plan.regions, planned.device, factor)
+        powers = squares(gradients, planned.device, planned.constants)
+        if self._scale is not None:
+            powers = powers / self._scale.to(powers).square()
+        self._gradients = torch.cat(
+            [planned.to_parameters(powers).unsqueeze(0), plan.sketches(found.sketches), plan.words(found.hashes)]
+        )
+        self._hashes = found.hashes
+        self._window = window_fields(window.weight, planned.registry, planned.device).values.clone()
+
+    def update(self, request: UpdateRequest, update: Update) -> None:
+        """Call ``update(request)``, and in a recorded step digest the weights before the call, and their change.
+
+        Collectives: see the class.
+        """
+        self.step += 1
+        if not self._due:
+            update(request)
+            return
+        self._due, plan, planned = False, self._plan, self._plan.planned
+        device, constants = planned.device, planned.constants
+        groups = [_options(group) for group in self.optimizer.param_groups]
+        before = kept(planned.values())
+        weights = digest(before, plan.regions, device)
+        squared = [squares(before, device, constants)]
+        update(request)
+        changes = changes_(before, planned.values())
+        updates = digest(changes, plan.regions, device)
+        squared.append(squares(changes, device, constants))
+        del before, changes
+        weight, change = planned.to_parameters(torch.stack(squared)).unbind()
+        gradient, sketch, words = self._gradients.split([1, BUCKETS, HASH_WORDS])
+        rows = torch.cat(
+            [
+                torch.stack([weight, gradient[0], change]),
+                plan.sketches(weights.sketches),
+                sketch,
+                -plan.sketches(updates.sketches),  # `changes_` gives before - after
+                plan.words(weights.hashes),
+                words,
+                plan.words(updates.hashes),
+                plan.unknown(),
+            ]
+        )
+        replicas = torch.zeros(0, dtype=torch.float64, device=device)
+        if plan.check.numel:  # there are axes, along which replicas are compared
+            replicas = plan.check.weighted(torch.stack([weights.hashes, self._hashes], 1))
+        batch = torch.zeros(_BATCH, dtype=torch.float64, device=device)
+        if self._batch is not None:
+            batch = torch.cat([hash_words(self._batch.to(device)), batch.new_ones(1)])
+        with in_call(planned.registry, "Recorder"):
+            packed = torch.cat([rows.view(-1), replicas.to(rows), batch, self._window.to(rows)])
+            totals = world_sum(packed, planned.registry)
+        self._batch = None
+        if planned.registry.global_rank == 0:
+            self._pending = _Pending(
+                self.step, totals, self._scale, groups, self._micro_batches, self._averaged, self._count
+            )
+
+    # The file ---------------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write the last recorded step to the file, if it was not written yet.
+
+        Host synchronization: one on global rank 0, if there is such a step.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if not self._begun:
+            self._file.begin(pending.step - 1)
+            self._file.write(self._header(pending.step))
+            self._begun = True
+        self._file.write(self._record(pending))
+
+    def _header(self, step: int) -> dict[str, Any]:
+        optimizer, topology = self.optimizer, self.optimizer.registry.topology
+        wrapped = optimizer.optimizer
+        classes = [type(part).__name__ for part in getattr(wrapped, "optimizers", None) or [wrapped]]
+        return {
+            "recording": VERSION,
+            "step": step,
+            "axes": {axis: [topology.size(axis), topology.role(axis)] for axis in topology.axes},
+            "precision": optimizer.precision.name,
+            "optimizer": classes,
+            "max_norm": str(optimizer.max_norm),
+            "every": self.every,
+            "seed": self.seed,
+            "parameters": self._plan.parameters,
+        }
+
+    def _record(self, pending: _Pending) -> dict[str, Any]:
+        plan, stats = self._plan, self.optimizer.last_stats
+        totals, scalars = pending.totals, []
+        if stats is not None:
+            scalars = [stats.total_norm, stats.clip_coef, stats.skipped]
+        if pending.scale is not None:
+            scalars.append(pending.scale)
+        stages = place_of(plan.planned.registry).stages
+        inverse = inverse_weight(totals[-stages:], pending.averaged, pending.count)
+        flat = torch.cat([totals, torch.stack([value.to(totals) for value in [inverse, *scalars]])])
+        numbers = array("d", flat.tolist())  # the only synchronization
+        tail = list(numbers[len(totals) :])
+        divisor, tail = tail[0], tail[1:]
+        names = len(plan.names)
+        columns = [numbers[row * names : (row + 1) * names] for row in range(_ROWS)]
+        at = _ROWS * names
+        replicas = torch.tensor(numbers[at : at + plan.check.numel], dtype=torch.float64)
+        differing: dict[str, dict[str, list[str]]] = {}
+        for slot, axis, kind in plan.check.differing(replicas) if plan.check.numel else ():
+            kind = "weight" if kind == "parameter" else kind
+            differing.setdefault(plan.names[slot], {}).setdefault(kind, []).append(axis)
+        batch = numbers[at + plan.check.numel : at + plan.check.numel + _BATCH]
+        parameters = {}
+        for slot, name in enumerate(plan.names):
+            own = [column[slot] for column in columns]
+            parameters[name] = _entry(own, divisor, pending.count, plan.parameters[name]["stepped"] == "float64")
+        return {
+            "step": pending.step,
+            "loss_scale": tail[3] if pending.scale is not None and stats is not None else None,
+            "grad_norm": tail[0] if stats is not None else None,
+            "clip_coef": tail[1] if stats is not None else None,
+            "skipped": bool(tail[2]) if stats is not None else None,
+            "micro_batches": pending.micro_batches,
+            "groups": [{name: _plain(value) for name, value in group.items()} for group in pending.groups],
+            "batch": joined_hash(batch[:HASH_WORDS]) if batch[HASH_WORDS] else None,
+            "replicas": differing,
+            "parameters": parameters,
+        }
+
+    def close(self) -> None:
+        """Write the last recorded step, close the file and stop recording. A second call does nothing."""
+        self.flush()
+        self._file.close()
+        self.optimizer.remove_observer(self)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, so that step numbers continue after a checkpoint was loaded."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of `state_dict`, which may come from another layout.
+
+        Raises:
+            ValueError: ``state`` has no valid step; nothing is changed.
+        """
+        if "step" not in state:
+            raise ValueError(f"a state with the keys {[*state]} is no state of a Recorder; give its state_dict()")
+        check_count(state["step"], "step")
+        self.step, self._begun, self._pending = state["step"], False, None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers among a param group's options. Tensors are copied, because schedules write to them."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = value.detach().clone()
+        elif name != "params" and (isinstance(value, (bool, int, float)) or _is_numbers(value)):
+            found[name] = value
+    return found
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(item, (int, float)) for item in value)
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+
+
+def _entry(numbers: Sequence[float], divisor: float, count: int, double: bool) -> list[Any]:
+    """Return a parameter's list in the file: three norms, three hashes, and the sketches in base64.
+
+    Args:
+        numbers: The column of the parameter, with `_ROWS` numbers.
+        divisor: The factor on the gradient that unscales it: D / W, or 1 / number of micro-batches.
+        count: The number by which the sketch of the gradient is divided already.
+        double: True: keep the sketches in float64; False: in float32.
+    """
+    norms = [max(square, 0.0) ** 0.5 if square == square else square for square in numbers[:3]]
+    norms[1] *= divisor
+    if numbers[-1]:  # the region of a shard is not known
+        return [*norms, None, None, None, None]
+    sketches = array("d" if double else "f", numbers[3 : 3 + 3 * BUCKETS])
+    for at in range(BUCKETS, 2 * BUCKETS):
+        sketches[at] *= divisor * count
+    words = numbers[3 + 3 * BUCKETS : -1]
+    hashes = [joined_hash(words[at : at + HASH_WORDS]) for at in range(0, len(words), HASH_WORDS)]
+    return [*norms, *hashes, base64.b64encode(sketches.tobytes()).decode()]

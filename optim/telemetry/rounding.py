@@ -1,0 +1,98 @@
+"""What counts as rounding: tolerances by dtype and step, and estimated distances of recorded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, sqrt
+
+from .recording import Figures, RecordedStep
+
+TOLERANCES: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.2}
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float8": 2.0**-2}
+FLOOR = 0.01  # gradients below this fraction of the global norm are compared with this fraction of it
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Relative distances of gradients that still count as rounding.
+
+        Tolerances({"float32": 1e-3})
+
+    The tolerance of a parameter is that of the coarser dtype of the two runs, which is the dtype of the forward pass as the
+    precision mode and the parameter give it. In step s it is ``relative * (1 + growth * (s - 1))``, at most 0.25.
+
+    Args:
+        relative: Tolerance in the first step by dtype: "float64", "float32", "float16", "bfloat16" or "float8". Dtypes
+            that are not given keep the default: 1e-9, 1e-4, 2e-2, 5e-2 and 0.2.
+        growth: Growth per step, as a fraction of the tolerance in the first step. Default: 0.1.
+    """
+
+    relative: Mapping[str, float] = field(default_factory=dict)
+    growth: float = 0.1
+
+    def __post_init__(self) -> None:
+        for dtype, value in self.relative.items():
+            if dtype not in TOLERANCES or not 0 < value < inf:
+                raise ValueError(
+                    f"a tolerance of {value} for {dtype!r}: give a finite number > 0 for one of {', '.join(TOLERANCES)}"
+                )
+        if not 0 <= self.growth < inf:
+            raise ValueError(f"growth={self.growth}: give a finite number >= 0")
+
+    def at(self, dtype: str, step: int) -> float:
+        """Return the tolerance for a dtype in a step."""
+        first = {**TOLERANCES, **self.relative}[dtype]
+        return max(first, min(first * (1 + self.growth * (step - 1)), 0.25))
+
+
+def coarsest(*dtypes: str) -> str:
+    """Return the dtype with the largest tolerance."""
+    return max(dtypes, key=lambda dtype: (TOLERANCES[dtype], dtype))
+
+
+def compute_dtype(step: RecordedStep, name: str) -> str:
+    """Return the coarsest dtype in which the forward pass uses a parameter, as far as the recording shows it."""
+    precision, dtype = str(step.run["precision"]), str(step.layout(name)["dtype"])
+    by_mode = next(
+        (found for key, found in (("fp8", "float8"), ("bf16", "bfloat16"), ("fp16", "float16")) if key in precision),
+        dtype,
+    )
+    return coarsest(dtype if dtype in TOLERANCES else "float8", by_mode if by_mode in TOLERANCES else "float32")
+
+
+# Distances ------------------------------------------------------------------------------------------------------------
+
+
+def distance(a: Figures, b: Figures) -> float:
+    """Return the estimated norm of the difference of two tensors; 0 if their hashes are equal, inf if one is not finite."""
+    if a.hash is not None and a.hash == b.hash:
+        return 0.0
+    if not (a.is_finite and b.is_finite):
+        return 0.0 if a.is_finite == b.is_finite else inf
+    gap = abs(a.norm - b.norm)
+    return max(gap, length(x - y for x, y in zip(a.sketch, b.sketch, strict=False)))
+
+
+def length(values: Iterable[float]) -> float:
+    """Return the L2 norm of a sketch."""
+    return sqrt(sum(value * value for value in values))
+
+
+def dot(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the inner product of two sketches."""
+    return sum(x * y for x, y in zip(a, b, strict=False))
+
+
+def multiple(a: Figures, b: Figures, tolerance: float) -> float | None:
+    """Return r if ``b`` is r times ``a`` within a relative tolerance; None if it is not a multiple."""
+    if not (a.is_finite and b.is_finite and a.norm and b.norm):
+        return None
+    if not a.sketch or not b.sketch:
+        return b.norm / a.norm
+    squared = dot(a.sketch, a.sketch)
+    ratio = dot(a.sketch, b.sketch) / squared if squared else 0.0
+    rest = length(y - ratio * x for x, y in zip(a.sketch, b.sketch, strict=True))
+    # A small r times a rounds relative to b, so both residuals are relative to b.
+    limit = max(3 * tolerance, 1e-4) * b.norm
+    return ratio if rest <= limit and abs(abs(ratio) * a.norm - b.norm) <= limit else None

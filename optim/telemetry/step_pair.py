@@ -1,0 +1,284 @@
+"""One recorded step of two runs: distances of the figures, and the mesh axes that may explain a difference.
+
+In names and texts, the runs are A and B. A ratio is the number of B divided by that of A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf, prod, sqrt
+from typing import Literal, NamedTuple
+
+from .recorder import QUANTITIES
+from .recording import Figures, RecordedStep
+from .rounding import Tolerances, coarsest, compute_dtype, distance, multiple
+
+Cause = Literal[
+    "rounding only",
+    "not in the optimizer",
+    "tied parameter",
+    "layout",
+    "seed",
+    "initial scale",
+    "order",
+    "written weights",
+    "batch",
+    "forward",
+    "missing sum",
+    "not averaged",
+    "counted several times",
+    "averaged twice",
+    "micro-batches",
+    "loss scale",
+    "clipped before",
+    "sign",
+    "scaled",
+    "no gradient",
+    "partial sum",
+    "non-finite",
+    "skipped",
+    "clip threshold",
+    "clip norm",
+    "learning rate",
+    "weight decay",
+    "hyper-parameter",
+    "not stepped",
+    "update of shards",
+    "optimizer state",
+    "other optimizer",
+]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of two runs beyond rounding, and its probable cause.
+
+        found = compare_runs("a.jsonl", "b.jsonl").difference
+        if found is not None:
+            print(found.step, found.parameter, found.cause, found.axis)
+
+    Args:
+        step: The step; the steps before it have no difference among the steps that both runs recorded.
+        quantity: "layout", "weight", "gradient", "decision", "option" or "update".
+        parameter: The name of the parameter that shows the cause best, or else the parameter with the largest relative
+            distance. None: the difference concerns no parameter, such as the clip coefficient.
+        parameters: All parameters that differ in this quantity and step.
+        cause: The probable cause, a short name.
+        axis: The mesh axis of the cause, or axes joined by `` x ``. None: the cause concerns no axis, or the axis is not
+            known.
+        ratio: The number of B divided by that of A, if B is a multiple of A.
+        text: An explanation.
+    """
+
+    step: int
+    quantity: str
+    parameter: str | None
+    parameters: tuple[str, ...]
+    cause: Cause
+    axis: str | None
+    ratio: float | None
+    text: str
+
+
+# Accepted distances ---------------------------------------------------------------------------------------------------
+
+
+class Accepted:
+    """Distances that earlier steps accepted as rounding.
+
+    Args:
+        tolerances: The tolerances.
+
+    Attributes:
+        slack: By parameter, the sum of the accepted distances of earlier updates.
+        last_update: By parameter, the accepted distance of the last compared update.
+        noise: By parameter, the largest accepted relative distance of its gradient.
+        largest: The largest relative distance by quantity.
+        equal: False if a hash differed.
+        last_step: Number of the last compared step; 0 before the first one.
+        is_first: True until the first compared step is accepted.
+    """
+
+    def __init__(self, tolerances: Tolerances) -> None:
+        self.tolerances = tolerances
+        self.slack: dict[str, float] = {}
+        self.last_update: dict[str, float] = {}
+        self.noise: dict[str, float] = {}
+        self.largest = dict.fromkeys(QUANTITIES, 0.0)
+        self.equal = True
+        self.last_step = 0
+        self.is_first = True
+
+    def accept_step(self, step: int) -> None:
+        """Continue after a step without a difference."""
+        self.is_first, self.last_step = False, step
+
+
+# One step of two runs -------------------------------------------------------------------------------------------------
+
+Which = Literal["A", "B"]
+WEIGHT, GRADIENT, UPDATE = range(3)  # indices of `QUANTITIES`
+
+
+class AxisMatch(NamedTuple):
+    """A mesh axis whose size explains a ratio.
+
+    Attributes:
+        axis: The axis, or axes joined by `` x ``.
+        which: The run with the axis.
+        size: The size t.
+        kind: "t", "1/t", "sqrt t" or "1/sqrt t": the number of this run divided by that of the other run.
+        roles: The roles of the axes.
+    """
+
+    axis: str
+    which: Which
+    size: int
+    kind: str
+    roles: frozenset[str]
+
+
+class StepPair:
+    """One recorded step of two runs.
+
+    Args:
+        step: Number of the step.
+        a, b: The step of run A and of run B.
+        accepted: The distances that earlier steps accepted.
+
+    Attributes:
+        names: The parameters of both runs, in the order of A.
+        drift: Relative distance of all weights together; set by the comparison of weights.
+    """
+
+    def __init__(self, step: int, a: RecordedStep, b: RecordedStep, accepted: Accepted) -> None:
+        self.step, self.a, self.b, self.accepted = step, a, b, accepted
+        self.names = [name for name in a.names if name in b.line["parameters"]]
+        self._dtypes = {name: coarsest(compute_dtype(a, name), compute_dtype(b, name)) for name in self.names}
+        self.drift = 0.0
+
+    @property
+    def sides(self) -> tuple[tuple[Which, RecordedStep, RecordedStep], ...]:
+        """Return (name of the run, the run, the other run), B first."""
+        return ("B", self.b, self.a), ("A", self.a, self.b)
+
+    def run(self, which: Which) -> RecordedStep:
+        """Return the step of a run."""
+        return self.a if which == "A" else self.b
+
+    def tolerance(self, name: str) -> float:
+        """Return the relative tolerance of a parameter's gradient."""
+        return self.accepted.tolerances.at(self._dtypes[name], self.step)
+
+    def both(self, name: str, quantity: int) -> tuple[Figures, Figures]:
+        """Return the figures of A and B."""
+        return self.a.figures(name)[quantity], self.b.figures(name)[quantity]
+
+    def distance(self, name: str, quantity: int) -> tuple[float, float]:
+        """Return the distance of A and B, and the larger norm."""
+        a, b = self.both(name, quantity)
+        return distance(a, b), max(a.norm, b.norm)
+
+    def relative(self, name: str, quantity: int) -> float:
+        """Return the distance relative to the larger norm; 0 for two zeros."""
+        found, size = self.distance(name, quantity)
+        return found / size if found and size else (inf if found else 0.0)
+
+    def multiple(self, name: str, quantity: int) -> float | None:
+        """Return r if B is r times A; None if it is not a multiple, or has a single element and so always is one."""
+        if self.numel(name) == 1:
+            return None
+        return multiple(*self.both(name, quantity), self.tolerance(name))
+
+    def numel(self, name: str) -> int:
+        """Return the number of elements of a parameter; a large number if its shape is not known."""
+        shape = self.a.layout(name)["shape"]
+        return 2**31 if shape is None else prod(shape)
+
+    def is_all(self, names: Sequence[str]) -> bool:
+        """Return True if the names are those of all parameters."""
+        return len(names) == len(self.names)
+
+    def by_distance(self, names: Sequence[str], quantity: int) -> list[str]:
+        """Return the names, with the largest relative distance first."""
+        return sorted(names, key=lambda name: -self.relative(name, quantity))
+
+    def accept(self, name: str, quantity: int, relative: float) -> None:
+        """Record an accepted relative distance."""
+        a, b = self.both(name, quantity)
+        self.accepted.equal = self.accepted.equal and a.hash is not None and a.hash == b.hash
+        key = QUANTITIES[quantity]
+        self.accepted.largest[key] = max(self.accepted.largest[key], relative)
+
+    # Axes -------------------------------------------------------------------------------------------------------------
+
+    def _sized_axes(self) -> Iterator[tuple[tuple[str, ...], Which, int]]:
+        """Yield (axes, run, product of their sizes), first those whose product differs between the runs."""
+        found = []
+        for which, run, other in self.sides:
+            for count in range(1, len(run.axes) + 1):
+                for axes in combinations(run.axes, count):
+                    size = prod(map(run.size, axes))
+                    found.append((size == prod(map(other.size, axes)), count, axes, which, size))
+        for _, _, axes, which, size in sorted(found, key=lambda item: item[:2]):
+            yield axes, which, size
+
+    def axis_of_ratio(
+        self, ratio: float, names: Sequence[str], tolerance: float = 1e-3, only: Sequence[str] | None = None
+    ) -> AxisMatch | None:
+        """Return the axis that explains a ratio best; None: no size of an axis fits.
+
+        Args:
+            ratio: The ratio, > 0.
+            names: The parameters with this ratio. A mistake along a model axis often concerns exactly the parameters that
+                are sharded over it, or exactly the others.
+            tolerance: Relative tolerance of the ratio. Default: 1e-3.
+            only: The accepted kinds of `AxisMatch`. None (default): all.
+        """
+        best: tuple[float, AxisMatch] | None = None
+        for order, (axes, which, size) in enumerate(self._sized_axes()):
+            own, roles = ratio if which == "B" else 1 / ratio, frozenset(map(self.run(which).role, axes))
+            kinds = {"t": float(size), "1/t": 1 / size, "sqrt t": sqrt(size), "1/sqrt t": 1 / sqrt(size)}
+            for kind, value in kinds.items():
+                if abs(own / value - 1) > tolerance or (only is not None and kind not in only):
+                    continue
+                score = self._fit(axes, which, names) - 0.01 * order - (1 if "sqrt" in kind else 0)
+                if best is None or score > best[0]:
+                    best = score, AxisMatch(" x ".join(axes), which, size, kind, roles)
+        return None if best is None else best[1]
+
+    def _fit(self, axes: Sequence[str], which: Which, names: Sequence[str]) -> float:
+        """Return how well the parameters fit a mistake along the axes; larger is better."""
+        run = self.run(which)
+        only_data = {run.role(axis) for axis in axes} == {"data"}
+        if self.is_all(names):
+            return 3.0 if only_data else 0.0
+        return -1.0 if only_data else max(self._fit_of_axis(axis, run, {*names}) for axis in axes)
+
+    def _fit_of_axis(self, axis: str, run: RecordedStep, names: set[str]) -> float:
+        sharded = {name for name in self.names if axis in run.layout(name)["distinct"]}
+        if names in (sharded, {*self.names} - sharded):
+            return 3.0
+        return 1.0 if names <= sharded or not names & sharded else 0.5
+
+    def axis_of_shards(self, names: Sequence[str], exact: bool) -> str | None:
+        """Return the axis over which exactly the given parameters are sharded; None: there is none, or these are all.
+
+        Args:
+            names: The parameters.
+            exact: False: other parameters may be sharded over the axis too.
+        """
+        chosen, found = {*names}, []
+        for _, run, other in self.sides:
+            for axis in run.axes if not self.is_all(names) else ():
+                sharded = {name for name in self.names if axis in run.layout(name)["sharded"]}
+                if chosen == sharded or (not exact and chosen <= sharded):
+                    found.append((run.size(axis) == other.size(axis), chosen != sharded, axis))
+        return min(found)[2] if found else None
+
+    def only_sharding_axis(self, name: str) -> str | None:
+        """Return the axis over which a parameter is sharded, if it is sharded over one axis only."""
+        axes = {axis for _, run, _ in self.sides for axis in run.layout(name)["sharded"] if run.size(axis) > 1}
+        return axes.pop() if len(axes) == 1 else None

@@ -1,0 +1,156 @@
+"""Digests of full tensors that do not depend on the layout: a hash of all bits, and a linear sketch of the values.
+
+Each rank digests its shards, with the index i of every element in the flattened full tensor. Sums over the shards of all
+ranks give the digest of the full tensor:
+
+    hash      = sum of bits(x_i) * r_i  modulo 2^64                 r_i: a fixed odd 64-bit number per index
+    sketch[b] = sum of s_i * x_i  over the elements with b_i = b    s_i: a fixed sign; b_i: one of `BUCKETS` buckets
+
+Equal elements give equal hashes in every layout. One element that differs always changes the hash; other differences cancel
+about once in 2^32. The bits are those of the element as float32, or as float64 for float64 tensors.
+
+The sketch is linear: the squared length of the difference of two sketches is an unbiased estimate of ``|x - y|^2``, with a
+relative standard deviation of ``sqrt(2 / BUCKETS)``. It therefore shows whether two tensors are multiples of each other, or
+how far they are apart, also if their norms are equal.
+
+Reference: Charikar, Chen and Farach-Colton 2002, "Finding frequent items in data streams" (count sketch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.shard import Region, Shape
+from ..norm.replicas import splitmix64_finalizer
+
+BUCKETS = 16  # numbers per sketch
+CHUNK = 2**20  # maximum number of elements that are digested at a time; they take about 60 bytes each
+HASH_WORDS = 2  # float64 numbers per hash in a collective
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of several tensors, on the device of the result.
+
+    Args:
+        hashes: [tensors] int64.
+        sketches: [tensors, BUCKETS] float64.
+    """
+
+    hashes: Tensor
+    sketches: Tensor
+
+
+def digest(
+    tensors: Sequence[Tensor | None],
+    regions: Sequence[Region | None],
+    device: torch.device,
+    scale: Tensor | None = None,
+) -> Digests:
+    """Return the digests of this rank's shards.
+
+    Host synchronization: none.
+
+    Args:
+        tensors: The shards: in the shape of the shard, or the elements of the region's run in row-major order. None: there
+            is no tensor, and the digest is that of zeros.
+        regions: For each shard its region of the full tensor. None: the region is not known; the digest is 0.
+        device: The device of the result.
+        scale: 0-dim: all elements are multiplied by it first. None (default): 1.
+    """
+    hashes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    sketches = torch.zeros(len(tensors), BUCKETS, dtype=torch.float64, device=device)
+    for at, (tensor, region) in enumerate(zip(tensors, regions, strict=True)):
+        if tensor is None or region is None or not region.numel:
+            continue
+        found, sketch = None, torch.zeros(BUCKETS, dtype=torch.float64, device=tensor.device)
+        for index, values in _indexed(tensor.detach(), region):
+            values = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+            if scale is not None:
+                values = values * scale.to(values.device, values.dtype)
+            mixed = splitmix64_finalizer(index + 1)
+            own = _hash_words(values, mixed)
+            found = own if found is None else found + own
+            signed = torch.where(mixed & (1 << 20) == 0, values, -values).double()
+            sketch.index_add_(0, mixed & (BUCKETS - 1), signed)
+        if found is not None:
+            hashes[at] = found.to(device)
+            sketches[at] = sketch.to(device)
+    return Digests(hashes, sketches)
+
+
+def _hash_words(values: Tensor, mixed: Tensor) -> Tensor:
+    """Return the sum over elements of their bits times an odd number, 0-dim int64, modulo 2^64."""
+    words = values.contiguous().view(torch.int32).to(torch.int64)
+    factors = mixed << 1 | 1
+    if values.dtype == torch.float64:  # two words per element, each with a number of its own
+        factors = torch.stack([factors, splitmix64_finalizer(factors) << 1 | 1], 1).view(-1)
+    return (words * factors).sum()
+
+
+def _indexed(tensor: Tensor, region: Region) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (indices in the flattened full tensor, elements), both 1-dim, for all elements, at most `CHUNK` at a time."""
+    strides = [prod(region.full_shape[dim + 1 :]) for dim in range(len(region.full_shape))]
+    for offsets, part in region.parts(tensor).items():
+        for start, piece in _pieces(offsets, part):
+            index = torch.zeros((), dtype=torch.int64, device=piece.device)
+            for dim, (first, stride) in enumerate(zip(start, strides, strict=True)):
+                along = torch.arange(first, first + piece.shape[dim], device=piece.device) * stride
+                index = index + along.view(-1, *[1] * (piece.dim() - dim - 1))
+            yield index.reshape(-1), piece.reshape(-1)
+
+
+def _pieces(offsets: Shape, part: Tensor) -> Iterator[tuple[Shape, Tensor]]:
+    """Divide a rectangle of a tensor into rectangles of at most `CHUNK` elements: (offsets, view) pairs."""
+    if part.numel() <= CHUNK:
+        if part.numel():
+            yield offsets, part
+        return
+    dim = next(dim for dim, length in enumerate(part.shape) if length > 1)
+    step = max(1, CHUNK * part.shape[dim] // part.numel())
+    for start in range(0, part.shape[dim], step):
+        length = min(step, part.shape[dim] - start)
+        at = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        yield from _pieces(at, part.narrow(dim, start, length))
+
+
+def hash_words(hashes: Tensor) -> Tensor:
+    """Return hashes, [...] int64, as two numbers below 2^32 each, [..., HASH_WORDS] float64, which collectives can sum."""
+    return torch.stack([hashes & 0xFFFFFFFF, hashes >> 32 & 0xFFFFFFFF], -1).double()
+
+
+def joined_hash(words: Sequence[float]) -> str:
+    """Return the hash, 16 hexadecimal digits, from the sums of its two `hash_words` over the shards."""
+    low, high = (int(word) for word in words)
+    return f"{(low + (high << 32)) % 2**64:016x}"
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+def row_hashes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum over rows of the hash of each row, 0-dim int64, modulo 2^64.
+
+    A row has the elements at one index of the first dim, in all tensors. The sum does not depend on the order of the rows,
+    nor on how they are distributed over ranks and micro-batches.
+
+    Host synchronization: none.
+    """
+    total: Tensor | None = None
+    for number, tensor in enumerate(tensors):
+        flat = tensor.detach().reshape(len(tensor), -1)
+        if flat.dtype == torch.bool:
+            flat = flat.to(torch.uint8)
+        if flat.is_floating_point():
+            flat = flat.double().view(torch.int64)
+        places = torch.arange(flat.shape[1], device=flat.device) + (number << 40) + 1
+        of_rows = (flat.to(torch.int64) * (splitmix64_finalizer(places) << 1 | 1)).sum(1)
+        total = of_rows if total is None else splitmix64_finalizer(total) + of_rows
+    if total is None:
+        raise ValueError("there is no tensor in the batch; give at least one, such as the inputs")
+    return splitmix64_finalizer(total).sum()

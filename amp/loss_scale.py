@@ -336,7 +336,8 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: A gradient is float16, and the optimizer does not unscale gradients by itself.
         """
         stepped: Any = optimizer
-        stepped.overflow_is_agreed = True  # in addition to torch's attributes `found_inf` and `grad_scale`
+        # Tells `ParallelOptimizer` that all ranks have the same `found_inf`. torch's own scaler does not set it.
+        stepped.overflow_is_agreed = True
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:

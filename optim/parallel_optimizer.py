@@ -598,10 +598,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scale
 
     def _scale_info(self) -> GradScaleInfo:
-        """Return the divisors of the window's gradients, and further numbers that the collective of the norm sums.
+        """Return the numbers that divide this window's gradients, and the fields that are summed together with the norm.
 
-        These numbers are the window's weight, hashes of the settings that must be equal on all ranks, and the number of
-        shards with a gradient per parameter.
+        The fields are the window's weight, and the vote of whether the loss was scaled. With several ranks they are also
+        hashes of the settings that must be equal on all ranks, and per parameter the number of shards with a gradient.
         """
         window, agreement = self._window, self._agreement
         if agreement is None:

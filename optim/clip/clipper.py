@@ -85,9 +85,10 @@ class SkipVote:
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
     def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Record the sums of `fields`, and return (rejected, replicas_diverged) for `GradStats`, each 0-dim float32.
+        """Evaluate the votes of all ranks, and return (rejected, replicas_diverged), each 0-dim float32, for `GradStats`.
 
-        ``rejected`` is None without ``commit``; ``replicas_diverged`` is None without ``watch``.
+        ``rejected`` is 1 if ``commit`` on any rank voted to skip the step; None without ``commit``. ``replicas_diverged``
+        is 1 if ``watch`` found different replicas; None without ``watch``.
 
         Args:
             sums: The sum of each field over all ranks.

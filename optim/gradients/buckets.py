@@ -294,7 +294,8 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._hook, self._pending = group, hook, list(pending)
-        # Views of one buffer share a version counter: a write to one view would invalidate the marks of all views.
+        # A gradient is marked as reduced by its version counter (`mark_complete`). Views of one buffer share this counter,
+        # so a write to one gradient would remove the marks of all.
         self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel

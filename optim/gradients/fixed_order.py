@@ -81,7 +81,7 @@ def add_halves(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) ->
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     one = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) != (b is None)]
     if one:
-        torch._foreach_add_([value for value in one if value is not None], 0.0)  # as zeros would: -0 + 0 is 0
+        torch._foreach_add_([value for value in one if value is not None], 0.0)  # as a gradient of zeros: -0 becomes 0
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 

@@ -234,8 +234,8 @@ def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
 def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
     """Return the `triton_kernels.HYPER` numbers per param group for the kernels.
 
-    They are five hyper-parameters (0 for a missing one), log(beta1) and log(beta2) for Adam or zeros, and the sign of
-    the gradient.
+    They are five hyper-parameters (0 for a missing one), log(beta1) and log(beta2) for Adam or zeros, and -1 if the
+    optimizer maximizes, else 1.
     """
     hyper = part.hyper
     logs = [log(beta) if beta else -inf for beta in hyper[1:3]] if kind == Kind.ADAM else [0.0, 0.0]

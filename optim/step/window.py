@@ -616,7 +616,9 @@ class Window:
             )
 
 
-_SCALED = 2.0**30  # exceeds the number of ranks: the sum of votes is > 0 if any rank has scaled a loss
+# The vote of a rank that has scaled a loss. A rank with only unscaled gradients votes -1. This vote exceeds the number of
+# ranks, so the sum of votes is > 0 if any rank has scaled a loss.
+_SCALED = 2.0**30
 
 
 class _OtherBackward:

@@ -107,7 +107,7 @@ def coordinate_check(
     Memory: the outputs of the measured modules in two forwards.
     """
     if len({*widths}) < 2:
-        raise ValueError(f"widths={widths!r}: give two or more, such as (64, 128, 256, 512)")
+        raise ValueError(f"widths={widths!r}: give two or more different widths, such as (64, 128, 256, 512)")
     ordered, changes = sorted({*widths}), dict[str, list[float]]()
     for width in ordered:
         for layer, change in _changes(build(width), registry, layers).items():

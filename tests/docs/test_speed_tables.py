@@ -26,6 +26,7 @@ SMALL: dict[str, list[tuple[str, list[str]]]] = {
     "checkpoint": [("--rounds 2 --mib 0.1", ["save", "load"])],
     "dtensor_clip": [("--counts 10 20 --rounds 1 --torch-limit 10", ["       10 ", "       20 "])],
     "fingerprints": [("--seconds 0.01 --width 16 --clean 0", ["no watch"])],
+    "fixed_order": [("--ranks 2 --elements 12000 --rounds 1", ["    2 "])],
     "gram": [
         ("--widths 16 --aspects 1 4 --rounds 1", ["16 x 16 | bfloat16", "16 x 64 | float32"]),
         ("--split --width 16 --matrices 1 --rounds 1", ["homes, on Gram", "summed"]),

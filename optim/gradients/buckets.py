@@ -255,11 +255,11 @@ class UnreducedGradients:
         gradients = [param.grad for param in self.params if param.grad is not None]
         if gradients:
             change_each(torch._foreach_mul_, gradients, self.scale)
-        return _nothing
+        return nothing
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Finish a reduction that has no communication."""
 
 
 class GradientBucket:

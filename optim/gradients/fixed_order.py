@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...amp.casting import is_half
+from ...amp.casting import HALF_DTYPES, is_half
 from ...parallel.mesh.process_group_collectives import all_gather_flat
-from .buckets import ALIGNMENT, Finish, FlatBucket, dense, flat_buckets
+from .buckets import ALIGNMENT, Finish, FlatBucket, dense, flat_buckets, nothing
 from .in_place import gradient_dtype
 from .reduce_in_backward import run_all
 
@@ -58,7 +58,7 @@ class TreeSum:
 
         Args:
             number: The number of the micro-batch over all data ranks; larger than in earlier calls.
-            gradients: One gradient per parameter. The tensors are written to later.
+            gradients: One dense gradient per parameter. The tensors are written to later.
         """
         node = Node(0, number)
         values = [None if gradient is None else _owned(gradient) for gradient in gradients]
@@ -69,9 +69,8 @@ class TreeSum:
 
 
 def _owned(gradient: Tensor) -> Tensor:
-    """Return the gradient as a dense tensor that may be written to, in float32 if it has half precision."""
-    dense_gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    return dense_gradient.float() if is_half(dense_gradient) else dense_gradient.resolve_neg()
+    """Return a dense gradient as a tensor that may be written to, in float32 if it has half precision."""
+    return gradient.float() if is_half(gradient) else gradient.resolve_neg()
 
 
 def add_halves(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -211,7 +210,7 @@ class FixedOrderSum:
         own = [self._packed(values, bucket) for values in parts]
         if group is None:
             self._unpack(root_of(dict(zip(nodes[0], own, strict=True)), count), layout)
-            return _nothing
+            return nothing
         numel, lengths = layout.slice_numel, [len(of_rank) for of_rank in nodes]
         sent = own[0] if len(own) == 1 else torch.stack([part.view(self._ranks, numel) for part in own], 1).view(-1)
         received = sent.new_empty(sum(lengths) * numel)
@@ -257,13 +256,9 @@ class FixedOrderSum:
             param.grad = value
 
 
-def _nothing() -> None:
-    pass
-
-
 def _sum_dtype(param: Tensor) -> torch.dtype:
     dtype = gradient_dtype(param)
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
 def reference_tree_sum(gradients: Sequence[Tensor]) -> Tensor:

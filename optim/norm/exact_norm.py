@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from ...parallel.layout.spec import P
+from ...parallel.mesh.registry import ProcessGroupRegistry
 from .global_norm import GlobalNorm
 from .measure import Norms
-from .plan import NormBucket, ReductionPlan
+from .plan import ReductionPlan
 
 CHUNK = 8
 """Number of elements per chunk, a power of 2. Shards of parameters begin at multiples of it (``ALIGNMENT`` of buckets)."""
@@ -91,11 +91,14 @@ class ExactNorm(GlobalNorm):
     """
 
     def __init__(
-        self, plan: ReductionPlan, registry: object, norm_type: float = 2.0, per_parameter: bool = False
+        self,
+        plan: ReductionPlan,
+        registry: ProcessGroupRegistry,
+        norm_type: float = 2.0,
+        per_parameter: bool = False,
     ) -> None:
-        super().__init__(plan, registry, norm_type, "packed", per_parameter)  # type: ignore[arg-type]
+        super().__init__(plan, registry, norm_type, "packed", per_parameter)
         check_exact(norm_type)
-        self._shares = plan.for_each(lambda spec: share_of(spec, plan))
 
     def __call__(
         self,
@@ -139,7 +142,7 @@ class ExactNorm(GlobalNorm):
         """
         open_batches: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[int, int]], list[Tensor], int]] = {}
         for i, gradient in present:
-            number, count = self._shares[i]
+            number, count = self.plan.replica_places[i]
             for block, flat in enumerate(gradient.reshape(-1).split(BLOCK)):
                 if not len(flat) or block % count != number:
                     continue
@@ -180,18 +183,6 @@ class ExactNorm(GlobalNorm):
 
 def _repeated(counts: Sequence[tuple[int, int]]) -> list[int]:
     return [value for value, count in counts for _ in range(count)]
-
-
-def share_of(spec: P, plan: ReductionPlan) -> tuple[int, int]:
-    """Return (n, N): this rank measures every N-th block of a parameter, from block n on; -1: none."""
-    topology, bucket = plan.topology, NormBucket.of(spec, plan.topology)
-    if not bucket.counts(plan.coordinate):
-        return -1, 1
-    number, count = 0, 1
-    for axis in topology.axes:
-        if axis not in bucket.axes(topology):
-            number, count = number * topology.size(axis) + plan.coordinate[axis], count * topology.size(axis)
-    return number, count
 
 
 def check_exact(norm_type: float) -> None:

@@ -350,16 +350,29 @@ class ReductionPlan:
         return tuple(1 / replicas for replicas in self.num_replicas)
 
     @cached_property
+    def replica_places(self) -> tuple[tuple[int, int], ...]:
+        """Return (n, N) for each entry: this rank has the n-th of N replicas of its shard, of those that are counted.
+
+        n is -1 on a rank whose replica is not counted (`NormBucket.counts`), such as that of a later tied stage.
+        """
+
+        def place(spec: P) -> tuple[int, int]:
+            bucket, number, count = NormBucket.of(spec, self.topology), 0, 1
+            if not bucket.counts(self.coordinate):
+                return -1, 1
+            named = bucket.axes(self.topology)
+            for axis in self.topology.axes:
+                if axis not in named:
+                    size = self.topology.size(axis)
+                    number, count = number * size + self.coordinate[axis], count * size
+            return number, count
+
+        return self.for_each(place)
+
+    @property
     def are_first_replicas(self) -> tuple[bool, ...]:
         """Return for each entry True on the first of the ranks that hold the same shard."""
-
-        def is_first(spec: P) -> bool:
-            bucket = NormBucket.of(spec, self.topology)
-            named = {*bucket.axes(self.topology)}
-            others = (index for axis, index in self.coordinate.items() if axis not in named)
-            return bucket.counts(self.coordinate) and not any(others)
-
-        return self.for_each(is_first)
+        return tuple(number == 0 for number, _ in self.replica_places)
 
     def by_spec(self, answer: Callable[[P], T]) -> dict[P, T]:
         """Return a dict from each distinct spec of the entries to ``answer(spec)``."""

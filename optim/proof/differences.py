@@ -324,7 +324,7 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Difference:
+class DifferenceQuotient:
     """The derivative of the loss along a direction, computed as a central difference for one step size.
 
     Args:
@@ -377,7 +377,9 @@ class Differences:
         change = mean_loss(up, self.topology) - mean_loss(down, self.topology)
         self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
-    def along(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float) -> Iterator[Difference]:
+    def along(
+        self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float
+    ) -> Iterator[DifferenceQuotient]:
         """Yield central differences along the directions, one for each of five step sizes.
 
         Two forwards run when a difference is taken from the iterator. The parameters are restored afterwards.
@@ -399,7 +401,7 @@ class Differences:
             apart = {
                 axis for losses in pair for axis in unequal_loss_axes(losses, self.topology, self._within(step, size))
             }
-            yield Difference((up - down) / (2 * step), rounding, tuple(sorted(apart)))
+            yield DifferenceQuotient((up - down) / (2 * step), rounding, tuple(sorted(apart)))
 
     def _within(self, step: float, size: float) -> float:
         """Return the largest difference between the losses of two ranks that counts as rounding.
@@ -415,7 +417,7 @@ class Differences:
         finally:
             self.measured.put_back(before)
 
-    def judge(self, found: Iterable[Difference], promised: float, size: float) -> Judgement:
+    def judge(self, found: Iterable[DifferenceQuotient], promised: float, size: float) -> Judgement:
         """Compare central differences with the derivative that the gradients predict, and return the result.
 
         The loss may have kinks (ReLU, maximum, top-k). A difference is wrong if its step contains a kink, and smaller
@@ -449,7 +451,7 @@ class Differences:
         """Return True if rounding is above 1 % of a derivative of ``size`` even at the step size `Digits.largest`."""
         return self.noise / self.digits.largest > 0.01 * size
 
-    def tells(self, found: Difference, size: float) -> bool:
+    def tells(self, found: DifferenceQuotient, size: float) -> bool:
         """Return True if the rounding error of ``found`` is at most 1 % of ``size``, the expected derivative."""
         return found.rounding <= 0.01 * size
 

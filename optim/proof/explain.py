@@ -27,7 +27,7 @@ from .contracts import (
     larger_axes,
     split_beside,
 )
-from .differences import Difference, Differences, Losses
+from .differences import DifferenceQuotient, Differences, Losses
 
 Cause = Literal[
     "split, not declared",
@@ -220,21 +220,21 @@ class Probe:
         (self.products,) = differences.measured.products([(known, direction)])
         self._differences, self._known = differences, known
         self._steps = differences.along([(known, direction)], self.size)
-        self._found: list[Difference] = []
+        self._found: list[DifferenceQuotient] = []
 
     @property
     def size(self) -> float:
         """Return the approximate absolute derivative of the loss along the direction, estimated from gradients."""
         return max(self._known.effect, *map(abs, self.products.values()))
 
-    def derivative(self) -> Difference | None:
+    def derivative(self) -> DifferenceQuotient | None:
         """Return the most reliable central difference; None if all are lost in rounding.
 
         It is the first difference with a small rounding error that agrees with an earlier difference. If there is none,
         it is the difference with the smallest step among those with a small rounding error, because a small step
         contains the fewest kinks of the loss.
         """
-        usable: list[Difference] = []
+        usable: list[DifferenceQuotient] = []
         for one in self.differences():
             exact = one.rounding <= 1e-5 * self.size
             if exact and any(abs(one.value - larger.value) <= 1e-6 * self.size for larger in usable):
@@ -243,7 +243,7 @@ class Probe:
         exact_ones = [one for one in usable if one.rounding <= 1e-5 * self.size]
         return max(exact_ones or usable, key=lambda one: one.rounding, default=None)
 
-    def differences(self) -> Iterator[Difference]:
+    def differences(self) -> Iterator[DifferenceQuotient]:
         """Yield the central differences whose rounding error is at most 1 % of the derivative.
 
         Each is computed once, and stored for later calls.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -79,27 +78,11 @@ def _hash(tensor: Tensor, region: Region | None, salt: str) -> Tensor:
         salt: Makes the hash different for other names.
     """
     start = int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little", signed=True)
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+    tensor = tensor.detach().resolve_neg()
     if region is None:
         region = Region(tuple(tensor.shape), tuple(((0, length),) for length in tensor.shape), 0, tensor.numel())
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for offset, part in region.parts(tensor).items():
-        indices = _flat_indices(offset, tuple(part.shape), region.full_shape, tensor.device)
-        values = part.reshape(-1)
+    for index, values in region.elements(tensor, _BLOCK):
         words = values.view(_BITS[values.element_size()]).to(torch.int64)
-        for word, index in zip(words.split(_BLOCK), indices.split(_BLOCK), strict=True):
-            total += splitmix64_finalizer(word ^ splitmix64_finalizer(index + start)).sum()
+        total += splitmix64_finalizer(words ^ splitmix64_finalizer(index + start)).sum()
     return total
-
-
-def _flat_indices(
-    offset: Sequence[int], sizes: Sequence[int], full_shape: Sequence[int], device: torch.device
-) -> Tensor:
-    """Return the index in the flattened full tensor of each element of a rectangle, 1-dim int64."""
-    indices = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, (first, size) in enumerate(zip(offset, sizes, strict=True)):
-        along = torch.arange(first, first + size, device=device) * prod(full_shape[dim + 1 :])
-        indices = indices.unsqueeze(-1) + along
-    return indices.reshape(-1)

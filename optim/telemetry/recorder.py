@@ -81,9 +81,8 @@ class _RecordPlan:
         ]
         self.check = ReplicaCheck(plan, planned.measured, planned.device, exact=True)
         self._slots = Slots(plan.parameter_slots, len(self.names), planned.device)
-        # Only the first replica of a shard adds its hash; its sign along each axis with replicas is 1 - n.
-        first = [all(self.check._sign(axis, entry.spec) <= 0 for axis in self.check.axes) for entry in plan.entries]
-        self._first = torch.tensor(first, dtype=torch.float64).to(planned.device)
+        # Only the first replica of a shard adds its hash.
+        self._first = torch.tensor(plan.are_first_replicas, dtype=torch.float64).to(planned.device)
         self._unknown = torch.tensor([float(region is None) for region in self.regions], dtype=torch.float64)
         self.counts_batch = all(
             at == 0 or axis in registry.topology.data_axes

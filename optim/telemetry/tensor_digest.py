@@ -18,14 +18,13 @@ Reference: Charikar, Chen and Farach-Colton 2002, "Finding frequent items in dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
-from ...parallel.layout.shard import Region, Shape
+from ...parallel.layout.shard import Region
 from ..norm.replicas import splitmix64_finalizer
 
 BUCKETS = 16  # numbers per sketch
@@ -69,7 +68,7 @@ def digest(
         if tensor is None or region is None or not region.numel:
             continue
         found, sketch = None, torch.zeros(BUCKETS, dtype=torch.float64, device=tensor.device)
-        for index, values in _indexed(tensor.detach(), region):
+        for index, values in region.elements(tensor.detach(), CHUNK):
             values = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
             if scale is not None:
                 values = values * scale.to(values.device, values.dtype)
@@ -91,32 +90,6 @@ def _hash_words(values: Tensor, mixed: Tensor) -> Tensor:
     if values.dtype == torch.float64:  # two words per element, each with a number of its own
         factors = torch.stack([factors, splitmix64_finalizer(factors) << 1 | 1], 1).view(-1)
     return (words * factors).sum()
-
-
-def _indexed(tensor: Tensor, region: Region) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (indices in the flattened full tensor, elements), both 1-dim, for all elements, at most `CHUNK` at a time."""
-    strides = [prod(region.full_shape[dim + 1 :]) for dim in range(len(region.full_shape))]
-    for offsets, part in region.parts(tensor).items():
-        for start, piece in _pieces(offsets, part):
-            index = torch.zeros((), dtype=torch.int64, device=piece.device)
-            for dim, (first, stride) in enumerate(zip(start, strides, strict=True)):
-                along = torch.arange(first, first + piece.shape[dim], device=piece.device) * stride
-                index = index + along.view(-1, *[1] * (piece.dim() - dim - 1))
-            yield index.reshape(-1), piece.reshape(-1)
-
-
-def _pieces(offsets: Shape, part: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-    """Divide a rectangle of a tensor into rectangles of at most `CHUNK` elements: (offsets, view) pairs."""
-    if part.numel() <= CHUNK:
-        if part.numel():
-            yield offsets, part
-        return
-    dim = next(dim for dim, length in enumerate(part.shape) if length > 1)
-    step = max(1, CHUNK * part.shape[dim] // part.numel())
-    for start in range(0, part.shape[dim], step):
-        length = min(step, part.shape[dim] - start)
-        at = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
-        yield from _pieces(at, part.narrow(dim, start, length))
 
 
 def hash_words(hashes: Tensor) -> Tensor:

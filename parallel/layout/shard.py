@@ -158,6 +158,22 @@ class Region:
             at += prod(box.sizes)
         return found
 
+    def elements(self, tensor: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (indices in the flattened full tensor, elements), both 1-dim, for all elements of the region.
+
+        Args:
+            tensor: As for `parts`.
+            most: Maximum number of elements that are yielded at a time.
+        """
+        strides = [prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
+        for offsets, part in self.parts(tensor).items():
+            for start, piece in _pieces(offsets, part, most):
+                index = torch.zeros((), dtype=torch.int64, device=piece.device)
+                for dim, (first, stride) in enumerate(zip(start, strides, strict=True)):
+                    along = torch.arange(first, first + piece.shape[dim], device=piece.device) * stride
+                    index = index + along.view(-1, *[1] * (piece.dim() - dim - 1))
+                yield index.reshape(-1), piece.reshape(-1)
+
     def _rectangles(self, box: Box, part: Tensor) -> Iterator[tuple[Shape, Tensor]]:
         """Split a rectangle of the shard into rectangles of the full tensor.
 
@@ -545,3 +561,17 @@ def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Itera
     axes = spec.resolve(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))
+
+
+def _pieces(offsets: Shape, part: Tensor, most: int) -> Iterator[tuple[Shape, Tensor]]:
+    """Divide a rectangle of a tensor into rectangles of at most ``most`` elements: (offsets, view) pairs."""
+    if part.numel() <= most:
+        if part.numel():
+            yield offsets, part
+        return
+    dim = next(dim for dim, length in enumerate(part.shape) if length > 1)
+    step = max(1, most * part.shape[dim] // part.numel())
+    for start in range(0, part.shape[dim], step):
+        length = min(step, part.shape[dim] - start)
+        at = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        yield from _pieces(at, part.narrow(dim, start, length), most)

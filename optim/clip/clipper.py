@@ -260,7 +260,7 @@ class AgreedThresholds:
     def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
         """Return ``clip`` combined with the thresholds of param groups into a `ByGroup`.
 
-        Without thresholds, return ``clip``; if it is a `ByGroup`, with ``norm_type`` set.
+        Without thresholds, return ``clip``.
 
         Args:
             clip: The rule of the optimizer. None: no rule.
@@ -274,8 +274,7 @@ class AgreedThresholds:
         check_thresholds(clip, param_groups)
         thresholds = self.now(param_groups)
         if not any(threshold is not None for threshold in thresholds):
-            # ByGroup combines norms of param groups into a common norm, for which it needs p.
-            return replace(clip, norm_type=norm_type) if isinstance(clip, ByGroup) else clip
+            return clip
         others = clip.max_norm if isinstance(clip, ByNorm) else None
         return ByGroup(tuple(thresholds), others, norm_type, clip.clip_value if isinstance(clip, ByValue) else None)
 
@@ -523,9 +522,7 @@ class GradientClipper:
         in them.
         """
         groups = self.optimizer.param_groups
-        if not (
-            self.thresholds.has_any or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)
-        ):
+        if not (self.thresholds.has_any or any(group.get("max_norm") is not None for group in groups)):
             return clip
         try:
             return self.thresholds.rule(clip, groups, norm_type)

@@ -153,8 +153,7 @@ class ByGroup(Clip):
         others = [norm for index, norm in enumerate(norms.groups.unbind()) if self._is_other(index)]
         if threshold is None or not others:
             return torch.ones_like(norms.total)
-        p = 2.0 if self.norm_type is None else self.norm_type
-        return clip_coefficient(torch.linalg.vector_norm(torch.stack(others), p), threshold)
+        return clip_coefficient(torch.linalg.vector_norm(torch.stack(others), norms.norm_type), threshold)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class ExactNorm(GlobalNorm):
         norms = self._norms(torch.cat([levels, of_total]), finite)
         groups, parameters, units, weight_norms = norms[:-1].split(self._sizes)
         total = groups[0] if self.plan.num_groups == 1 else norms[-1]
-        return Norms(total, groups, parameters, extra, units, weight_norms, norms[:0])
+        return Norms(total, groups, parameters, extra, units, weight_norms, norms[:0], self.norm_type)
 
     def _batches(self, present: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[list[tuple[int, int]], list[Tensor]]]:
         """Yield batches of the blocks that this rank measures, of about `BLOCK` elements, each of one dtype and device.

@@ -124,7 +124,7 @@ class GlobalNorm:
             vector = vector.pow(1 / self.norm_type)
             total = vector[0] if self.plan.num_groups == 1 else total.pow(1 / self.norm_type)
         groups, parameters, units, weight_norms = vector.split(self._sizes)
-        return Norms(total, groups, parameters, extra, units, weight_norms, vector[:0])
+        return Norms(total, groups, parameters, extra, units, weight_norms, vector[:0], self.norm_type)
 
     def _unit_and_weight_powers(
         self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor

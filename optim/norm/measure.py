@@ -36,6 +36,7 @@ class Norms(NamedTuple):
             parameter, named group or unit. Empty if not requested.
         named: [patterns + 1]: one norm per name pattern of a clipping rule such as `ByName`, and one of all parameters
             that match no pattern. Empty without patterns.
+        norm_type: The p of the norms.
     """
 
     total: Tensor
@@ -45,6 +46,7 @@ class Norms(NamedTuple):
     units: Tensor
     weights: Tensor
     named: Tensor
+    norm_type: float
 
 
 def checked_norm_type(norm_type: float) -> float:

@@ -202,8 +202,11 @@ class StepPair:
         return len(names) == len(self.names)
 
     def by_distance(self, names: Sequence[str], quantity: int) -> list[str]:
-        """Return the names, with the largest relative distance first."""
-        return sorted(names, key=lambda name: -self.relative(name, quantity))
+        """Return the names, with the largest relative distance first.
+
+        Names whose distances have the same two leading digits keep their order, so that rounding does not change it.
+        """
+        return sorted(names, key=lambda name: -float(f"{self.relative(name, quantity):.1e}"))
 
     def accept(self, name: str, quantity: int, relative: float) -> None:
         """Record an accepted relative distance."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from meshstep.optim.kernels.choice import kernels_here
 from snippets import blocks, printed_by
 from world import World
 
@@ -33,6 +35,7 @@ RANKS = {  # page -> the number of ranks that its snippets run on
     "CLIP_DTENSORS.md": 4,
     "SAME_BITS.md": 2,
 }
+HASH = re.compile(r"\b[0-9a-f]{16}\b")
 
 
 def session(codes: list[str], name: str) -> list[str]:
@@ -54,14 +57,17 @@ def parts_of(page: str) -> tuple[list[str], list[str]]:
 def test_page_on_several_ranks_prints_the_shown_text(world: World, page: str) -> None:
     codes, shown = parts_of(page)
     first, *others = world.run(RANKS[page], session, codes, page)
+    if kernels_here() == "torch":  # the shown hashes are those of the compiled kernels
+        first, shown = ([HASH.sub("", text) for text in texts] for texts in (first, shown))
     assert first == shown
     assert others == [[""] * len(codes)] * (RANKS[page] - 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
 def test_page_of_equal_bits_prints_the_same_hash_on_other_numbers_of_ranks(world: World, ranks: int) -> None:
-    codes, shown = parts_of("SAME_BITS.md")
-    assert world.run(ranks, session, codes, "SAME_BITS.md")[0] == shown
+    codes, _ = parts_of("SAME_BITS.md")
+    on_two_ranks = world.run(2, session, codes, "SAME_BITS.md")[0]
+    assert world.run(ranks, session, codes, "SAME_BITS.md")[0] == on_two_ranks
 
 
 # LOGGING.md -----------------------------------------------------------------------------------------------------------

@@ -610,12 +610,13 @@ def test_group_thresholds_combine_with_norm_and_value_rules(
                 assert float((part.value - part.of(full)).abs().max() / full.abs().max()) < 2e-6, part.key
 
 
-def test_group_rule_without_norm_type_uses_optimizer_norm_type(world: World) -> None:
-    config = Config("tensor", {"norm_type": 3.0})
-    rule, same = ByGroup((None, None), 2.5), ByGroup((None, None), 2.5, 3.0)
-    by_rank = world.run(2, trained, config, [rule, same])
-    assert_as_dense([told[0] for told in by_rank], same, config, "no norm_type")
-    assert_as_dense([told[1] for told in by_rank], same, config, "norm_type=3")
+@pytest.mark.parametrize(("norm_type", "others"), [(1.0, 45.0), (3.0, 2.5)])
+def test_group_rule_without_norm_type_uses_optimizer_norm_type(world: World, norm_type: float, others: float) -> None:
+    config = Config("tensor", {"norm_type": norm_type})
+    rule, same = ByGroup((None, None), others), ByGroup((None, None), others, norm_type)
+    for clip in (rule, same, SkipSpikes(inner=rule), SkipSpikes(inner=SkipSpikes(inner=rule))):
+        by_rank = world.run(2, trained, config, [clip])
+        assert_as_dense([told[0] for told in by_rank], same, config, repr(clip))
 
 
 def explicitly(config: Config, rule: Clip | None, then: tuple[str, float]) -> tuple[Told, bool]:

@@ -217,7 +217,8 @@ def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) 
     kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
     if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
         return None
-    tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
+    if not all(map(Tensor.is_contiguous, tensors)):
+        tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
     addresses, numels = array("Q", map(Tensor.data_ptr, tensors)), array("q", map(Tensor.numel, tensors))
     found, threads = torch.empty(len(tensors), dtype=torch.float64), torch.get_num_threads()
     (at, _), (lengths, _) = addresses.buffer_info(), numels.buffer_info()

@@ -159,7 +159,11 @@ def _meshes_of(params: Iterable[Tensor]) -> tuple[DeviceMesh, ...]:
     kind: Any = loaded_class("torch.distributed.tensor", "DTensor")
     if kind is None:
         return ()
-    dtensors = [param for param in params if isinstance(param, kind)]
+    params = list(params)
+    if all(issubclass(cls, kind) for cls in {*map(type, params)}):  # a pass in C, because lists are long
+        dtensors = params
+    else:
+        dtensors = [param for param in params if isinstance(param, kind)]
     found = {id(mesh): mesh for mesh in map(attrgetter("_spec.mesh"), dtensors)}
     return tuple(found.values())
 

@@ -313,7 +313,7 @@ def test_zero_grad_clears_gradients_of_parameters_and_masters() -> None:
     assert_same_bits(backward(), first)
 
 
-def test_parameters_without_gradient_are_unchanged() -> None:
+def test_step_with_masters_leaves_parameters_without_gradient_unchanged() -> None:
     model = mlp(BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)

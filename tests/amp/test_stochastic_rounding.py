@@ -188,7 +188,7 @@ def test_stochastic_rounding_does_not_depend_on_bucket_size(bucket_numel: int) -
     assert results[0] == results[1]
 
 
-def test_param_groups_count_one_step_for_any_number_of_buckets() -> None:
+def test_step_count_increases_by_one_for_any_number_of_buckets() -> None:
     results = []
     for bucket_numel in (1, 10**6):
         model = mlp(BF16)
@@ -379,7 +379,7 @@ def rounded_on_a_mesh(named: bool) -> dict[str, list[float]]:
         return {name: param.tolist() for name, param in params.items()}
 
 
-def test_replicas_round_equally_and_shards_differently(world: World) -> None:
+def test_stochastic_rounding_noise_is_equal_on_replicas_and_differs_between_shards(world: World) -> None:
     ranks = world.run(4, rounded_on_a_mesh, True)  # rank = 2 pipe + tensor
     assert "owned" not in ranks[1]
     assert ranks[0]["whole"] == ranks[1]["whole"], "only rank 0 has a parameter before it, which must not matter"

@@ -30,14 +30,14 @@ def printed(codes: list[str]) -> tuple[list[str], float]:
             session["registry"].close()
 
 
-def test_tutorial_prints_the_shown_text_and_reaches_the_dense_weights(world: World) -> None:
+def test_tutorial_snippets_print_the_shown_text_and_match_dense_weights(world: World) -> None:
     codes, shown = zip(*blocks("python", PAGE.read_text()), strict=True)
     by_rank = world.run(RANKS, printed, list(codes))
     assert by_rank[0][0] == list(shown)
     assert max(error for _, error in by_rank) < 1e-6
 
 
-def test_tutorial_page_shows_error_bound_and_finding_of_wrong_spec() -> None:
+def test_tutorial_page_quotes_error_bound_and_report_of_wrong_spec() -> None:
     text = PAGE.read_text()
     assert "off by at most 1e-5" in text
     assert "proved: up.weight, up.bias, down.weight, down.bias" in text

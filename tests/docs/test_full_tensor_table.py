@@ -40,7 +40,7 @@ def test_full_tensor_table_has_a_cell_for_every_optimizer_and_layout() -> None:
 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_cells_of_full_tensor_table_match_single_process(world: World, layout: str) -> None:
+def test_optimizers_in_full_tensor_table_match_single_process_training(world: World, layout: str) -> None:
     planted = WHOLE_LAYOUTS[LAYOUTS[layout]]
     expected = {name: alone(planted, make) for name, make in OPTIMIZERS.items()}
     for placement in PLACEMENTS:

@@ -54,7 +54,7 @@ def parts_of(page: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("page", RANKS)
-def test_page_on_several_ranks_prints_the_shown_text(world: World, page: str) -> None:
+def test_howto_snippets_on_several_ranks_print_the_shown_text(world: World, page: str) -> None:
     codes, shown = parts_of(page)
     first, *others = world.run(RANKS[page], session, codes, page)
     if kernels_here() == "torch":  # the shown hashes are those of the compiled kernels
@@ -64,7 +64,7 @@ def test_page_on_several_ranks_prints_the_shown_text(world: World, page: str) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
-def test_page_of_equal_bits_prints_the_same_hash_on_other_numbers_of_ranks(world: World, ranks: int) -> None:
+def test_equal_bits_snippets_print_same_hash_on_any_number_of_ranks(world: World, ranks: int) -> None:
     codes, _ = parts_of("SAME_BITS.md")
     on_two_ranks = world.run(2, session, codes, "SAME_BITS.md")[0]
     assert world.run(ranks, session, codes, "SAME_BITS.md")[0] == on_two_ranks
@@ -94,7 +94,7 @@ class Service:
         pass
 
 
-def test_logging_page_writes_to_every_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_logging_page_snippets_write_to_every_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wandb, tensorboard = Service(), Service()
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: wandb))
     writer = types.SimpleNamespace(SummaryWriter=lambda log_dir: tensorboard)

@@ -35,7 +35,7 @@ def rows(heading: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
 
 
-def test_arguments_have_the_defaults_of_the_signature() -> None:
+def test_reference_page_shows_argument_defaults_of_the_signature() -> None:
     parameters = list(inspect.signature(ParallelOptimizer.__init__).parameters.values())[1:-1]
     defaults = [NONE if p.default is p.empty else repr(p.default).replace("'", '"') for p in parameters]
     names = [p.name for p in parameters]
@@ -44,7 +44,7 @@ def test_arguments_have_the_defaults_of_the_signature() -> None:
     )
 
 
-def test_methods_exist_with_the_shown_arguments() -> None:
+def test_methods_on_reference_page_exist_with_the_shown_arguments() -> None:
     shown = [call for first, *_ in rows("Methods") for call in re.findall(r"`(\w+)\(([^)]*)\)`", first)]
     assert len(shown) >= 20
     for name, arguments in shown:
@@ -54,13 +54,13 @@ def test_methods_exist_with_the_shown_arguments() -> None:
             assert repr(real[argument[0]].default) == argument[1], name
 
 
-def test_every_public_name_is_on_the_page() -> None:
+def test_reference_page_lists_every_public_name() -> None:
     public = {name for name in dir(ParallelOptimizer) if not name.startswith("_")} - {*dir(torch.optim.Optimizer)}
     missing = {name for name in public if not re.search(rf"[`.]{name}\b", PAGE)}
     assert missing <= FORMER | INTERNAL
 
 
-def test_every_field_of_stats_is_on_the_page() -> None:
+def test_reference_page_lists_every_field_of_stats() -> None:
     shown = {name for first, *_ in rows("Fields of `stats`") for name in re.findall(r"`(\w+)", first)}
     assert shown == {field.name for field in dataclasses.fields(GradStats)} | {"skipped", "clip_coef_for"}
 
@@ -69,7 +69,7 @@ def test_every_field_of_stats_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("page", ["CLIP_RULES.md", "FULL_TENSOR_OPTIMIZERS.md"])
-def test_defaults_in_tables_of_howto_pages_are_right(page: str) -> None:
+def test_defaults_in_howto_tables_match_signatures(page: str) -> None:
     """Rows such as "`ZClip` | `z=2.5`, ..." show defaults of the named class."""
     text = (PATH / "howto" / page).read_text()
     found = re.findall(r"^\| `(\w+)` \| (.*`\w+=[^`]+`.*) \|$", text, re.MULTILINE)

@@ -66,7 +66,7 @@ def kind_of(form: str) -> str:
     return form.partition(",")[0]
 
 
-def test_support_table_has_a_cell_for_every_layout_and_form() -> None:
+def test_support_table_has_a_cell_for_every_layout_and_data_parallel_option() -> None:
     assert list(TABLE) == [(layout, form) for form in FORMS for layout in LAYOUTS]
     listed = re.findall(r"`([^`]+)`", section().partition("|")[0])
     assert [mode for mode in listed if mode in MODES] == list(MODES), "the text above the table must name all modes"
@@ -74,7 +74,7 @@ def test_support_table_has_a_cell_for_every_layout_and_form() -> None:
 
 
 @pytest.mark.parametrize(("layout", "form"), CELLS, ids=lambda word: word)
-def test_precision_modes_work_or_raise_as_support_table_cell_says(world: World, layout: str, form: str) -> None:
+def test_precision_modes_work_or_raise_as_support_table_shows(world: World, layout: str, form: str) -> None:
     cell, ranks = TABLE[layout, form], [runs[form] for runs in on_ranks(world, layout, kind_of(form))]
     assert {mode for mode, run in ranks[0].items() if not run.refusal} == modes_of(cell)
     for runs in ranks:

@@ -167,7 +167,7 @@ def test_sample_contains_few_tests_of_files_that_start_processes() -> None:
     assert sum(name.startswith("tests/parallel/") for name in chosen) == 10
 
 
-def test_repetitions_are_reduced_only_in_shorter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitions_returns_fewer_values_only_in_shorter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ("a", "b", "c")
     monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "full")
     assert repetitions(values, "key", default=1) == values

@@ -203,7 +203,7 @@ def measure(kind: str, sizes: Sizes, folder: str) -> Found:
 
 @pytest.mark.default_cases(9)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_one_line_clipping_on_framework_model_matches_dense_model(
+def test_clip_grad_norm_without_registry_on_framework_model_matches_dense_model(
     world: World, folder_of: Callable[[str], str], kind: str, layout: str
 ) -> None:
     sizes, answer = LAYOUTS[layout], torchs_answer(kind, layout)
@@ -267,7 +267,7 @@ def step_with_wrong_rule(kind: str, sizes: Sizes, folder: str) -> tuple[float, f
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("Mixtral", "ep"), ("tutorial, norms as DTensors", "fsdp x tp")])
-def test_norm_that_leaves_out_one_mesh_dim_fails_the_comparison(
+def test_norm_without_sum_over_one_mesh_dim_differs_from_dense_norm(
     world: World, folder_of: Callable[[str], str], kind: str, layout: str
 ) -> None:
     sizes = LAYOUTS[layout]

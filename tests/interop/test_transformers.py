@@ -238,7 +238,7 @@ def test_trainer_with_parallel_optimizer_trains_like_stock_trainer(
         assert_equal(found, expected, 1e-5)
 
 
-def test_trainer_that_clips_by_itself_gets_a_clear_error(
+def test_trainer_with_its_own_clipping_raises_a_clear_error(
     world: World, saved: Callable[[str], str], tmp_path: Path
 ) -> None:
     for found in world.run(2, trained, saved("qwen3"), 1.0, str(tmp_path), 29556, {}):
@@ -285,8 +285,6 @@ def declared_before(path: str) -> str:
     return str(error.value)
 
 
-def test_norm_declared_replicated_before_its_hook_is_removed_is_rejected(
-    world: World, saved: Callable[[str], str]
-) -> None:
+def test_norm_layer_declared_before_removal_of_its_hook_is_rejected(world: World, saved: Callable[[str], str]) -> None:
     for message in world.run(2, declared_before, saved("qwen3")):
         assert "self_attn.k_norm.weight is declared P(), but its gradient is partial over 'tp'" in message

@@ -141,7 +141,7 @@ def test_mesh_dims_of_fully_shard_are_data_axes_whatever_their_names(
         assert "'data'" in topology
 
 
-def test_fully_shard_over_model_axis_uses_only_the_weights_of_this_rank(world: World) -> None:
+def test_fully_shard_over_an_axis_declared_model_differs_from_weighted_mean(world: World) -> None:
     """The control of the test above: as a model axis, each rank would divide by the weight of its own samples."""
     for error, _ in world.run(2, weighted_error, ("x",), "model"):
         assert error > 1e-3

@@ -61,7 +61,7 @@ def test_partial_sums_per_rank_grow_with_the_logarithm_of_micro_batches() -> Non
 
 @pytest.mark.parametrize("norm_type", [1, 2])
 @pytest.mark.parametrize("spread", [0, 6, 20])
-def test_exact_sums_are_equal_for_every_cut_and_right_to_many_digits(norm_type: int, spread: int) -> None:
+def test_exact_sum_is_accurate_and_equal_for_every_division_into_shards(norm_type: int, spread: int) -> None:
     torch.manual_seed(spread)
     values = torch.randn(1003) * 10.0 ** (-spread * torch.rand(1003))
     true = float(sum(abs(Fraction(float(value))) ** norm_type for value in values))
@@ -77,7 +77,7 @@ def test_exact_sums_are_equal_for_every_cut_and_right_to_many_digits(norm_type: 
     assert found.pop() == pytest.approx(true, rel=1e-14)
 
 
-def test_shards_begin_at_multiples_of_chunks() -> None:
+def test_alignment_of_shards_is_a_multiple_of_the_chunk_size() -> None:
     assert ALIGNMENT % CHUNK == 0
 
 
@@ -125,18 +125,18 @@ def test_weights_and_states_are_bitwise_equal_on_any_number_of_data_ranks(name: 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipe"])
 @pytest.mark.parametrize("states", ["whole", "zero1"])
-def test_fixed_order_holds_beside_tensor_and_pipeline_axes(states: str, axis: str, world: World) -> None:
+def test_fixed_order_with_tensor_and_pipeline_axes_gives_equal_weights(states: str, axis: str, world: World) -> None:
     run = FixedRun(axis=axis, states=states, clip="adagc", weighted=True, total=6)
     assert len({*hashes(world, run, (1, 2, 3))}) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_hundred_steps_give_one_hash_on_up_to_eight_data_ranks(name: str, world: World) -> None:
+def test_hundred_steps_in_fixed_order_have_one_hash_on_up_to_eight_data_ranks(name: str, world: World) -> None:
     assert len({*hashes(world, replace(RUNS[name], steps=100), RANKS)}) == 1
 
 
-def test_other_orders_and_other_runs_have_other_hashes(world: World) -> None:
+def test_hash_differs_for_other_sum_order_step_count_and_clip_threshold(world: World) -> None:
     """The negative controls: the usual order, one more step, and another threshold."""
     run = FixedRun(clip="norm")
     plain = [world.run(ranks, trained, replace(run, order="any"), ranks)[0] for ranks in (1, 3)]
@@ -164,7 +164,7 @@ def test_run_resumed_twice_on_other_numbers_of_ranks_has_the_hash_of_one_run(wor
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_optimizer_that_rounds_by_ranks_is_an_error_with_fixed_order() -> None:
+def test_fixed_order_rejects_optimizer_whose_rounding_depends_on_ranks() -> None:
     model = nn.Linear(3, 2)
     soap = SOAP(model.named_parameters())
     with pytest.raises(ValueError, match=r"SOAP with sum_order='fixed': its results depend on the number of ranks"):
@@ -193,12 +193,12 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"states": Sharded("data", gradients=True)}, "leave gradients=True out"),
     ],
 )
-def test_unsupported_argument_with_fixed_order_is_an_error(options: dict[str, Any], message: str) -> None:
+def test_fixed_order_rejects_unsupported_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(".", r"\.")):
         make(**options)
 
 
-def test_gradient_before_backward_is_an_error_with_fixed_order() -> None:
+def test_fixed_order_rejects_gradients_that_exist_before_backward() -> None:
     model, optimizer = make()
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match="parameters have gradients before the backward"):
@@ -208,7 +208,7 @@ def test_gradient_before_backward_is_an_error_with_fixed_order() -> None:
     assert float(optimizer.step()) == pytest.approx(sqrt(8))  # six weights and two biases with gradient 1
 
 
-def test_parameter_sharded_over_data_ranks_is_an_error_with_fixed_order(world: World) -> None:
+def test_fixed_order_rejects_parameter_sharded_over_data_ranks(world: World) -> None:
     assert all(world.run(2, error_of_sharded_parameter))
 
 
@@ -225,5 +225,5 @@ def error_of_sharded_parameter() -> bool:
     return True
 
 
-def test_clips_of_the_runs_are_all_used() -> None:
+def test_runs_use_every_clip_rule() -> None:
     assert {run.clip for run in RUNS.values()} >= CLIPS.keys() - {"none"}

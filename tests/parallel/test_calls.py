@@ -129,7 +129,9 @@ def alone(name: str, path: Path) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("name", "number"), [("step", "3rd"), ("save_checkpoint", "1st"), ("clip_grad_by_norm", "1st")]
 )
-def test_timeout_error_names_the_call_and_where_other_ranks_are(name: str, number: str, waited: Ended) -> None:
+def test_timeout_error_names_the_call_and_the_lines_that_other_ranks_execute(
+    name: str, number: str, waited: Ended
+) -> None:
     (error, cause, seconds), (other, *_) = waited[name].result()
     assert error.startswith(
         f"rank 0 got no reply in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
@@ -196,7 +198,7 @@ def late(path: Path) -> tuple[str, str, float]:
         return found
 
 
-def test_late_rank_error_says_that_other_rank_gave_up(waited: Ended) -> None:
+def test_error_of_late_rank_reports_the_error_of_the_other_rank(waited: Ended) -> None:
     (first, *_), (second, *_) = waited["late"].result()
     assert "rank 1: in no call of meshstep (its last, step (its 2nd), returned), but at test_calls.py:" in first
     assert "rank 0: in no call of meshstep (its last, step (its 3rd), raised RuntimeError)" in second
@@ -350,7 +352,9 @@ def test_nested_call_is_reported_as_its_outer_call(calling: Calling, outer: str,
 
 @pytest.mark.parametrize("error", [ValueError("of its own"), KeyboardInterrupt(), SystemExit(1)])
 @pytest.mark.parametrize("name", ["step", "window"])
-def test_activity_report_says_how_the_last_call_ended(calling: Calling, name: str, error: BaseException) -> None:
+def test_activity_report_contains_the_outcome_of_the_last_call(
+    calling: Calling, name: str, error: BaseException
+) -> None:
     with pytest.raises(type(error)) as caught:
         getattr(calling, name)(raising(error))
     assert caught.value is error
@@ -385,7 +389,7 @@ def test_call_number_counts_calls_per_thread(calling: Calling) -> None:
     assert calling.step(said) == "in step (its 2nd)"
 
 
-def test_call_records_of_finished_threads_are_dropped(calling: Calling) -> None:
+def test_call_records_of_finished_threads_are_removed(calling: Calling) -> None:
     for _ in range(3):
         thread = threading.Thread(target=calling.step, args=(lambda: None,))
         thread.start()

@@ -168,7 +168,7 @@ def test_random_draws_of_samples_do_not_depend_on_the_topology(world: World) -> 
 # Epochs, seeds and resume --------------------------------------------------------------------------------------------
 
 
-def test_epochs_differ_and_an_equal_seed_repeats_them() -> None:
+def test_sample_order_differs_per_epoch_and_repeats_with_an_equal_seed() -> None:
     first, again, other = (one_process(shuffle=True, seed=seed) for seed in (7, 7, 8))
     orders = [indices(first) for _ in range(3)]
     assert orders == [indices(again) for _ in range(3)]

@@ -65,7 +65,7 @@ def test_local_shape_and_full_shape_are_inverse(full: tuple[int, ...], spec: P, 
     assert full_shape(local, spec, topology) == full
 
 
-def test_shape_errors_say_what_to_do() -> None:
+def test_indivisible_shapes_raise_errors_with_advice() -> None:
     topology = Topology(row=2, col=4)
     with pytest.raises(
         ValueError, match=re.escape("dim 1 of shape (8, 6) has length 6, which doesn't divide over col=4")

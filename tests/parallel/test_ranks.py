@@ -186,7 +186,7 @@ def die(how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "told"), [("exit", "with exit code 3"), ("kill", "by signal SIGKILL")])
-def test_error_says_how_the_process_of_a_rank_died(how: str, told: str) -> None:
+def test_error_contains_exit_code_or_signal_of_a_dead_rank_process(how: str, told: str) -> None:
     with RankPool() as pool:
         with pytest.raises(RanksError, match=f"rank 1: the process died {told}"):
             pool.run(die, 2, how)

@@ -149,7 +149,7 @@ def two_registries_in_turn_and_together() -> None:
     third.close()
 
 
-def test_several_registries_work_side_by_side(world: World) -> None:
+def test_collectives_of_two_registries_work_in_turn_and_concurrently(world: World) -> None:
     world.run(8, two_registries_in_turn_and_together)
 
 
@@ -343,7 +343,7 @@ def bad_requests() -> None:
                 call()
 
 
-def test_errors_of_bad_group_requests_say_what_to_write(world: World) -> None:
+def test_invalid_group_requests_raise_errors_with_advice(world: World) -> None:
     world.run(4, bad_requests)
 
 

@@ -187,7 +187,7 @@ def _grad(param: Tensor) -> Tensor:
     return param.grad
 
 
-def test_layer_norm_gradients_are_partial_under_sequence_parallelism(world: World) -> None:
+def test_layer_norm_gradients_under_sequence_parallelism_are_partial(world: World) -> None:
     world.run(2, partial_gradients)
 
 

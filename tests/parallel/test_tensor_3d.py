@@ -95,7 +95,7 @@ def holders() -> tuple[str, int]:
         ), 0 if head.weight is None else head.weight.numel()
 
 
-def test_classifier_3d_weight_lies_where_input_and_output_coordinates_are_equal(world: World) -> None:
+def test_classifier_3d_weight_is_on_ranks_with_equal_input_and_output_coordinates(world: World) -> None:
     assert world.run(8, holders) == [
         *(("000", 10), ("001", 0), ("010", 10), ("011", 0)),
         *(("100", 0), ("101", 10), ("110", 0), ("111", 10)),

@@ -159,7 +159,7 @@ def test_topology_without_axes_has_one_rank() -> None:
         (lambda: Topology.parse("roles=2"), "'roles' .*can't name an axis"),
     ],
 )
-def test_topology_errors_say_what_to_write(call: Callable[[], object], message: str) -> None:
+def test_invalid_topologies_raise_errors_with_advice(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -259,7 +259,7 @@ def on_a_dtensor() -> None:
         assert torch.equal(piece.region.of(full), local)
 
 
-def test_dtensor_can_be_declared_in_blocks(world: World) -> None:
+def test_dtensor_declared_in_blocks_is_supported(world: World) -> None:
     world.run(2, on_a_dtensor)
 
 

@@ -565,7 +565,7 @@ def largest_difference(model: Model) -> float:
 
 @pytest.mark.default_cases(len(REPOSITORIES))
 @pytest.mark.parametrize("name", REPOSITORIES)
-def test_clip_grad_norm_is_dense_where_hand_written_rule_is_wrong(world: World, name: str) -> None:
+def test_clip_grad_norm_matches_dense_norm_where_hand_written_rule_is_wrong(world: World, name: str) -> None:
     repository = REPOSITORIES[name]
     right = dense_norm(repository.names, repository.norm_type)
     if callable(repository.wrong):
@@ -591,7 +591,7 @@ def test_clip_grad_norm_is_dense_where_hand_written_rule_is_wrong(world: World, 
         )
 
 
-def test_every_repository_has_a_mistake_or_agrees() -> None:
+def test_each_repository_entry_states_a_mistake_exactly_if_its_norm_is_wrong() -> None:
     assert len(REPOSITORIES) == 14
     for repository in REPOSITORIES.values():
         assert bool(repository.mistake) == (repository.wrong is not None or not repository.scales)
@@ -605,13 +605,13 @@ def two_sharded_dims() -> tuple[str, float]:
     return str(caught.value), float(clip_grad_norm_(model, MAX_NORM))
 
 
-def test_clip_grad_norm_is_dense_where_rule_of_d9d_raises(world: World) -> None:
+def test_clip_grad_norm_matches_dense_norm_where_rule_of_d9d_raises(world: World) -> None:
     """d9d's rule supports one sharded mesh dim per parameter."""
     for _, norm in world.run(RANKS, two_sharded_dims):
         assert norm == pytest.approx(dense_norm(("weight", "norm", "head")), rel=1e-12)
 
 
-def test_page_shows_factors_of_wrong_norms() -> None:
+def test_museum_page_shows_the_factors_of_wrong_norms() -> None:
     page = (Path(__file__).parents[3] / "docs" / "explanation" / "MUSEUM.md").read_text()
     for name, repository in REPOSITORIES.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| {name} "))

@@ -110,7 +110,7 @@ def equal_stages(named: bool) -> tuple[float, float, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_pipeline_stages_of_equal_shapes_are_known_by_dim_of_root_mesh(world: World, named: bool) -> None:
+def test_pipeline_stages_of_equal_shapes_are_distinguished_by_dim_of_root_mesh(world: World, named: bool) -> None:
     """Without the dim `pp` of the mesh from which `fsdp` was sliced, the stages would count as diverged replicas."""
     for norm, wanted, pipe_axes in world.run(4, equal_stages, named):
         assert norm == pytest.approx(wanted, rel=1e-12)
@@ -181,7 +181,7 @@ def views_of(*meshes: tuple[str, int, int], sliced_off: tuple[str, int, int]) ->
     return [_View([dim_at(rank, *dim) for dim in meshes], [dim_at(rank, *sliced_off)], [], ()) for rank in range(12)]
 
 
-def test_dim_of_root_mesh_becomes_an_axis_only_if_it_nests() -> None:
+def test_dim_of_root_mesh_becomes_an_axis_only_if_its_stride_nests() -> None:
     """Twelve ranks as (6, 2), with DTensors on the slice of stride 2, and as (4, 3): the strides 2 and 3 do not nest."""
     nesting = _topology(views_of(("a", 6, 2), sliced_off=("b", 2, 1)), any_roles=True)
     assert (nesting.axes, nesting.sizes) == (("a", "b"), (6, 2))

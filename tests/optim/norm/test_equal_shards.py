@@ -71,7 +71,7 @@ def test_replica_declared_as_sharded_raises_on_every_rank(world: World, case: st
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_unequal_or_inconclusive_shards_are_accepted(world: World, case: str) -> None:
+def test_equal_shards_check_accepts_unequal_or_inconclusive_shards(world: World, case: str) -> None:
     assert world.run(4, first_step, *RIGHT[case]) == [""] * 4
 
 

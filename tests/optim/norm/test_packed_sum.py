@@ -28,12 +28,12 @@ def test_packed_sum_with_single_field_needs_no_copy() -> None:
     assert PackedSum.of({"one": sums}).split(sums)["one"] is sums
 
 
-def test_adding_no_fields_returns_same_packed_sum() -> None:
+def test_with_fields_without_fields_returns_the_same_packed_sum() -> None:
     pack = packed()
     assert pack.with_fields({}) is pack
 
 
-def test_packing_same_field_twice_raises() -> None:
+def test_packed_sum_with_a_field_twice_raises() -> None:
     with pytest.raises(ValueError, match="the field two is packed twice: give each field a unique name"):
         packed().with_fields({"two": torch.zeros(1)})
 

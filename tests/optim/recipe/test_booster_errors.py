@@ -90,7 +90,7 @@ def test_boost_rejects_invalid_arguments(
         boost(**changes())
 
 
-def test_rejected_list_of_optimizers_is_left_unchanged() -> None:
+def test_boost_leaves_a_rejected_list_of_optimizers_unchanged() -> None:
     model, other = classifier(), classifier()
     first, *rest = model.parameters()
     several = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]

@@ -54,7 +54,7 @@ def frozen_then_added(how: str, mode: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "split"])
 @pytest.mark.parametrize("how", OPTIONS)
-def test_added_group_trains_and_frozen_parameter_is_unchanged(world: World, how: str, mode: str) -> None:
+def test_added_param_group_is_stepped_and_frozen_parameter_is_unchanged(world: World, how: str, mode: str) -> None:
     a, c = (torch.linspace(0.5, 2, 6).requires_grad_() for _ in range(2))
     first, second = (torch.optim.AdamW([param], lr=0.125, weight_decay=0.5) for param in (a, c))
     for step in range(4):
@@ -92,7 +92,7 @@ def added_on_some(named: bool, starts_empty: bool, states: tuple[StatePlacement,
 @pytest.mark.parametrize("starts_empty", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("states", [(), (ZERO1,), (ZERO2,)], ids=["whole", "ZeRO-1", "ZeRO-2"])
-def test_group_can_be_added_on_one_pipeline_stage_only(
+def test_param_group_can_be_added_on_a_single_pipeline_stage(
     world: World, named: bool, starts_empty: bool, states: tuple[StatePlacement, ...]
 ) -> None:
     start = torch.linspace(0.5, 2, 6)

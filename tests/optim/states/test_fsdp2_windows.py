@@ -84,7 +84,7 @@ def dense_windows(weighted: bool) -> tuple[list[float], Full]:
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("how", ["own", "ddp", "fsdp"])
-def test_accumulation_matches_dense_model_with_own_reduction_ddp_and_fsdp2(
+def test_accumulation_with_optimizer_reduction_ddp_or_fsdp2_matches_dense_model(
     world: World, how: str, weighted: bool, explicit: bool
 ) -> None:
     expected = dense_windows(weighted)

@@ -184,7 +184,7 @@ def test_half_states_are_bitwise_independent_of_bucket_size() -> None:
     assert wave((HalfStates(seed=1),), 20)[0] != one
 
 
-def test_per_group_step_counts_are_independent_of_bucket_count() -> None:
+def test_step_count_in_param_group_is_independent_of_bucket_count() -> None:
     with ProcessGroupRegistry(Topology()) as registry, mock.patch.object(half_states, "BUCKET_NUMEL", 3):
         model = nn.Linear(4, 2)
         optimizer = ParallelOptimizer(Counting(model.named_parameters()), registry, states=HalfStates())

@@ -36,7 +36,7 @@ def test_offloaded_parameters_contain_at_least_given_fraction_of_elements(numels
     assert all(numels[index] > room - 1e-6 for index in chosen)
 
 
-def test_offloaded_parameters_are_chosen_by_fraction() -> None:
+def test_offloaded_returns_indices_of_parameters_with_the_given_fraction() -> None:
     assert offloaded([3, 1, 2], 0.0) == []
     assert offloaded([3, 1, 2], 1.0) == [0, 1, 2]
     assert offloaded([3, 1, 2], 0.5) == [1, 2]  # the largest parameter stays on the device
@@ -200,7 +200,7 @@ def test_offload_of_half_keeps_at_most_half_on_device() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
 @pytest.mark.parametrize(("before", "after"), [(0.5, 0.5), (0.5, None), (None, 1.0)])
-def test_offload_state_loads_with_any_fraction(mode: str, before: float | None, after: float | None) -> None:
+def test_offloaded_state_loads_with_any_offload_fraction(mode: str, before: float | None, after: float | None) -> None:
     model, optimizer = build(mode, offload=before)
     steps(model, optimizer, range(3))
     saved = {key: value.clone() for key, value in model.state_dict().items()}

@@ -194,7 +194,7 @@ def flipped_with_fingerprints(ranks: tuple[int, ...]) -> str:
         return run.step()
 
 
-def test_with_fingerprints_only_writes_on_all_ranks_raise_overwrite_error(world: World) -> None:
+def test_overwrite_error_with_fingerprints_requires_writes_on_all_ranks(world: World) -> None:
     assert world.run(2, flipped_with_fingerprints, (1,)) == [""] * 2
     assert all("reload_from_model()" in error for error in world.run(2, flipped_with_fingerprints, (0, 1)))
 

@@ -121,7 +121,7 @@ def after_an_error(name: str, what: What) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["data", "ZeRO-1, copied over tensor"])
-def test_replay_tells_which_of_two_ranks_has_flipped_bit(world: World, name: str) -> None:
+def test_replay_on_two_ranks_identifies_the_rank_with_the_flipped_bit(world: World, name: str) -> None:
     found = world.run(LAYOUTS[name].topology.world_size, after_an_error, name, "exp_avg")
     assert found[1] == ["bias: exp_avg"]
     assert not any(of_rank for rank, of_rank in enumerate(found) if rank != 1)
@@ -157,7 +157,7 @@ def test_replayable_rejects_stochastic_rounding(options: dict[str, Any], which: 
         alone(OPTIMIZERS["fused AdamW"], **options)
 
 
-def test_placement_can_be_pickled_and_copied_optimizer_replays() -> None:
+def test_replayable_can_be_pickled_and_copied_optimizer_replays() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     assert pickle.loads(pickle.dumps(Replayable())) == Replayable()

@@ -145,7 +145,7 @@ def test_split_masters_match_float32_masters_with_other_elementwise_optimizers(k
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_wrapping_optimizer_again_uses_new_remainders(kernels: Kernels) -> None:
+def test_second_wrapper_of_optimizer_uses_new_remainders(kernels: Kernels) -> None:
     """The kernels cache addresses of the last step; the addresses of the first wrapper's remainders must not be
     used."""
     with using(kernels), ProcessGroupRegistry(Topology()) as registry:

@@ -217,7 +217,7 @@ def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
         return [param.detach().clone() for param in model.parameters()]
 
 
-def test_zero1_with_ddp_and_shorter_last_window_matches_own_reduction(world: World) -> None:
+def test_zero1_with_ddp_and_shorter_last_window_matches_reduction_by_optimizer(world: World) -> None:
     expected = world.run(2, train_tail, False, {})[0]
     for found in world.run(2, train_tail, True, ZERO1):
         for one, other in zip(found, expected, strict=True):

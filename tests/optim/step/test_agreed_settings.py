@@ -236,6 +236,6 @@ def test_replica_check_in_single_process_passes() -> None:
         assert float(stats.total_norm) == pytest.approx(4.0)
 
 
-def test_settings_with_keys_of_several_types_are_described_in_one_order() -> None:
+def test_describe_ignores_the_order_of_dict_entries_with_keys_of_several_types() -> None:
     assert describe({1: 2, "a": 3}) == describe({"a": 3, 1: 2})
     assert describe({1: 2, "a": 3}) != describe({1: 2, "a": 4})

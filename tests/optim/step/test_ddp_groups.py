@@ -43,7 +43,7 @@ def ddp_over_world(topology: Topology, remedy: str) -> None:
     ],
     ids=str,
 )
-def test_ddp_over_more_than_data_ranks_raises(world: World, topology: Topology, remedy: str) -> None:
+def test_ddp_over_more_ranks_than_the_data_axes_raises(world: World, topology: Topology, remedy: str) -> None:
     world.run(4, ddp_over_world, topology, remedy)
 
 
@@ -54,7 +54,7 @@ def ddp_over_some_data_ranks() -> None:
         wrap(registry, registry.group("outer", "inner"))
 
 
-def test_ddp_over_fewer_than_data_ranks_raises(world: World) -> None:
+def test_ddp_over_fewer_ranks_than_the_data_axes_raises(world: World) -> None:
     world.run(4, ddp_over_some_data_ranks)
 
 
@@ -64,7 +64,7 @@ def ddp_over_data_ranks(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("topology", [Topology(data=2, tensor=2), Topology(data=4), Topology(pipe=2, dp=2)], ids=str)
-def test_ddp_over_data_ranks_is_accepted(world: World, topology: Topology) -> None:
+def test_ddp_over_exactly_the_data_ranks_is_accepted(world: World, topology: Topology) -> None:
     world.run(4, ddp_over_data_ranks, topology)
 
 

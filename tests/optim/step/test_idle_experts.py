@@ -55,7 +55,7 @@ def test_replicated_expert_without_gradient_is_stepped_with_zero_gradient(
 
 @pytest.mark.parametrize("options", [{}, {"states": Sharded("data")}])
 @pytest.mark.parametrize("idle", SAID)
-def test_experts_without_replicas_are_stepped_together_or_not_at_all(
+def test_experts_without_replicas_are_all_stepped_if_any_has_a_gradient(
     world: World, idle: str, options: dict[str, Any]
 ) -> None:
     """They are shards of one tensor: if one has a gradient, the momentum of all moves their weights."""

@@ -56,7 +56,7 @@ def test_signature_detects_change_of_every_tensor_property(change: str) -> None:
     assert not signature.fits([CHANGES[change](), torch.ones(3)])
 
 
-def test_signature_does_not_fit_other_number_of_tensors() -> None:
+def test_signature_does_not_match_another_number_of_tensors() -> None:
     signature = Signature([base()])
     assert not any([signature.fits([]), signature.fits([base(), base()]), signature.fits([None])])
     assert Signature([]).fits([])

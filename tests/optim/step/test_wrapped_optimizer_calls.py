@@ -91,7 +91,7 @@ def test_torch_grad_scaler_on_wrapped_optimizer_raises() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_wrapped_fused_optimizer_still_uses_compiled_loops(fused: bool) -> None:
+def test_compiled_loops_step_a_wrapped_optimizer_only_if_it_is_fused(fused: bool) -> None:
     model = small()
     inner = adamw(model, fused=fused)
     optimizer = ParallelOptimizer(inner, alone(), max_norm=0.5)

@@ -59,7 +59,9 @@ def is_named(name: str, found: RunComparison) -> bool:
 
 
 @pytest.mark.parametrize(("name", "layout", "other"), CASES, ids=[f"{n}, {a} beside {b}" for n, a, b in CASES])
-def test_planted_mistake_is_named(record: Record, name: str, layout: Layout, other: Layout, world: World) -> None:
+def test_comparison_names_the_planted_mistake(
+    record: Record, name: str, layout: Layout, other: Layout, world: World
+) -> None:
     planted = PLANTED[name]
     a, b = record(other, planted.right), record(layout, planted.script)
     found = compare_runs(a, b)
@@ -76,7 +78,7 @@ def test_planted_mistake_is_named(record: Record, name: str, layout: Layout, oth
     assert back.difference.quantity == found.difference.quantity
 
 
-def test_nine_of_ten_planted_mistakes_are_named() -> None:
+def test_comparison_names_nine_of_ten_planted_mistakes() -> None:
     assert len(PLANTED) >= 20
     assert len(NOT_NAMED) <= len(PLANTED) / 10
 
@@ -117,13 +119,15 @@ EQUAL = {ALONE, Layout("pipe=2")}  # stages send activations, and sum nothing
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a} beside {b}" for a, b in PAIRS])
-def test_right_runs_in_two_layouts_differ_by_rounding_only(record: Record, a: Layout, b: Layout, world: World) -> None:
+def test_correct_runs_in_two_layouts_differ_by_rounding_only(
+    record: Record, a: Layout, b: Layout, world: World
+) -> None:
     for first, second in ((a, b), (b, a)):
         found = compare_runs(record(first, right), record(second, right))
         assert found.verdict == ("equal" if {a, b} == EQUAL else "rounding only"), str(found)
 
 
-def test_same_run_twice_is_equal(record: Record, world: World) -> None:
+def test_comparison_of_two_identical_runs_finds_them_equal(record: Record, world: World) -> None:
     layout = Layout("data=2,tensor=2", states="ZeRO-1")
     text = world.run(layout.size, recorded, layout)[0]
     assert text is not None
@@ -134,7 +138,7 @@ def test_same_run_twice_is_equal(record: Record, world: World) -> None:
     assert found.verdict == "equal", str(found)
 
 
-def test_states_sharded_over_data_ranks_give_equal_hashes(record: Record, world: World) -> None:
+def test_zero1_run_has_the_hashes_of_a_run_with_replicated_states(record: Record, world: World) -> None:
     # ZeRO-1 sums the same gradients in the same order, so that all bits are equal, on other regions of the parameters.
     found = compare_runs(record(Layout("data=2"), right), record(Layout("data=2", states="ZeRO-1"), right))
     assert found.verdict == "equal", str(found)
@@ -145,7 +149,7 @@ def in_fixed_order(training: Training) -> None:
     training.options |= {"sum_order": "fixed", "accumulation_steps": training.layout.micros}
 
 
-def test_fixed_order_gives_equal_hashes_on_any_number_of_data_ranks(record: Record, world: World) -> None:
+def test_runs_in_fixed_order_have_equal_hashes_on_any_number_of_data_ranks(record: Record, world: World) -> None:
     alone = record(Layout(micros=12), in_fixed_order)
     for layout in (
         Layout("data=2", micros=6),
@@ -171,7 +175,7 @@ def recorded_on_grid(axes: str, path: Path) -> None:
                 optimizer.step()
 
 
-def test_two_dimensional_grids_differ_by_rounding_only(world: World, tmp_path: Path) -> None:
+def test_runs_on_one_rank_and_on_2d_grid_differ_by_rounding_only(world: World, tmp_path: Path) -> None:
     for axes in ("row=1,col=1", "row=2,col=2", "row=1,col=2"):
         topology = Topology.parse(axes)
         world.run(topology.world_size, recorded_on_grid, axes, tmp_path / f"{axes}.jsonl")

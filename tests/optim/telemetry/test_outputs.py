@@ -92,7 +92,7 @@ def monitored(file: Any, steps: int, state: dict[str, int] | None = None) -> Mon
 
 
 @pytest.mark.parametrize("kind", [JsonLines, CsvFile])
-def test_resumed_run_continues_in_file_and_moves_dropped_steps_aside(kind: Any, tmp_path: Path) -> None:
+def test_resumed_run_appends_to_file_and_moves_later_steps_to_dropped_file(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / ("run.csv" if kind is CsvFile else "run.jsonl")
     with kind(path) as file:
         monitored(file, 8)

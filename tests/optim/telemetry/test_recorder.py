@@ -70,7 +70,7 @@ def test_digest_is_the_same_for_every_sharding(
     torch.testing.assert_close(found_sketch, expected_sketch)
 
 
-def test_one_changed_element_or_two_swapped_elements_change_the_hash() -> None:
+def test_hash_changes_with_one_element_or_two_swapped_elements() -> None:
     full, region = torch.randn(40, 5), whole((40, 5))
     expected = combined(digest([full], [region], CPU))[0]
     for change in range(50):
@@ -82,7 +82,7 @@ def test_one_changed_element_or_two_swapped_elements_change_the_hash() -> None:
         assert combined(digest([other], [region], CPU))[0] != expected
 
 
-def test_sketches_estimate_the_distance_of_tensors() -> None:
+def test_distance_of_sketches_estimates_distance_of_tensors() -> None:
     ratios = []
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
@@ -140,7 +140,7 @@ def counted_steps(layout: Layout, path: Path) -> list[Counter[str]]:
         return [count - counts[1] for count in counts[2:]]
 
 
-def test_recorded_step_adds_one_collective_and_reads_nothing(world: World, tmp_path: Path) -> None:
+def test_recorded_step_adds_one_collective_and_no_host_synchronization(world: World, tmp_path: Path) -> None:
     layout = LAYOUTS["data x tensor"]
     for counts in world.run(layout.topology.world_size, counted_steps, layout, tmp_path / "run.jsonl"):
         assert [sum(count.values()) for count in counts] == [0, 1, 0, 1]
@@ -163,7 +163,7 @@ def recorded_beside_telemetry(layout: Layout, path: Path) -> list[dict[str, floa
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_recorded_norms_are_those_of_telemetry(world: World, name: str, tmp_path: Path) -> None:
+def test_recorded_norms_equal_the_norms_of_telemetry(world: World, name: str, tmp_path: Path) -> None:
     layout, path = LAYOUTS[name], tmp_path / "run.jsonl"
     figures = world.run(layout.topology.world_size, recorded_beside_telemetry, layout, path)[0]
     steps = read_recording(path)
@@ -197,7 +197,7 @@ def run_alone(
     assert recorder.state_dict() == {"step": start + steps}
 
 
-def test_every_records_the_first_step_and_multiples(tmp_path: Path) -> None:
+def test_recorder_records_the_first_step_and_multiples_of_every(tmp_path: Path) -> None:
     run_alone(tmp_path / "run.jsonl", steps=7, every=3, seed=5)
     steps = read_recording(tmp_path / "run.jsonl")
     assert [*steps] == [1, 3, 6]
@@ -206,13 +206,13 @@ def test_every_records_the_first_step_and_multiples(tmp_path: Path) -> None:
     assert steps[3].line["clip_coef"] == pytest.approx(1 / steps[3].line["grad_norm"], rel=1e-5)
 
 
-def test_exception_in_the_context_keeps_the_last_step(tmp_path: Path) -> None:
+def test_recorder_writes_the_last_step_after_an_exception_in_its_context(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_alone(tmp_path / "run.jsonl", broken=True)
     assert [*read_recording(tmp_path / "run.jsonl")] == [1, 2, 3]
 
 
-def test_resumed_recorder_moves_later_steps_aside(tmp_path: Path) -> None:
+def test_resumed_recorder_moves_later_steps_to_the_dropped_file(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     run_alone(path, steps=4)
     run_alone(path, steps=2, start=2)
@@ -223,7 +223,7 @@ def test_resumed_recorder_moves_later_steps_aside(tmp_path: Path) -> None:
     assert [*read_recording(path)] == [1]
 
 
-def test_wrong_arguments_and_states_raise(tmp_path: Path) -> None:
+def test_recorder_rejects_invalid_arguments_and_states(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="every=0: give a whole number"):
         run_alone(tmp_path / "run.jsonl", every=0)
     model = nn.Linear(3, 2)
@@ -243,7 +243,7 @@ def test_wrong_arguments_and_states_raise(tmp_path: Path) -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def test_compare_command_exits_as_diff_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_has_the_exit_codes_of_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = (tmp_path / f"{name}.jsonl" for name in "abc")
     run_alone(a)
     run_alone(b)
@@ -260,7 +260,9 @@ def test_compare_command_exits_as_diff_does(tmp_path: Path, capsys: pytest.Captu
     assert found["difference"]["ratio"] == pytest.approx(2)
 
 
-def test_compare_command_reports_wrong_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_rejects_missing_invalid_and_unrelated_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good, other = tmp_path / "good.jsonl", tmp_path / "other.jsonl"
     run_alone(good, steps=1)
     run_alone(other, steps=1, start=5, every=6)
@@ -281,7 +283,7 @@ def test_compare_command_reports_wrong_files(tmp_path: Path, capsys: pytest.Capt
     assert "RUN_A" in done.stdout
 
 
-def test_tolerance_decides_what_is_rounding(tmp_path: Path) -> None:
+def test_difference_within_the_tolerance_counts_as_rounding(tmp_path: Path) -> None:
     def run(path: Path, factor: float) -> None:
         torch.manual_seed(0)
         model = nn.Linear(30, 20)

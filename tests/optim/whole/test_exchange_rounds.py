@@ -76,7 +76,7 @@ def test_exchange_buffers_have_size_of_largest_use_and_are_kept_on_cpu_only() ->
     assert buffers.numbytes == 10 * 4 + 3 * 8
 
 
-def test_replicas_share_the_sending_to_owner_ranks() -> None:
+def test_replicas_of_a_shard_send_it_to_owner_ranks_in_turn() -> None:
     """On ``data=2,tensor=2`` each rank has half of a matrix; two ranks have the half that an owner rank lacks."""
     halves = [Box((0, 0), (4, 6)), Box((4, 0), (4, 6))]
     tensor = LogicalTensor("w", (8, 6), torch.float32, None, {rank: (halves[rank % 2],) for rank in range(4)})

@@ -122,7 +122,7 @@ def test_soap_and_shampoo_keep_one_basis_per_dim_of_tensor(kind: Any) -> None:
     assert bool(kernel.isfinite().all())
 
 
-def test_parameter_without_gradient_is_not_changed() -> None:
+def test_soap_and_shampoo_leave_parameter_without_gradient_unchanged() -> None:
     for make in MAKES.values():
         params = {name: nn.Parameter(torch.ones(4, 4)) for name in ("one", "two")}
         optimizer = make(params.items())
@@ -181,7 +181,7 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
     return counts[0] - counts[1], len(set(peers)), kept
 
 
-def test_step_needs_two_all_to_alls_per_rank_set_and_one_owner_per_state(world: World) -> None:
+def test_owner_rank_step_needs_two_all_to_alls_per_rank_set_and_one_owner_per_state(world: World) -> None:
     cases = [
         (kind, LAYOUTS[name], STATES[state])
         for kind in repetitions(list(MAKES), "steps", default=2)
@@ -211,7 +211,7 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
-def test_step_that_renews_preconditioners_or_not_needs_no_host_synchronization(world: World) -> None:
+def test_steps_with_and_without_new_preconditioners_need_no_host_synchronization(world: World) -> None:
     cases = [
         (kind, LAYOUTS["data x tensor"], STATES[state])
         for kind in repetitions(("soap", "shampoo"), "reads")
@@ -252,7 +252,7 @@ def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) 
     )
 
 
-def test_run_after_overflow_continues_as_without_overflow(world: World) -> None:
+def test_run_with_overflow_matches_run_without_the_skipped_step(world: World) -> None:
     """The first step creates bases, the fourth and seventh renew them; skipped steps must not be counted."""
     cases: list[Any] = [
         (kind, dtype, options, first)
@@ -280,7 +280,7 @@ def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
         return parts(layout, optimizer)
 
 
-def test_owner_rank_optimizers_with_masters_match_float32_run_and_with_accumulation_dense_model(world: World) -> None:
+def test_owner_rank_optimizers_with_masters_or_accumulation_match_reference_runs(world: World) -> None:
     """Gradients are exact in bfloat16, so the master weights equal the weights of the float32 run."""
     for kind in repetitions(list(MAKES), "modes", default=2):
         modes: list[dict[str, Any]] = [{}, {"precision": Bf16()}, {"precision": Bf16(), **STATES["ZeRO-2"]}]
@@ -409,7 +409,7 @@ def stepped_alone(kind: str) -> str:
         return str(caught.value)
 
 
-def test_optimizer_stepped_without_wrapper_on_one_rank_is_rejected_on_every_rank(world: World) -> None:
+def test_full_tensor_optimizer_stepped_alone_on_one_rank_is_rejected_on_every_rank(world: World) -> None:
     for kind in MAKES:
         one, other = world.run(2, stepped_alone, kind)
         assert one == other

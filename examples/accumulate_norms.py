@@ -43,11 +43,15 @@ class Experiment:
         self.steps, self.registry = options.steps, registry
         axes = registry.topology.data_axes
         if axes != registry.topology.axes:
-            raise ValueError(f"{registry.topology!r} would split the model, which is whole here: give data alone")
+            raise ValueError(
+                f"{registry.topology!r} has an axis that is not a data axis, and this script does not shard the model; "
+                "give data axes only, such as data=2"
+            )
         self.local_batch, rest = divmod(BATCH, registry.topology.size(*axes))
         if rest or self.local_batch % max(COUNTS):
             raise ValueError(
-                f"a batch of {BATCH} can't be cut into {max(COUNTS)} micro-batches on each rank of {registry.topology!r}"
+                f"a batch of {BATCH} samples can't be divided into {max(COUNTS)} equal micro-batches on each rank of "
+                f"{registry.topology!r}; use fewer data ranks, a divisor of {BATCH // max(COUNTS)}"
             )
 
 

@@ -173,9 +173,11 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     options = parser.read(processes, arguments)
     check_training(options)
     if options.float64 and options.precision != "fp32":
-        raise ValueError(f"--float64 is no mixed precision: leave out --precision {options.precision}")
+        raise ValueError(f"--float64 computes everything in float64: leave out --precision {options.precision}")
     if options.data_parallel and options.zero:
-        raise ValueError("--zero is the optimizer's own data parallelism: leave out --data-parallel, or --zero")
+        raise ValueError(
+            "--zero makes the optimizer reduce gradients, which --data-parallel leaves to torch: leave out one of the two"
+        )
     return options
 
 

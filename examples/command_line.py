@@ -157,13 +157,13 @@ def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | No
     batch_axes = topology.data_axes if batch_axes is None else batch_axes
     if options.zero and not topology.data_axes:
         raise ValueError(
-            f"--zero shards over the axis data, which {topology!r} does not have; add data=1 or more to it"
+            f"--zero shards over the axis data, which {topology!r} does not have; add data=1 or more to --topology"
         )
     rows = [axis for axis in topology.axes if axis in SPLIT_THE_BATCH]
     parts = options.accumulate * topology.size(*batch_axes, *rows)
     if options.batch_size % parts:
         over = " x ".join(["--accumulate", *batch_axes, *rows])
-        raise ValueError(f"--batch-size {options.batch_size} must be a multiple of {parts}, its parts: {over}")
+        raise ValueError(f"--batch-size {options.batch_size} must be a multiple of {parts}, the product {over}")
 
 
 def precision_asked(options: argparse.Namespace) -> Precision:

@@ -66,5 +66,7 @@ def optimizer_of(name: str, params: Named, lr: float | Tensor, **options: Any) -
         ValueError: Options are given for another optimizer.
     """
     if options and name != "adamw":
-        raise ValueError(f"--optimizer {name} has no {', '.join(options)}: take adamw, or another --precision")
+        raise ValueError(
+            f"--optimizer {name} has no option {', '.join(options)}: give --optimizer adamw, or another --precision"
+        )
     return OPTIMIZERS[name](params, lr, **options)

@@ -308,12 +308,16 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     sizes = dict(zip(topology.axes, topology.sizes, strict=True))
     options.topology = Topology(roles=None, **{**sizes, "pipe": sizes.get("pipe", 1), "tensor": sizes.get("tensor", 1)})
     if options.verify and options.precision != "fp32":
-        raise ValueError("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
+        raise ValueError(
+            "--verify compares with float64 to 1e-5, which only fp32 reaches: leave out --verify or --precision"
+        )
     if TEST_PARAGRAPHS % options.batch_size:
         raise ValueError(f"--batch-size {options.batch_size} must divide the {TEST_PARAGRAPHS} paragraphs of the test")
     strange = [axis for axis in options.topology.axes if axis not in (*topology.data_axes, "pipe", "tensor")]
     if strange:
-        raise ValueError(f"no layers for {', '.join(strange)}: give data, pipe and tensor")
+        raise ValueError(
+            f"no layers support the axes {', '.join(strange)}: give data, pipe, tensor, or several of them"
+        )
     return options
 
 

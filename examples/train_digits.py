@@ -310,7 +310,9 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         options.accumulate = total // options.topology.size(*options.topology.data_axes)
     check_training(options)
     if options.verify and options.precision != "fp32":
-        raise ValueError("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
+        raise ValueError(
+            "--verify compares with float64 to 1e-5, which only fp32 reaches: leave out --verify or --precision"
+        )
     return options
 
 
@@ -324,9 +326,11 @@ def check_micro_batches(options: argparse.Namespace) -> None:
             f"{options.batch_size}"
         )
     if any(axis in SPLIT_THE_BATCH for axis in topology.axes):
-        raise ValueError("--micro-batches supports the axes data and tensor: other layers split the batch themselves")
+        raise ValueError(
+            "--micro-batches supports only the axes data and tensor: the layers on other axes shard the batch"
+        )
     if options.zero == 2 or options.accumulate != 1:
-        raise ValueError("--micro-batches with --zero 2 or --accumulate: leave the latter out")
+        raise ValueError("--micro-batches supports neither --zero 2 nor --accumulate: leave them out")
 
 
 def run(trainer: Trainer) -> None:

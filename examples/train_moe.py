@@ -49,8 +49,8 @@ class Trainer(train_digits.Trainer):
         strange = [axis for axis in (*topology.pipe_axes, *topology.model_axes) if axis != "tensor"]
         if strange:
             raise ValueError(
-                f"no layers of experts for {', '.join(strange)}: besides data axes and those of --experts, give tensor or "
-                "nothing"
+                f"no expert layers support the axes {', '.join(strange)}: give data axes, the axes of --experts, "
+                "tensor, or several of them"
             )
         self.shape = MixtureShape(options.num_experts, options.top_k, options.capacity)
         super().__init__(options, registry)
@@ -122,7 +122,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     options = parser.read(processes, arguments)
     options.float64 = options.float64 or options.verify
     if options.float64 and options.precision != "fp32":
-        raise ValueError(f"--float64 and --verify are no mixed precision: leave out --precision {options.precision}")
+        raise ValueError(f"--float64 and --verify compute in float64: leave out --precision {options.precision}")
     if not 1 <= options.top_k <= options.num_experts:
         raise ValueError(f"--top-k {options.top_k} is not in 1..{options.num_experts}, the number of experts")
     set_roles(options)

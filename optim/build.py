@@ -282,10 +282,13 @@ class Setup:
         clip = clip_of(self.max_norm)
         check_exact(self.norm_type if clip is None or clip.norm_type is None else clip.norm_type)
         if self.reduction != "packed":
-            raise ValueError(f"reduction={self.reduction!r} with sum_order='fixed': give 'packed'")
+            raise ValueError(
+                f"reduction={self.reduction!r} with sum_order='fixed', which needs reduction='packed': give that"
+            )
         if clip is not None and (clip.level == "units" or clip.weights):
             raise ValueError(
-                f"{clip!r} with sum_order='fixed': rules per unit, and rules that need norms of weights, are not supported"
+                f"{clip!r} with sum_order='fixed', which supports neither rules per unit nor rules that need norms of "
+                "weights: give another rule, such as a threshold"
             )
         for part in parts_of(self.optimizer):
             if getattr(part, "rounds_by_ranks", False):

@@ -585,8 +585,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._window.forget_gradients()  # the scaler may have unscaled the gradients in place
         if not hasattr(self, "overflow_is_agreed"):
             raise RuntimeError(
-                "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
-                "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
+                "torch's GradScaler decides on each rank separately whether to step: use "
+                "meshstep.amp.GradScaler(registry), or leave the scaler out and give precision='fp16', with which the "
+                "optimizer scales the loss"
             )
         if self._states.pulling_grads or self.loss_scale is not None:
             raise RuntimeError(

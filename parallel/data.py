@@ -145,6 +145,11 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
         raise ValueError(
             f"{given}{', drop_last=True' * drop_last}: an epoch would have no step; give more samples or smaller batches"
         )
+    if len(bounds) == 2:
+        raise ValueError(
+            f"{given}: the epoch has fewer samples than data coordinates, so the batch of a coordinate would be empty; "
+            f"give at least {ranks} samples, or use fewer data ranks"
+        )
     raise ValueError(
         f"{given}: the last step has only {last} samples, so the batch of a coordinate would be empty; give "
         "drop_last=True, a larger batch_size or more samples"

@@ -75,7 +75,9 @@ class GPT(nn.Module):
         super().__init__()
         strange = [axis for axis in registry.topology.model_axes + registry.topology.pipe_axes if axis != "tensor"]
         if strange:
-            raise ValueError(f"no layers for {', '.join(strange)}: give data, cp, tensor, or several of them")
+            raise ValueError(
+                f"no layers support the axes {', '.join(strange)}: give data, cp, tensor, or several of them"
+            )
         self.registry, self.sequence = registry, SplitSequence(registry)
         self.embed = VocabParallelEmbedding(VOCABULARY, width, registry)
         with torch.no_grad():

@@ -231,6 +231,6 @@ def layers_for(registry: ProcessGroupRegistry) -> DenseLayers:
     if axes == {"input", "weight", "output"}:
         return Layers3D(registry)
     raise ValueError(
-        f"no layers for {registry.topology!r}: besides data, give tensor, or row and col, which depth may be added to, or "
-        "input, weight and output, or nothing"
+        f"no layers support {registry.topology!r}: give, in addition to data axes, no axis; or tensor; or row and col; or "
+        "depth, row and col; or input, weight and output"
     )

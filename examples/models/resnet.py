@@ -70,7 +70,7 @@ def make_resnet34(classes: int, registry: ProcessGroupRegistry, dtype: torch.dty
     """
     strange = [axis for axis in registry.topology.axes if axis not in ("tensor", *registry.topology.data_axes)]
     if strange:
-        raise ValueError(f"ResNet-34 can't be split over {strange[0]!r}: name axes data, replica or tensor")
+        raise ValueError(f"ResNet-34 can't be sharded over {strange[0]!r}: give axes named data, replica or tensor")
     # Initially residual blocks add zero (Goyal et al. 2017, arXiv:1706.02677).
     norm_layer = partial(WholeBatchNorm2d, registry=registry)
     model: nn.Module = resnet34(num_classes=classes, norm_layer=norm_layer, zero_init_residual=True).to(dtype)

@@ -273,7 +273,7 @@ class ByName(Clip):
             where = f"the rule of {pattern!r}" if pattern else "the rule of others="
             if rule.level != "total" or rule.in_place or rule.weights or rule.norm_type is not None:
                 raise ValueError(
-                    f"{where} is {rule!r}: give a rule of level 'total' that only multiplies, such as ByNorm or "
+                    f"{where} is {rule!r}: give a rule that multiplies all gradients by one factor, such as ByNorm or "
                     "ZClip, and give norm_type to ByName"
                 )
             try:

@@ -61,8 +61,7 @@ def checked_norm_type(norm_type: float) -> float:
     if 0 < value < 1:
         raise ValueError(
             f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf'); below 1 the triangle "
-            "inequality fails, and the norm grows with the number n of elements so fast, as "
-            f"n^{1 / value:.3g}, that a threshold means little"
+            f"inequality fails, and the norm of n equal elements is proportional to n^{1 / value:.3g}"
         )
     if isnan(value) or value < 1:
         raise ValueError(f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf')")

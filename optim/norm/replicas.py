@@ -493,10 +493,10 @@ class EqualShards:
             size = self.plan.topology.size(axis)
             raise ValueError(
                 f"{name}{more} is declared sharded along axis {axis!r}, but all {size} shards are bitwise equal, in "
-                f"weights and gradients, as replicas are; the norm would count it {size} times. Nothing was "
-                f"stepped. If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same "
-                "seed, draw the full tensor and cut it with shard(), or take another seed on each rank. If the shards are "
-                "equal on purpose, turn the comparison off: check_replicas=False"
+                f"weights and gradients, as replicas are; the norm would count it {size} times. Nothing was stepped. "
+                f"If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same "
+                "seed, draw the full tensor and take this rank's shard with shard(), or use another seed on each "
+                "rank. If the shards are equal on purpose, turn the comparison off: check_replicas=False"
             )
 
 

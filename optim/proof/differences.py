@@ -211,8 +211,8 @@ def in_float64(model: nn.Module) -> Iterator[None]:
         return
     if has_dtensors(tensors):
         raise TypeError(
-            "parameters that are DTensors can't be converted to float64 for the proof; build the model in float64 "
-            "(torch.set_default_dtype), or pass dtype=None to prove it in its own dtype"
+            "parameters or buffers that are DTensors can't be converted to float64 for the proof; build the model in "
+            "float64 (torch.set_default_dtype), or pass dtype=None to prove it in its own dtype"
         )
     before = [_SavedTensor(tensor) for tensor in tensors]
     default = torch.get_default_dtype()

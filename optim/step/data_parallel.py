@@ -190,7 +190,8 @@ class OverlappedReduce(GradSyncController):
         if self.on and window.reduced:
             raise RuntimeError(
                 "an earlier backward of this window has reduced the gradients already, as overlap=True does in the last "
-                "micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
+                "micro-batch: call backward for all earlier micro-batches within optimizer.no_sync(), or give "
+                "accumulation_steps"
             )
         reduces = self.on
         if reduces and is_captured():

@@ -123,7 +123,9 @@ class SkipMonitor:
         if not captured:
             self._copy_to_host(facts)
         if bypassed or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
-            raise self._bypass_error(f", the first one {LAG} steps ago" if bypassed else ", this one")
+            raise self._bypass_error(
+                f"such steps were skipped, the first of them {LAG} steps ago" if bypassed else "this step was skipped"
+            )
         if diverged or (
             on_nonfinite == "raise" and stats.replicas_diverged is not None and bool(stats.replicas_diverged)
         ):
@@ -147,7 +149,7 @@ class SkipMonitor:
         """
         _, in_a_row, bypassed, _, diverged, disagreed = map(int, self.counts.tolist())
         if bypassed:
-            raise self._bypass_error("")
+            raise self._bypass_error("such steps were skipped")
         if diverged:
             return self._report_divergence()
         if disagreed:
@@ -165,11 +167,11 @@ class SkipMonitor:
         self.facts = facts
         return DISAGREED
 
-    def _bypass_error(self, since: str) -> RuntimeError:
+    def _bypass_error(self, skipped: str) -> RuntimeError:
         self.counts[2] = self._step = 0
         return RuntimeError(
             "gradients were found whose loss was not multiplied by the loss scale, by which step() divides gradients; "
-            f"steps with them were skipped{since}: {SAY_SO}"
+            f"{skipped}: {SAY_SO}"
         )
 
     def _add(self, decision: StepDecision) -> None:

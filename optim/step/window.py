@@ -554,8 +554,9 @@ class Window:
             )
         if self._weighted not in (None, weight is not None):
             raise ValueError(
-                "give every micro-batch of a window a weight, or none: sums and means don't add up. A micro-batch without "
-                "samples has the weight 0: backward(None, weight=0)"
+                "some micro-batches of this window have a weight (sums of losses), and others have none (means), so "
+                "their gradients can't be added: give weight= to every micro-batch of a window, or to none. A "
+                "micro-batch without samples has the weight 0: backward(None, weight=0)"
             )
         if weight is not None:
             check_scalar(weight, "weight", "a number or a 0-dim tensor, such as the number of tokens in the loss")
@@ -580,9 +581,10 @@ class Window:
         for index in self._with_gradient:
             if params[index].grad is None:
                 raise RuntimeError(
-                    f"after {self.micro_batches} micro-batches of this window gradients were cleared (parameter {index}, "
-                    f"shape {tuple(params[index].shape)}): a forward, module.zero_grad() or another optimizer did it; "
-                    "clear them with this optimizer's zero_grad(), which waits for the end of the window"
+                    f"gradients were cleared after {self.micro_batches} micro-batches of this window (parameter "
+                    f"{index}, shape {tuple(params[index].shape)}), by a forward, module.zero_grad() or another "
+                    "optimizer; clear them with this optimizer's zero_grad(), which has no effect before the end of "
+                    "the window"
                 )
         if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(

@@ -87,7 +87,7 @@ def labelled(params: Sequence[tuple[str, int]], by: By) -> tuple[list[str], list
         for label, glob in by.items():
             if not any(matches(glob, name) for name in names):
                 raise ValueError(
-                    f"by={{{label!r}: {glob!r}}} matches no parameter; there are {', '.join(names[:8])}..."
+                    f"by={{{label!r}: {glob!r}}} matches no parameter; give a glob for one of {', '.join(names[:8])}, ..."
                 )
         labels = list(by)
     else:

@@ -275,8 +275,8 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 def _check(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "steps_windows"):
         raise TypeError(
-            f"whole({type(optimizer).__name__}): give a torch optimizer, and pass the result of whole() to "
-            "ParallelOptimizer"
+            f"whole() got a {type(optimizer).__name__}, not a plain torch optimizer; give the torch optimizer, and pass "
+            "the result of whole() to ParallelOptimizer"
         )
     name = type(optimizer).__name__
     if asks_other_ranks(optimizer):
@@ -292,7 +292,7 @@ def _check(optimizer: object) -> None:
         )
     if within := [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
         raise ValueError(
-            f"whole({name}): {name} steps by another optimizer, in its attribute {', '.join(within)}; call whole() on that "
+            f"whole({name}): {name} calls another optimizer, its attribute {', '.join(within)}; call whole() on that "
             "optimizer instead"
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):

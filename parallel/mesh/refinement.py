@@ -127,7 +127,7 @@ def refined(
     """
     world = len(views)
     steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}
-    ends = {1: "1", world: f"the world of {world}"}
+    ends = {1: "the smallest stride", world: "the number of ranks"}
     for (_, name), found in steps.items():
         for size, stride in found:
             ends.setdefault(stride, f"the stride of {name!r}")
@@ -136,8 +136,8 @@ def refined(
     for small, large in pairwise(digits):
         if large % small:
             raise ValueError(
-                f"the meshes don't nest: {small}, {ends[small]}, doesn't divide {large}, {ends[large]}, so no common axes "
-                "exist; lay the meshes out so that each group of one mesh consists of complete groups of the other"
+                f"the meshes have no common axes: {ends[small]} is {small}, {ends[large]} is {large}, and {small} doesn't "
+                f"divide {large}; create the meshes so that each group of one mesh consists of complete groups of the other"
             )
     atoms = list(pairwise(digits))[::-1]  # slowest first
 
@@ -205,8 +205,8 @@ def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int
     steps = steps_of(first)
     if steps is None or any(group[0] // stride % size for group in groups for size, stride in steps):
         raise ValueError(
-            f"ranks {first} along {name!r} are not a grid: their distances are not a product of sizes and strides; "
-            "give meshes that init_device_mesh returns, or slices of such meshes"
+            f"ranks {first} along {name!r} are not evenly spaced, as the ranks along one or more axes of a mesh are; give "
+            "meshes that init_device_mesh returns, or slices of such meshes"
         )
     return steps
 

@@ -235,5 +235,5 @@ def test_parallel_optimizer_rejects_grad_scaler_of_torch(registry: ProcessGroupR
     run = Run("SGD", registry)
     run.scaler = Scaler("cpu")
     backward(run, 0)
-    with pytest.raises(RuntimeError, match=r"take meshstep.amp.GradScaler\(registry\)"):
+    with pytest.raises(RuntimeError, match=r"use meshstep.amp.GradScaler\(registry\)"):
         run.scaler.step(run.optimizers[0])

@@ -90,7 +90,9 @@ def test_verify_detects_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_topology_without_matching_layers_raises() -> None:
     with (
         ProcessGroupRegistry(Topology(expert=1)) as registry,
-        pytest.raises(ValueError, match=r"no layers for .*expert=1.*tensor, or row and col.*input, weight and output"),
+        pytest.raises(
+            ValueError, match=r"no layers support .*expert=1.*tensor; or row and col.*input, weight and output"
+        ),
     ):
         example("train_digits").Trainer(options(), registry)
 

@@ -460,7 +460,7 @@ def loader_ends_earlier_on_one_rank(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "give every micro-batch of a window a weight, or none"),
+    Error(ValueError, "some micro-batches of this window have a weight"),
     write="pass `weight=` for every micro-batch",
 )
 def weight_for_some_micro_batches(run: Run) -> None:

@@ -387,7 +387,7 @@ def torch_optimizer_made_before_prepare(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "torch's GradScaler decides on each rank alone ... take meshstep.amp.GradScaler(registry)"),
+    Error(RuntimeError, "torch's GradScaler decides on each rank separately ... use meshstep.amp.GradScaler(registry)"),
     write="use `meshstep.amp.GradScaler(registry)`, or a `precision=` with a loss scale",
 )
 def torch_grad_scaler(run: Run) -> None:
@@ -421,7 +421,7 @@ def grad_scaler_beside_a_loss_scale(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "take meshstep.amp.GradScaler(registry)"),
+    Error(RuntimeError, "use meshstep.amp.GradScaler(registry)"),
     write="use `meshstep.amp.GradScaler(registry)` without `unscale_`",
 )
 def unscaled_by_a_scaler(run: Run) -> None:

@@ -289,7 +289,7 @@ def test_poll_reports_backward_that_bypassed_optimizer() -> None:
     run.optimizer.zero_grad()
     run.loss(run.batch(5)).backward()
     run.optimizer.step()
-    with pytest.raises(RuntimeError, match=r"steps with them were skipped: write optimizer.backward"):
+    with pytest.raises(RuntimeError, match=r"such steps were skipped: write optimizer.backward"):
         run.optimizer.poll()
     run.optimizer.poll()  # reported only once
 

@@ -188,7 +188,7 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"compression": Bf16Compression()}, "compression=... with sum_order='fixed'"),
         ({"norm_type": 3.0}, "give 1, 2 or inf"),
         ({"reduction": "per_group"}, "give 'packed'"),
-        ({"max_norm": Adaptive(0.01)}, "norms of weights, are not supported"),
+        ({"max_norm": Adaptive(0.01)}, "norms of weights: give another rule"),
         ({"sum_order": "tree"}, "give 'any' or 'fixed'"),
         ({"states": Sharded("data", gradients=True)}, "leave gradients=True out"),
     ],

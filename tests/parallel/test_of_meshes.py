@@ -67,9 +67,9 @@ def test_axes_are_the_common_refinement_of_all_meshes(world: int, grids: Grids, 
         (
             6,
             {("a", "b"): row_major(3, 2), ("c", "d"): row_major(2, 3)},
-            "the meshes don't nest: 2, .* doesn't divide 3, ",
+            "the meshes have no common axes: .* is 2, .* is 3, and 2 doesn't divide 3",
         ),
-        (4, {("a",): [0, 3, 1, 2]}, r"ranks \(0, 3, 1, 2\) along 'a' are not a grid"),
+        (4, {("a",): [0, 3, 1, 2]}, r"ranks \(0, 3, 1, 2\) along 'a' are not evenly spaced"),
         (8, {("a", "b"): row_major(2, 2)}, r"ranks \(0, 4\) are along no dim of these meshes"),
         (
             4,

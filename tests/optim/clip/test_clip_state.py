@@ -471,7 +471,11 @@ def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: s
         (ByNorm(WarmUp(2.0, 1.0, 0)), ValueError, "WarmUp steps=0: give a whole number >= 1"),
         ({}, ValueError, "ByName has no groups"),
         ({"up": -1.0}, ValueError, "of 'up': max_norm=-1.0: give a finite number > 0"),
-        ({"up": PerParameter(1.0)}, ValueError, "the rule of 'up' is PerParameter.*give a rule of level 'total'"),
+        (
+            {"up": PerParameter(1.0)},
+            ValueError,
+            "the rule of 'up' is PerParameter.*give a rule that multiplies all gradients by one factor",
+        ),
         (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of others= is ByValue"),
     ],
 )

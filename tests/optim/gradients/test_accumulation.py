@@ -230,7 +230,7 @@ def test_gradients_cleared_in_forward_raise_in_next_backward() -> None:
     optimizer.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
     loss = model(torch.ones(1, 4)).sum()
-    with pytest.raises(RuntimeError, match="after 1 micro-batches of this window gradients were cleared"):
+    with pytest.raises(RuntimeError, match="gradients were cleared after 1 micro-batches of this window"):
         optimizer.backward(loss)
 
 
@@ -264,7 +264,7 @@ def cleared_under_zero_2() -> str:
 
 def test_clearing_unsharded_gradient_within_window_raises_with_zero2(world: World) -> None:
     for said in world.run(2, cleared_under_zero_2):
-        assert "after 1 micro-batches of this window gradients were cleared" in said
+        assert "gradients were cleared after 1 micro-batches of this window" in said
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_invalid_accumulation_arguments_are_rejected(call: Any, message: str) ->
 def test_mixing_weighted_and_unweighted_micro_batches_is_rejected() -> None:
     model, optimizer = linear()
     optimizer.backward(model(samples(2)).sum(), weight=2)
-    with pytest.raises(ValueError, match="every micro-batch of a window a weight, or none"):
+    with pytest.raises(ValueError, match="some micro-batches of this window have a weight"):
         optimizer.backward(model(samples(2)).mean())
 
 

@@ -251,7 +251,7 @@ def test_telemetry_per_group_combines_all_ranks(world: World) -> None:
     [
         ({"every": 0}, "give a whole number of steps >= 1"),
         ({"by": "module"}, "give 'parameter', 'layer', 'group', or labels with globs"),
-        ({"by": {"mlp": "mlp.*"}}, "matches no parameter; there are 0.weight"),
+        ({"by": {"mlp": "mlp.*"}}, "matches no parameter; give a glob for one of 0.weight"),
         ({"by": {"total": "*"}}, "by= has the label 'total', which is reserved for the full model"),
         ({"spectral": SpectralNorms(iterations=0)}, "give a whole number >= 1"),
         ({"spectral": SpectralNorms(globs="*")}, "give a tuple of globs"),  # type: ignore[arg-type]

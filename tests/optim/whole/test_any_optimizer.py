@@ -157,8 +157,8 @@ def test_whole_rejects_unsupported_optimizers() -> None:
         (stepped, ValueError, "already has a state"),
         (whole(SignDescent([weight])), TypeError, "already steps full tensors"),
         (Modes([weight]), ValueError, r"train\(\) and eval\(\)"),
-        (Around([weight]), ValueError, "by another optimizer, in its attribute base"),
-        (nn.Linear(2, 2), TypeError, "give a torch optimizer"),
+        (Around([weight]), ValueError, "calls another optimizer, its attribute base"),
+        (nn.Linear(2, 2), TypeError, "not a plain torch optimizer"),
     ]
     for optimizer, kind, says in refused:
         with pytest.raises(kind, match=says):

@@ -234,9 +234,8 @@ class Trainer:
         if everybody is None:
             return None
         weights = {name: value.double() for *_, of_rank in everybody for name, value in of_rank.items()}
-        batch = {
-            tuple(place): (inputs, targets) for place, inputs, targets, _ in everybody
-        }  # other ranks have the same batch
+        # Other ranks have the same batch.
+        batch = {tuple(place): (inputs, targets) for place, inputs, targets, _ in everybody}
         return dense_gradient_norm(weights, list(batch.values()), self.options.heads, self.options.depth)
 
     def placed(self, *tensors: Tensor) -> list[Tensor]:

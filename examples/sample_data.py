@@ -60,9 +60,8 @@ def make_caltech101(root: Path) -> Path:
 def _write_cifar10(folder: Path) -> None:
     digits, painter = load_digits(), Painter()
     images = np.stack([painter.write(digit, 32, 32) for digit in digits.images])
-    rows = images.transpose(0, 3, 1, 2).reshape(
-        len(images), -1
-    )  # the order of CIFAR-10: all red, all green, all blue values
+    # The order of CIFAR-10: all red, all green, all blue values.
+    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
     files = [name for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list)]
     for number, name in enumerate(files):
         end = None if name == files[-1] else (number + 1) * PER_BATCH

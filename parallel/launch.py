@@ -265,9 +265,8 @@ def get_dist_logger(
     if file is not None:
         path = Path(str(file).replace("{rank}", str(_rank())))
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(
-            logging.FileHandler(path, delay=True, encoding="utf-8")
-        )  # a rank without messages creates no file
+        # A rank without messages creates no file.
+        handlers.append(logging.FileHandler(path, delay=True, encoding="utf-8"))
     for handler in handlers:
         handler.addFilter(_OnRanks(ranks))
         handler.setFormatter(logging.Formatter("[%(asctime)s rank %(rank)d %(levelname)s] %(message)s", "%H:%M:%S"))

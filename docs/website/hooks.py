@@ -263,6 +263,5 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'<a href="{file.url_relative_to(page.file)}">{match[0]}</a>'
 
     html = _NAME.sub(linked, html)
-    return re.sub(
-        r"(<span class=\"doc doc-object-name[^>]*>)(meshstep\.\w+\.)", r"\1\2<wbr>", html
-    )  # where a line may end
+    # Where a line may end.
+    return re.sub(r"(<span class=\"doc doc-object-name[^>]*>)(meshstep\.\w+\.)", r"\1\2<wbr>", html)

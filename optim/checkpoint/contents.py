@@ -806,7 +806,7 @@ class SharedRecord:
         """Return this rank's hyper-parameters of param group ``index``.
 
         Raises:
-            ValueError: The saved ranks that are used for this rank have different hyper-parameters.
+            ValueError: The saved ranks from which this rank takes its values have different hyper-parameters.
         """
         return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
 
@@ -814,7 +814,7 @@ class SharedRecord:
         """Return the hash of this rank's value of the undeclared buffer ``name``.
 
         Raises:
-            ValueError: The saved ranks that are used for this rank have different values.
+            ValueError: The saved ranks from which this rank takes its values have different values of the buffer.
         """
         return self._choose(self.buffers[name], f"the buffer {name}")
 

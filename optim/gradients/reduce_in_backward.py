@@ -79,9 +79,8 @@ class BackwardReducer:
         self._is_open = self.came = False
         self.late_grad: Tensor | None = None
         # The hooks have a weak reference to this object, because the model must not keep a replaced optimizer alive.
-        trained = [
-            param for param in self._bucket_of if param.requires_grad
-        ]  # torch rejects hooks on frozen parameters
+        # Torch rejects hooks on frozen parameters.
+        trained = [param for param in self._bucket_of if param.requires_grad]
         self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in trained]
 
     @contextmanager

@@ -204,7 +204,8 @@ class _Loss:
         given: Any = schedule._loss_fn
         if not isinstance(given, _Loss):
             return cls(optimizer.precision.prepare_criterion(given), schedule, optimizer)
-        new = cls(given.criterion, schedule, optimizer)  # the schedule had another optimizer before
+        # The loss function was wrapped for an earlier optimizer: wrap the user's criterion again.
+        new = cls(given.criterion, schedule, optimizer)
         new.is_mean = given.is_mean
         return new
 

@@ -82,7 +82,7 @@ class HalfStatesTransform(ParamTransform):
 
     def __init__(self, how: HalfStates, context: PlacementContext) -> None:
         self.how, self.registry, self.optimizer, self.steps = how, context.registry, context.optimizer, 0
-        self._split = context.precision.split_masters  # True: bfloat16 tensors also have float32 states in an update
+        self._split = context.precision.split_masters  # True: states of bfloat16 tensors are converted too
         self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:

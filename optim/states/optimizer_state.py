@@ -115,10 +115,11 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError if torch's state-dict functions call `state_dict`, and would save wrong states.
+    """Raise ValueError if ``module`` is torch's module of state-dict functions, and they would save wrong states.
 
-    The functions of `torch.distributed.checkpoint.state_dict` look up a state by its model parameter, and treat shards
-    as replicas. The optimizer can recognize them only by the caller of `state_dict`.
+    The functions of `torch.distributed.checkpoint.state_dict` look up the state of a model parameter by the parameter
+    itself. They don't find states of shards or master weights, and save shards of different ranks as if they were
+    replicas. Only the module that calls `state_dict` shows that these functions are used.
 
     Args:
         module: The name of the module that called `state_dict`.

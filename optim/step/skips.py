@@ -82,9 +82,8 @@ class SkipMonitor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(
-            KINDS, dtype=torch.float64, device=device
-        )  # float, because adding `found_inf` to integers would need a cast
+        # Float, because adding `found_inf` to integers would need a cast.
+        self.counts = torch.zeros(KINDS, dtype=torch.float64, device=device)
         self._copies = torch.zeros(LAG, KINDS, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0

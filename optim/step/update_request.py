@@ -32,8 +32,7 @@ class UpdateRequest:
             Default None: no copies.
         split_weights: Bfloat16 weights with int16 remainders, which are stepped as float32 masters. Default None: no
             split weights.
-        skip_of: A dict from tensors with a skip flag of their own to this flag, 0-dim on the same device. Default:
-            empty.
+        skip_of: The skip flag of each tensor that has its own flag, 0-dim on the same device. Default: empty.
         on_host: The copy of ``skip`` and ``factor`` to the CPU, which may still be running. None (default): no copy,
             because ``skip`` is on the CPU or all parameters are on the device.
     """
@@ -46,9 +45,10 @@ class UpdateRequest:
     on_host: HostDecision | None = None
 
     def on_copies(self, copies: Mapping[Tensor, Tensor]) -> UpdateRequest:
-        """Return the request with the tensors in ``skip_of`` replaced by their copies, which the param groups now hold.
+        """Return a request for an update of copies: the keys of ``skip_of`` are the copies of the tensors.
 
-        ``copies`` is a dict from tensors to their copies.
+        Args:
+            copies: The copy of each tensor that a copy has replaced in the param groups.
         """
         if not self.skip_of:
             return self
@@ -56,12 +56,13 @@ class UpdateRequest:
 
     @property
     def remainders(self) -> Mapping[Tensor, Tensor]:
-        """Return the int16 remainder of each split weight."""
+        """Return the int16 remainder of each split weight, by weight; empty without split weights."""
         return {} if self.split_weights is None else self.split_weights.remainders
 
 
 Update = Callable[[UpdateRequest], object]
-"""A function that steps the parameters that are now in the optimizer's param groups, unless ``request.skip`` is 1."""
+"""A function that updates the tensors in the optimizer's param groups at the time of the call, unless ``request.skip``
+is 1."""
 
 
 class HostDecision:

@@ -419,5 +419,6 @@ class Monitor:
         with in_call(self.registry, "Monitor"):
             if topology.world_size == 1 or self.registry.device.type != "cpu":
                 return world_sum(sums, self.registry)
-            # gloo would abort the process if only some ranks report and their all-reduce meets another all-reduce
+            # Objects are gathered instead of an all-reduce. If only some ranks called the monitor, their all-reduce could
+            # run against an all-reduce of another size on other ranks, for which gloo aborts the process.
             return sums.new_tensor(gather_objects(sums.tolist(), self.registry)).sum(0)

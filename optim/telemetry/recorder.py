@@ -43,9 +43,8 @@ from .writers import ReportFile
 
 VERSION = 1
 QUANTITIES = ("weight", "gradient", "update")
-_ROWS = (
-    3 + 3 * BUCKETS + 3 * HASH_WORDS + 1
-)  # numbers per parameter: squares, sketches, hashes, shards of unknown region
+# Numbers per parameter: squares, sketches, hashes, shards of unknown region.
+_ROWS = 3 + 3 * BUCKETS + 3 * HASH_WORDS + 1
 _BATCH = HASH_WORDS + 1
 
 

@@ -191,8 +191,8 @@ class WholeOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: On every rank: shards have unequal sizes in an unknown order; ranks have different shapes,
-                dtypes or metadata for a full tensor; elements of a full tensor are missing, or twice on a rank; or a
-                case of the subclass's `metadata_for` or `bound`.
+                dtypes or metadata for a full tensor; no rank holds some elements of a full tensor; a rank holds an
+                element twice; or the subclass's `metadata_for` or `bound` raised it.
 
         Collectives: an object all-gather, and those of `bound`; none with one rank.
         """

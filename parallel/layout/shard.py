@@ -108,17 +108,17 @@ class Region:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of the entire shard."""
+        """Return the shape of the rank's entire shard, of which the run may be only a part."""
         return tuple(sum(length for _, length in spans) for spans in self.spans)
 
     @property
     def offsets(self) -> Shape:
-        """Return, per dim, the index in the full tensor of the first element of the shard."""
+        """Return per dim the index in the full tensor at which the rank's shard begins."""
         return tuple(spans[0][0] for spans in self.spans)
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of the run."""
+        """Return the number of elements in the run, ``stop - start``."""
         return self.stop - self.start
 
     def of(self, full: Tensor) -> Tensor:

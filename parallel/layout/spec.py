@@ -227,14 +227,18 @@ def owns(owned: Owned, coordinate: Mapping[str, int]) -> bool:
 
 
 def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, int | str]:
-    """Return ``owned`` as {axis: coordinate or other axis}, with every alias replaced by its axes.
+    """Return ``owned`` as a dict, with every alias replaced by its axes.
+
+    A key is an axis. Its value is the owner's coordinate on this axis, or the name of another axis on which the owner
+    has the same coordinate. For example, if ``grid`` is an alias for ``row`` and ``col``, both of size 2, then
+    ``(("grid", 3),)`` becomes ``{"row": 1, "col": 1}``.
 
     Args:
         owned: Pairs of an axis or alias, and a coordinate or another axis or alias.
         topology: Provides the sizes of the axes.
         aliases: Axes per alias.
     Raises:
-        ValueError: A pair has two names, of which one is an alias, and the sizes of their axes differ.
+        ValueError: A pair consists of two names, at least one of which is an alias, and the sizes of their axes differ.
     """
     pairs = (pair for axis, at in owned for pair in _by_axis((axis, at), topology, aliases))
     return dict(pairs)

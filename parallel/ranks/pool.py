@@ -186,7 +186,7 @@ def _stay_on_this_machine() -> None:
 
 T = TypeVar("T")
 
-GRACE = 5.0  # after a rank has failed, other ranks may run for at most this number of seconds
+GRACE = 5.0  # seconds that the pool waits for other ranks after one rank has failed
 
 # Modules that the server process loads once, before it forks workers. Otherwise each worker would import them.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshstep.parallel.ranks.pool", "meshstep.optim")

@@ -123,9 +123,8 @@ def train(plan: Plan) -> None:
     torch.manual_seed(7)
     model = Model(registry)
     declare(model, {"first.*": P(), "norm.*": P(), "*": P()})
-    torch.manual_seed(
-        100 + registry.coordinate.get("data", 0)
-    )  # equal dropout on replicas, different dropout for different samples
+    # Equal dropout on replicas, different dropout for different samples.
+    torch.manual_seed(100 + registry.coordinate.get("data", 0))
     mode = precision_of(plan.precision)
     mode.prepare(model, registry)
     inner = KINDS[plan.kind](model.parameters())

@@ -59,9 +59,8 @@ def watched() -> Iterator[Watch]:
     def on_gradient(reducer: BackwardReducer, param: Tensor) -> None:
         before = reducer._next if reducer._is_open else len(reducer._eager)
         arrived(reducer, param)
-        watch.early += reducer._eager[
-            before : getattr(reducer, "_next", 0)
-        ]  # this attribute exists from the first window on
+        # This attribute exists from the first window on.
+        watch.early += reducer._eager[before : getattr(reducer, "_next", 0)]
 
     with (
         mock.patch.object(GradientBucket, "start", on_start),

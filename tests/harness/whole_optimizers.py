@@ -78,11 +78,12 @@ MAKE: dict[str, Make] = {
     "Tiger": of("pytorch_optimizer", "Tiger"),
 }
 RIGHT_ON_PIECES = ("timm LaProp", "timm Adopt", "Lion", "Tiger")
+# Their norm-dependent code is not reached here: norms and matrices are too small.
 NOT_REACHED = (
     "timm Mars",
     "AdaNorm",
     "ScalableShampoo",
-)  # their norm-dependent code is not reached here: norms and matrices are too small
+)
 
 
 def trained(axes: Axes, kind: str, how: How | None) -> dict[str, Tensor]:

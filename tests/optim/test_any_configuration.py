@@ -127,8 +127,7 @@ def other_bits(one: Report, other: Report) -> list[str]:
     return [] if same else ["the run resumed from the checkpoint differs bitwise"]
 
 
-# Coverage of the drawn configurations
-# ----------------------------------------------------------------------------------
+# Coverage of the drawn configurations ---------------------------------------------------------------------------------
 
 EVENTS = ("overflow", "vetoed", "added", "frozen", "written")
 STATES = ("whole", "overlap", "zero1", "zero2")

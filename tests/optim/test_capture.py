@@ -103,8 +103,7 @@ def test_constant_read_in_a_graph_capture_stays_in_the_cache() -> None:
     assert constants("other", lambda: [1.0, 2.0], torch.float64, CPU) is not other
 
 
-# Recipes of CUDA_GRAPHS.md
-# ----------------------------------------------------------------------------------------------
+# Recipes of CUDA_GRAPHS.md --------------------------------------------------------------------------------------------
 
 
 def recipes() -> dict[str, Any]:

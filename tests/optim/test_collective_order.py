@@ -105,13 +105,11 @@ def started_in_backward(states: str) -> set[int]:
 
 @pytest.mark.parametrize("states", ["whole", "sharded"])
 def test_gradients_of_even_shards_are_reduced_in_backward_despite_uneven_shards(world: World, states: str) -> None:
-    assert (
-        world.run(4, started_in_backward, states) == [{64, 8}] * 4
-    )  # weights and biases; the embedding has 16 or 8 elements
+    # Weights and biases; the embedding has 16 or 8 elements.
+    assert world.run(4, started_in_backward, states) == [{64, 8}] * 4
 
 
-# Properties that prevent deadlocks
-# -------------------------------------------------------------------------------------
+# Properties that prevent deadlocks ------------------------------------------------------------------------------------
 
 
 class Noted:

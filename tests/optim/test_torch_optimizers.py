@@ -134,8 +134,7 @@ def test_differentiable_step_matches_torch(wrap: Wrap, name: str) -> None:
     assert same(run(wrapped=True), run(wrapped=False))
 
 
-# Rejected uses
-# ----------------------------------------------------------------------------------------------------------
+# Rejected uses --------------------------------------------------------------------------------------------------------
 
 
 def test_optimizer_that_requires_closure_is_rejected(wrap: Wrap) -> None:

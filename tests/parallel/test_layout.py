@@ -138,10 +138,11 @@ def test_first_named_axis_of_a_sharded_dim_varies_slowest(world: World) -> None:
 def test_uneven_dim_is_sharded_like_torch_chunk() -> None:
     topology, spec = Topology(row=2, col=3), P(("row", "col"), None, "data")
     at = {"row": 1, "col": 2}
+    # Rows 4 + 3, then 1 of the 3 on each rank of col.
     assert local_shape((7, 4), P(("row", "col")), topology, at) == (
         1,
         4,
-    )  # rows 4 + 3, then 1 of the 3 on each rank of col
+    )
     assert local_shape((7, 4), P("col", "row"), topology, at) == (1, 2)
     assert local_shape((4,), P("col"), topology, at) == (0,)
     with pytest.raises(ValueError, match="names axis 'data'"):

@@ -275,9 +275,8 @@ def test_registry_connect_connects_groups_in_the_same_order_on_all_ranks(world: 
         others = {ranks for ranks in asked if ranks not in complete and all(ranks in {*by_rank[o][0]} for o in ranks)}
         assert met == sorted(named | complete | others)
         assert again == 0
-    assert any(
-        {*asked} - {*met} for met, asked, _ in by_rank
-    )  # at least one requested group must not have met, or the test proves nothing
+    # At least one requested group must not have met, or the test proves nothing.
+    assert any({*asked} - {*met} for met, asked, _ in by_rank)
 
 
 def meet_without_rank_1(given_up: Path) -> str:

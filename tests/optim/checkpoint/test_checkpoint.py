@@ -23,8 +23,7 @@ from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
 from world import World
 
-# Regions of full tensors
-# ------------------------------------------------------------------------------------------------
+# Regions of full tensors ----------------------------------------------------------------------------------------------
 
 
 @given(shape=st.lists(st.integers(0, 4), max_size=4), data=st.data())
@@ -129,8 +128,7 @@ def test_losses_differ_when_optimizer_state_is_not_restored(tmp_path: Path) -> N
     assert [run.step(step) for step in range(10, 20)] != pytest.approx(losses, rel=1e-3)
 
 
-# Any layout to any other layout: shards of known tensors, saved and loaded
-# ------------------------------------------------
+# Any layout to any other layout: shards of known tensors, saved and loaded --------------------------------------------
 
 
 Specs = tuple[P, ...]

@@ -24,8 +24,7 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-# Retention
-# --------------------------------------------------------------------------------------------------------------
+# Retention ------------------------------------------------------------------------------------------------------------
 
 
 def test_keep_retains_last_checkpoints_and_each_is_loadable(tmp_path: Path) -> None:
@@ -49,8 +48,7 @@ def test_invalid_keep_is_rejected(tmp_path: Path, keep: Any) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
-# Two runs in one directory
-# ------------------------------------------------------------------------------------------------
+# Two runs in one directory --------------------------------------------------------------------------------------------
 
 
 def second_run(path: Path) -> list[str]:
@@ -96,8 +94,7 @@ def test_save_raises_if_another_run_saves_to_directory_meanwhile(
     assert load_checkpoint(tmp_path, model, optimizers[0]) == "the other"
 
 
-# Concurrent readers
-# -----------------------------------------------------------------------------------------------------
+# Concurrent readers ---------------------------------------------------------------------------------------------------
 
 
 def replaced_while_read(path: Path, place: str) -> Any:
@@ -214,8 +211,7 @@ def test_loading_raises_after_ten_replacements_and_suggests_keep(
         load_checkpoint(tmp_path, other, reader)
 
 
-# Loading only the model
-# -----------------------------------------------------------------------------------------------------
+# Loading only the model -----------------------------------------------------------------------------------------------
 
 
 def save_run(path: Path) -> None:
@@ -264,8 +260,7 @@ def test_model_only_load_requires_registry_and_matching_shapes(tmp_path: Path) -
     load_checkpoint(tmp_path, model, None, registry=ProcessGroupRegistry(Topology()))
 
 
-# Empty extra state
-# ------------------------------------------------------------------------------------------------------
+# Empty extra state ----------------------------------------------------------------------------------------------------
 
 
 class Hollow(nn.Linear):

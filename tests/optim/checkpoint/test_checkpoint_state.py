@@ -108,8 +108,7 @@ def test_declared_buffer_is_resharded(world: World, tmp_path: Path) -> None:
     assert world.run(2, declared, tmp_path, TENSOR, False) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-# Unusual optimizer state
-# -------------------------------------------------------------------------------------------------
+# Unusual optimizer state ----------------------------------------------------------------------------------------------
 
 
 class Odd(torch.optim.SGD):
@@ -216,8 +215,7 @@ def test_hyper_parameters_are_restored_from_checkpoint(tmp_path: Path) -> None:
     assert first["param_names"] == ["weight"]
 
 
-# Random number generators
-# --------------------------------------------------------------------------------------------------
+# Random number generators ---------------------------------------------------------------------------------------------
 
 
 def draw() -> list[float]:
@@ -253,8 +251,7 @@ def test_random_states_are_restored_on_same_mesh_only(world: World, tmp_path: Pa
     assert loaded[0][:2] == loaded[1][:2] != saved[0][:2]
 
 
-# Models wrapped or sharded by torch
-# -------------------------------------------------------------------------------------
+# Models wrapped or sharded by torch -----------------------------------------------------------------------------------
 
 
 def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:

@@ -72,8 +72,7 @@ def test_norm_type_below_one_is_rejected_with_reason(norm_type: float) -> None:
     assert weight.grad.tolist() == [1.0, 1.0]
 
 
-# Parameter lists that change between calls
-# ------------------------------------------------------------------------------
+# Parameter lists that change between calls ----------------------------------------------------------------------------
 
 
 def lists_that_change_on_one_rank(reduction: Reduction, norm_type: float) -> list[float]:

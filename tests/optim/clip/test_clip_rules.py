@@ -427,8 +427,7 @@ def test_nan_on_one_rank_skips_step_on_all_ranks_with_every_rule(world: World, n
             assert told == ([0.0, 1.0, 0.0], True, 1), label
 
 
-# Rejected rules
-# ---------------------------------------------------------------------------------------------------------
+# Rejected rules -------------------------------------------------------------------------------------------------------
 
 
 def uneven(rule: Clip, dim: int) -> str:
@@ -460,9 +459,8 @@ def test_adaptive_clipping_rejects_uneven_shards_on_all_ranks(world: World) -> N
 
 
 def test_per_parameter_rule_accepts_uneven_shards_and_adaptive_rule_even_shards(world: World) -> None:
-    assert (
-        world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2
-    )  # gradient of four ones, clipped to norm 1: 0.5 each
+    # Gradient of four ones, clipped to norm 1: 0.5 each.
+    assert world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2
     assert world.run(2, uneven, Adaptive(1.0), 1) == ["stepped 0"] * 2
 
 
@@ -539,8 +537,7 @@ def test_adaptive_rule_requires_packed_reduction() -> None:
         assert optimizer.max_norm is None
 
 
-# Changing rules, and rules combined with group thresholds
-# --------------------------------------------------------------
+# Changing rules, and rules combined with group thresholds -------------------------------------------------------------
 
 
 def one_rule_a_step(config: Config, rules: list[Clip]) -> Told:

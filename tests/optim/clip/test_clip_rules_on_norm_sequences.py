@@ -277,8 +277,7 @@ def test_comparison_distinguishes_rules_with_slightly_different_parameters(right
         assert_as_expected(told, expected(wrong, config), "wrong")
 
 
-# Resuming
-# ---------------------------------------------------------------------------------------------------------------
+# Resuming -------------------------------------------------------------------------------------------------------------
 
 RESUMED = ["warm-up", "z", "adaptive means", "previous", "spikes, then means", "named"]
 """Rules whose state loads on another layout; state per parameter is found by parameter name."""

@@ -326,8 +326,7 @@ def test_named_norms_cover_all_pipeline_stages(world: World) -> None:
     assert [*first.values()] == pytest.approx(want, rel=1e-12)
 
 
-# `clip_grad_norm_` without a `ParallelOptimizer`
-# ------------------------------------------------------------------------
+# `clip_grad_norm_` without a `ParallelOptimizer` ----------------------------------------------------------------------
 
 ON_LISTS: dict[str, Clip] = {
     **STATEFUL,
@@ -451,8 +450,7 @@ def test_clip_grad_norm_requires_clip_state_for_stateful_rules(rule: Any, why: s
         clip_grad_norm_(model.parameters(), None, ProcessGroupRegistry(Topology()))
 
 
-# Rejected arguments
-# ----------------------------------------------------------------------------------------------------
+# Rejected arguments ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

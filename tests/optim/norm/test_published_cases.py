@@ -247,8 +247,7 @@ CASES: dict[str, Published] = {
         without_experts,
         6.0,
     ),
-    # Data axes that shard and data axes that replicate
-    # -------------------------------------------------------------------
+    # Data axes that shard and data axes that replicate ----------------------------------------------------------------
     "VeOmni 184: HSDP norm summed over replicas too": Published(
         Topology(dp_replicate=2, dp_shard=2),
         {"weight": Gradient((3.0, 4.0), P("dp_shard"))},
@@ -288,8 +287,7 @@ CASES: dict[str, Published] = {
         alone_complete,
         (6.0, 8.0),
     ),
-    # One flag per parameter
-    # ----------------------------------------------------------------------------------------------
+    # One flag per parameter -------------------------------------------------------------------------------------------
     "DeepSpeed: flag of column-parallel bias missing, -6%": Published(
         TENSOR, LAYERS, 100.0, by_flag("column"), 94.0, digits=1e-6
     ),
@@ -327,16 +325,14 @@ CASES: dict[str, Published] = {
         by_flag("weight"),
         sqrt(144 + 9),
     ),
-    # Replicated parameters with complete and with partial gradients
-    # -------------------------------------------------------
+    # Replicated parameters with complete and with partial gradients ---------------------------------------------------
     "Automodel 3857: partial gradients averaged over tensor ranks": Published(
         TENSOR, COPIES, 10.0, copies_combined(average=True), sqrt(64 + 3**2)
     ),
     "Automodel 3857: complete gradients summed over tensor ranks": Published(
         TENSOR, COPIES, 10.0, copies_combined(average=False), sqrt(16**2 + 36)
     ),
-    # Other layouts
-    # -------------------------------------------------------------------------------------------------------
+    # Other layouts ----------------------------------------------------------------------------------------------------
     "ColossalAI 2.5-D: bias owned by row 0 divided by nonexistent replicas": Published(
         Topology(depth=2, row=2),
         {"bias": Gradient((sqrt(488.0),), P(owned={"row": 0})), "weight": Gradient((0.0, 0.0), P("row"))},

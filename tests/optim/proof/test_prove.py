@@ -197,8 +197,7 @@ def test_prove_infers_correct_spec_for_wrong_declarations(world: World) -> None:
     }
 
 
-# Several wrong parameters
-# ----------------------------------------------------------------------------------------------
+# Several wrong parameters ---------------------------------------------------------------------------------------------
 
 
 class Tower(nn.Module):
@@ -275,8 +274,7 @@ def test_prove_finds_two_equally_wrong_parameters_for_any_seed(world: World) -> 
     assert world.run(1, _pairs_doubled, 60) == [[{"one", "other"}] * 60]
 
 
-# ReLU kinks
-# -------------------------------------------------------------------------------------------------------------
+# ReLU kinks -----------------------------------------------------------------------------------------------------------
 
 
 class Relu(nn.Module):

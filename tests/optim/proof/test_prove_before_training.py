@@ -174,8 +174,7 @@ def test_prove_between_overlapped_backward_and_step_makes_step_raise(world: Worl
         assert "got a gradient outside of optimizer.backward after the window's gradients were reduced" in told
 
 
-# Loss functions that raise
-# ---------------------------------------------------------------------------------------------
+# Loss functions that raise --------------------------------------------------------------------------------------------
 
 
 def raises_on_one_rank(when: int) -> list[str]:

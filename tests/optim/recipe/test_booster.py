@@ -71,8 +71,7 @@ def flat(weights: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
-# The same steps with every form of data parallelism
-# --------------------------------------------------------------------
+# The same steps with every form of data parallelism -------------------------------------------------------------------
 
 BATCHES, BATCH, EPOCHS, WINDOW = 5, 8, 2, 2
 Run = tuple[Tensor, list[float], list[float]]  # weights, learning rates, norms

@@ -225,9 +225,8 @@ def test_every_pipeline_schedule_matches_dense_model(sharded: bool, world: World
         Case(kind, tied, precision, **how)  # type: ignore[arg-type]
         for tied in (False, True)
         for precision in ("fp32", "fp16")
-        for kind in repetitions(
-            list(SCHEDULES), sharded, tied, precision, default=2
-        )  # the next test runs all schedules
+        # The next test runs all schedules.
+        for kind in repetitions(list(SCHEDULES), sharded, tied, precision, default=2)
     ]
     found = assert_all_are_dense(world, cases)
     in_fp16 = [results[0].skipped for case, results in found.items() if case.precision == "fp16"]
@@ -247,8 +246,7 @@ def test_accumulation_over_several_pipeline_calls_matches_dense_model(world: Wor
     assert_all_are_dense(world, cases)
 
 
-# Errors
-# ------------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
 def error_of_torchs_division(kind: Kind, tied: bool, accumulate: int) -> str:

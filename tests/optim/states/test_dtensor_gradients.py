@@ -18,8 +18,7 @@ from world import World
 Trained = tuple[list[float], list[Tensor]]
 
 
-# A standard parallelization plan
-# -----------------------------------------------------------------------------------------
+# A standard parallelization plan --------------------------------------------------------------------------------------
 
 
 class Words(nn.Module):
@@ -116,8 +115,7 @@ def test_partial_dtensor_gradients_are_reduced(world: World, options: dict[str, 
         assert_trained(found)
 
 
-# Single gradients
-# -----------------------------------------------------------------------------------------------------------
+# Single gradients -----------------------------------------------------------------------------------------------------
 
 FULL = (8, 6)
 
@@ -190,8 +188,7 @@ def test_gradient_may_change_from_partial_to_complete_between_steps(world: World
             )
 
 
-# Rejected layouts
-# -----------------------------------------------------------------------------------------------------------
+# Rejected layouts -----------------------------------------------------------------------------------------------------
 
 
 def refused(kind: str) -> str:

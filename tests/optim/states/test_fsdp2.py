@@ -25,8 +25,7 @@ from world import World
 STEPS = 20
 
 
-# One batch per step
-# -----------------------------------------------------------------------------------------------------
+# One batch per step ---------------------------------------------------------------------------------------------------
 
 
 def train_net(axes: Axes, dtype: torch.dtype, norm_type: float, options: dict[str, Any]) -> tuple[list[float], Full]:
@@ -228,8 +227,7 @@ def test_fsdp2_run_resumes_bitwise_from_state_dict(world: World) -> None:
     assert world.run(2, resumed) == [True, True]
 
 
-# User-defined gradient divide factor over one rank
-# ----------------------------------------------------------------------
+# User-defined gradient divide factor over one rank --------------------------------------------------------------------
 
 
 def divided(dtype: torch.dtype, replicas: int, sums: bool) -> tuple[Full, Full]:

@@ -67,8 +67,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# Compared with float32 states
-# ---------------------------------------------------------------------------------------------
+# Compared with float32 states -----------------------------------------------------------------------------------------
 
 
 def trained(layout: str, states: States, precision: Mode | Precision, steps: int) -> tuple[list[Part], int]:
@@ -264,8 +263,7 @@ def test_checkpoints_of_float32_and_half_states_load_into_each_other(world: Worl
     assert world.run(2, across, cut, (HalfStates(),), (Sharded("data"), HalfStates())) == [(0.0, {torch.bfloat16})] * 2
 
 
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# Arguments ------------------------------------------------------------------------------------------------------------
 
 
 def test_half_states_reject_other_dtypes_and_stochastic_rounding_mode() -> None:

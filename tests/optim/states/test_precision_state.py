@@ -116,8 +116,7 @@ def test_new_processes_resume_every_precision_bitwise_identically(
     }
 
 
-# Invalid states
-# --------------------------------------------------------------------------------------------------------
+# Invalid states -------------------------------------------------------------------------------------------------------
 
 
 def everything(model: nn.Module, optimizer: ParallelOptimizer) -> tuple[dict[str, Tensor], Any]:

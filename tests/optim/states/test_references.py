@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
 
-# ZeRO slices
-# --------------------------------------------------------------------------------------------------------------
+# ZeRO slices ----------------------------------------------------------------------------------------------------------
 
 
 def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: int, wrong: bool) -> list[float]:
@@ -126,8 +125,7 @@ def test_step_with_zero1_and_zero2_matches_reference(world: World, how: Sharded,
     assert min(world.run(2, stepped_off, how, kind, 1.001)) > 1e-14, "gradients with a wrong scale must be detected"
 
 
-# CPU offload
-# ----------------------------------------------------------------------------------------------------------------
+# CPU offload ----------------------------------------------------------------------------------------------------------
 
 
 def offloaded_off(layout_name: str, fraction: float, mode: Mode | Precision, kind: str, wrong: float) -> float:
@@ -172,8 +170,7 @@ def test_offloaded_step_differs_from_reference_with_wrong_gradient_scale(world: 
     assert min(world.run(2, offloaded_off, "tensor", 1.0, "fp32", "sgd", 1.001)) > 0
 
 
-# Weights of accumulation windows
-# ----------------------------------------------------------------------------------------
+# Weights of accumulation windows --------------------------------------------------------------------------------------
 
 
 def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as_tensor: bool) -> float:

@@ -87,8 +87,7 @@ def same(first: Bits, second: Bits) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-# Bitwise identical results
-# ----------------------------------------------------------------------------------------------
+# Bitwise identical results --------------------------------------------------------------------------------------------
 
 
 def learned(is_split: bool, steps: int, kind: str = "AdamW", fused: bool = True, **options: Any) -> tuple[Bits, int]:
@@ -245,8 +244,7 @@ def test_split_masters_are_stepped_in_one_compiled_call() -> None:
     assert calls == [6, 6, 6]
 
 
-# Layouts and state placements
-# ----------------------------------------------------------------------------------------------
+# Layouts and state placements -----------------------------------------------------------------------------------------
 
 RUNS: dict[str, tuple[str, tuple[StatePlacement, ...], dict[str, Any]]] = {
     "grid": ("grid", (), {}),
@@ -469,8 +467,7 @@ def test_split_masters_support_existing_states_frozen_weights_and_added_groups()
         assert all(bool((master != 1).all()) for master in masters_of(optimizer).values())
 
 
-# Overwritten weights
-# ----------------------------------------------------------------------------------------------------
+# Overwritten weights --------------------------------------------------------------------------------------------------
 
 STATES: dict[str, tuple[StatePlacement, ...]] = {
     "whole": (),
@@ -657,8 +654,7 @@ def test_float32_masters_halfway_between_bfloat16_load_unchanged_as_split_master
     assert torch.equal(tied_masters(str(tmp_path), True), written)
 
 
-# Telemetry
-# ------------------------------------------------------------------------------------------------------------------
+# Telemetry ------------------------------------------------------------------------------------------------------------
 
 
 def measured(is_split: bool) -> dict[str, float]:

@@ -71,8 +71,7 @@ def test_stepped_tensors_match_model_and_cover_each_parameter(world: World, opti
         assert sum(count for _, count in spans) == numel
 
 
-# Steps, states and weights
-# --------------------------------------------------------------------------------------------------
+# Steps, states and weights --------------------------------------------------------------------------------------------
 
 
 def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:

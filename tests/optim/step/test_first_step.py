@@ -264,8 +264,7 @@ def test_step_after_reduction_during_backward_does_not_raise_for_missing_gradien
     assert world.run(2, without_gradients, cause, options) == ["no error"] * 2
 
 
-# Precision modes and gradient scalers
-# ------------------------------------------------------------------------------------
+# Precision modes and gradient scalers ---------------------------------------------------------------------------------
 
 
 def unprepared(mode: Mode, prepared: bool) -> str:

@@ -150,8 +150,7 @@ def test_explicit_clip_before_step_does_not_hide_overflow(mode: str) -> None:
         assert float(optimizer.loss_scale.scale) == float(start.scale) * SCALES[mode][3]
 
 
-# Overflows caused by the loss scale
-# --------------------------------------------------------------------------------------
+# Overflows caused by the loss scale -----------------------------------------------------------------------------------
 
 TOO_HIGH = 2.0**40
 SEARCHING: dict[str, Precision] = {

@@ -233,8 +233,7 @@ def test_fused_sgd_steps_all_elements_of_half_precision_parameters(mode: str, mo
     assert optimizer.param_groups[0]["fused"] is True
 
 
-# Stochastic rounding, and added param groups
-# ---------------------------------------------------------------------------
+# Stochastic rounding, and added param groups --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -96,8 +96,7 @@ def test_step_of_unfused_optimizer_synchronizes_with_host(world: World) -> None:
     assert not any(world.run(2, step_without_reading, "tensor", "adamw", False, {}))
 
 
-# Schedulers, hooks, state dicts
-# ------------------------------------------------------------------------------------------
+# Schedulers, hooks, state dicts ---------------------------------------------------------------------------------------
 
 
 def small() -> tuple[nn.Linear, ProcessGroupRegistry]:

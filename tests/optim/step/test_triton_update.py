@@ -208,8 +208,7 @@ def test_different_kernels_on_ranks_raise_on_every_rank(interpreted: Interpreted
     assert interpreted.run(2, with_other_kernels, "triton") == ["made"] * 2
 
 
-# Unavailable kernels
-# -----------------------------------------------------------------------------------------------------
+# Unavailable kernels --------------------------------------------------------------------------------------------------
 
 
 @needs_triton

@@ -198,8 +198,7 @@ def test_tensorboard_writer_without_package_raises(monkeypatch: pytest.MonkeyPat
         TensorBoardWriter(tmp_path)
 
 
-# Skipped steps, flush and resuming
-# -------------------------------------------------------------------------------------
+# Skipped steps, flush and resuming ------------------------------------------------------------------------------------
 
 
 def test_loss_of_skipped_step_is_excluded_from_report() -> None:

@@ -244,8 +244,7 @@ def test_weights_and_biases_offline_writes_run(tmp_path: Path) -> None:
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-# The HTML page
-# -------------------------------------------------------------------------------------------------------------
+# The HTML page --------------------------------------------------------------------------------------------------------
 
 
 class Elements(HTMLParser):

@@ -106,9 +106,8 @@ def test_telemetry_uses_master_weights_and_underflow_of_scaled_gradients(mode: s
     precision_of(mode).prepare(model, ProcessGroupRegistry(Topology()))
     optimizer = alone(model, precision=mode, max_norm=0.5)
     telemetry = Telemetry(optimizer, every=1)
-    gradient = torch.tensor(
-        [0.0, 2.0**-29, 2.0**-31, 1.0]
-    )  # times 2^16, the second is normal in float16, the third is not
+    # Times 2^16, the second is normal in float16, the third is not.
+    gradient = torch.tensor([0.0, 2.0**-29, 2.0**-31, 1.0])
     for _ in range(2):
         optimizer.zero_grad()
         before = optimizer.stepped_tensors()[0].tensor.detach().double().clone()
@@ -242,8 +241,7 @@ def test_telemetry_per_group_combines_all_ranks(world: World) -> None:
         assert all(other == first for other in others)
 
 
-# Rejected arguments
-# ----------------------------------------------------------------------------------------------------
+# Rejected arguments ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,8 +290,7 @@ def test_telemetry_rejects_noise_scale_without_local_gradients_and_different_int
         assert all(said in text for text in texts), texts
 
 
-# Resuming
-# ------------------------------------------------------------------------------------------------------------------
+# Resuming -------------------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {"every": 2, "spectral": SpectralNorms(), "noise": NoiseScale(), "by": "parameter"}
 

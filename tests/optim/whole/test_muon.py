@@ -32,8 +32,7 @@ from world import World
 EXACT = 1e-12
 
 
-# Values
-# -----------------------------------------------------------------------------------------------------------------
+# Values ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [None, "original", "match_rms_adamw"])
@@ -176,8 +175,7 @@ def test_muon_of_stacks_blocks_and_convolutions_matches_separate_matrices() -> N
         torch.testing.assert_close(whole, part.detach(), rtol=EXACT, atol=EXACT)
 
 
-# Layouts
-# ------------------------------------------------------------------------------------------------------------------
+# Layouts --------------------------------------------------------------------------------------------------------------
 
 
 def unbound(params: Iterable[Any]) -> Muon:
@@ -265,8 +263,7 @@ def test_muon_with_fully_shard_matches_dense_update(world: World, tensor: int) -
             torch.testing.assert_close(found[name], param.detach(), rtol=EXACT, atol=EXACT)
 
 
-# Collectives, host synchronization, skipped steps
-# ---------------------------------------------------------------------------------
+# Collectives, host synchronization, skipped steps ---------------------------------------------------------------------
 
 
 def test_muon_step_needs_at_most_two_all_to_alls(world: World) -> None:
@@ -311,8 +308,7 @@ def test_muon_with_masters_and_loss_scale_matches_dense_update_and_replicas_stay
     assert copies_differ([own for (own,) in by_rank]) == []
 
 
-# Resuming
-# -----------------------------------------------------------------------------------------------------------------
+# Resuming -------------------------------------------------------------------------------------------------------------
 
 
 def test_muon_resumes_on_another_layout(world: World, tmp_path: Path) -> None:
@@ -324,8 +320,7 @@ def test_muon_resumes_on_another_layout(world: World, tmp_path: Path) -> None:
     assert largest_error(by_rank, alone(columns, muon)) <= EXACT
 
 
-# Rejected arguments, and copies
-# ------------------------------------------------------------------------------------------
+# Rejected arguments, and copies ---------------------------------------------------------------------------------------
 
 
 def test_muon_rejects_invalid_options() -> None:

@@ -69,8 +69,7 @@ def test_gram_iteration_without_restart_has_over_three_times_the_error(name: str
     assert of_gram > 3 * error(on_matrix(x, COEFFICIENTS, 5), exact)
 
 
-# Normalization
-# ----------------------------------------------------------------------------------------------------------
+# Normalization --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -101,8 +100,7 @@ def test_normalize_is_bitwise_identical_to_division(dtype: torch.dtype) -> None:
     assert torch.equal(normalize(matrix), matrix / matrix.norm())
 
 
-# Choice by cost
-# ---------------------------------------------------------------------------------------------------------
+# Choice by cost -------------------------------------------------------------------------------------------------------
 
 
 def counted(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> int:

@@ -34,8 +34,7 @@ EXACT = 1e-12
 NAMES, EACH = list(MAKES), list(MAKES.values())
 every_name = pytest.mark.parametrize("name", NAMES)
 
-# Formulas
-# ---------------------------------------------------------------------------------------------------------------
+# Formulas -------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"matrix": (6, 10), "tall": (12, 4), "stack": (3, 4, 6), "kernel": (4, 2, 3, 3), "bias": (7,), "gain": ()}
 OTHER_OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -229,8 +228,7 @@ def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_den
         assert largest_error([own[index] for own in by_rank], alone(layout, make, 6)) > 1e-3, NAMES[index]
 
 
-# Collectives, overflow, precision
-# ----------------------------------------------------------------------------------------
+# Collectives, overflow, precision -------------------------------------------------------------------------------------
 
 
 def test_norm_based_optimizers_need_one_or_two_collectives_per_rank_set(world: World) -> None:

@@ -31,8 +31,7 @@ from zero_models import small_buckets
 EXACT = 1e-12
 FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64}
 
-# Values
-# ----------------------------------------------------------------------------------------------------------------
+# Values ---------------------------------------------------------------------------------------------------------------
 
 
 def plain(kind: Any, formula: Any, options: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> float:
@@ -133,8 +132,7 @@ def test_soap_and_shampoo_leave_parameter_without_gradient_unchanged() -> None:
         assert bool((params["two"] == 1).all())
 
 
-# Layouts
-# -----------------------------------------------------------------------------------------------------------------
+# Layouts --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", list(MAKES))
@@ -157,8 +155,7 @@ def test_owner_rank_optimizers_match_dense_update_on_random_layouts(
         assert copies_differ(by_rank) == [], (layout, state, kind)
 
 
-# Cost of a step
-# ----------------------------------------------------------------------------------------------------------
+# Cost of a step -------------------------------------------------------------------------------------------------------
 
 
 def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter[str], int, list[str]]:
@@ -220,8 +217,7 @@ def test_steps_with_and_without_new_preconditioners_need_no_host_synchronization
     world.run_each(without_reads, [(4, case) for case in cases])
 
 
-# Overflow and precision
-# ----------------------------------------------------------------------------------------------------
+# Overflow and precision -----------------------------------------------------------------------------------------------
 
 
 def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) -> bool:
@@ -295,8 +291,7 @@ def test_owner_rank_optimizers_with_masters_or_accumulation_match_reference_runs
         assert copies_differ(by_rank) == []
 
 
-# Resuming
-# ----------------------------------------------------------------------------------------------------------------
+# Resuming -------------------------------------------------------------------------------------------------------------
 
 ROWS = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
 COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
@@ -416,8 +411,7 @@ def test_full_tensor_optimizer_stepped_alone_on_one_rank_is_rejected_on_every_ra
         assert "has stepped without ParallelOptimizer on rank 1" in one
 
 
-# Options and assignment
-# ----------------------------------------------------------------------------------------------------
+# Options and assignment -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])

@@ -43,7 +43,10 @@ class Place:
 
 
 class Held(NamedTuple):
-    """The shard of one rank: indices of its elements in the full tensor, and its weight 1/h in the packed sum."""
+    """The shard of one rank: indices of its elements in the full tensor, and its weight in the sum of the squared norm.
+
+    The weight is 1 / replication factor.
+    """
 
     elements: tuple[int, ...]
     weight: Fraction

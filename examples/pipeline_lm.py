@@ -234,7 +234,7 @@ class Trainer:
         if everybody is None:
             return None
         weights = {name: value.double() for *_, of_rank in everybody for name, value in of_rank.items()}
-        # Other ranks have the same batch.
+        # One entry per data coordinate: ranks with the same coordinate have the same batch.
         batch = {tuple(place): (inputs, targets) for place, inputs, targets, _ in everybody}
         return dense_gradient_norm(weights, list(batch.values()), self.options.heads, self.options.depth)
 

@@ -100,7 +100,13 @@ class Painter:
         return full[top : top + height, left : left + width]
 
     def write(self, digit: NDArray[np.float64], height: int, width: int) -> Pixels:
-        """Return a digit [8, 8] with ink 0..16, on a darkened part of a photograph."""
+        """Return an image [height, width, 3] of a handwritten digit on a darkened part of a photograph.
+
+        Args:
+            digit: The amount of ink per pixel, 0..16, [8, 8].
+            height: Height of the image in pixels.
+            width: Width of the image in pixels.
+        """
         scaled = Image.fromarray((digit * (255 / 16)).astype(np.uint8)).resize(
             (width, height), Image.Resampling.BILINEAR
         )

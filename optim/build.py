@@ -828,7 +828,8 @@ def replace_deprecated(options: dict[str, Any], other: dict[str, Any], caller: s
 def _replace(options: dict[str, Any], name: str, record: Measure | Reduce, caller: str) -> TypeError | None:
     """Copy the fields of ``record`` that differ from their defaults into ``options``, with a DeprecationWarning.
 
-    Returns the error for a field that is also in ``options``, without a change; None if there is none.
+    If ``options`` already has another value for such a field, return a TypeError and change nothing. Otherwise return
+    None.
     """
     given = {field.name: getattr(record, field.name) for field in fields(record)}
     defaults = {field.name: field.default for field in fields(record)}

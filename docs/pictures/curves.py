@@ -58,7 +58,7 @@ def panels(figures: Figures) -> Iterator[str]:
     for index, (name, ticks, low, high) in enumerate(places):
         frame = Frame(76 + 410 * index, 96, 350, 190, 1, steps, low, max(high, 1.02 * max(dense[name])))
         yield from frame.frame({"loss": "loss", "norm": "gradient norm"}[name], ticks)
-        for rank, (_, values) in enumerate(figures.items()):  # the widest first, so that all are seen
+        for rank, (_, values) in enumerate(figures.items()):  # wide lines first, so that thin lines stay visible
             points = list(enumerate(values[name], start=1))
             yield frame.curve(points, COLOURS[rank], 1.2 + 0.6 * (len(figures) - 1 - rank))
         below = Frame(76 + 410 * index, 360, 350, 120, 1, steps, 1e-7, 1e-2, log=True)

@@ -66,7 +66,7 @@ def url_path(page: str) -> str:
     name = page.removeprefix("docs/")
     if page == INDEX:
         return "pages/index.html"
-    if page.startswith(f"{API}/"):  # names of Python, in their own case
+    if page.startswith(f"{API}/"):  # Python names keep upper and lower case
         return name.removesuffix("index.md").removesuffix(".md").rstrip("/") + "/index.html"
     folder, stem = dirname(name).lower(), Path(name).stem.lower()
     parts = [part for part in (folder, "" if stem == "readme" else stem) if part]
@@ -107,7 +107,7 @@ def navigation(pages: list[str], api: list[Any]) -> list[Any]:
     for page in sorted(pages, key=lambda page: (order.get(page, len(order)), page)):
         if page not in (FRONT, INDEX):
             sections[section_of(page, headings)].append(page)
-    for section, content in sections.items():  # the folder's own page opens its section
+    for section, content in sections.items():  # the README of a folder comes first in its section
         content.sort(key=lambda page: page != f"{SECTIONS[section]}/README.md")
     sections["Reference"].append({"API": api})
     return [{"Home": [FRONT, INDEX]}, *({name: content} for name, content in sections.items() if content)]
@@ -129,7 +129,7 @@ class Sources:
 
     def file(self, module: str) -> Path:
         path = (ROOT / "src").joinpath(*module.split("."))
-        own = ROOT.joinpath(*module.split(".")[1:])  # without the links of an editable install
+        own = ROOT.joinpath(*module.split(".")[1:])  # packages are found also without the links in src/
         for base in (path, own):
             if (base / "__init__.py").is_file():
                 return base / "__init__.py"
@@ -231,7 +231,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
                 link = relpath(candidate, dirname(page.file.src_uri) or ".")
                 return f"[{text}]({link}{'#' + heading if heading else ''})"
         if not (ROOT / name).exists():
-            return match[0]  # MkDocs warns
+            return match[0]  # MkDocs warns about this link
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{name})" if config.repo_url else text
 
     return "".join(
@@ -263,5 +263,5 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'<a href="{file.url_relative_to(page.file)}">{match[0]}</a>'
 
     html = _NAME.sub(linked, html)
-    # Where a line may end.
+    # Allow a line break after the module name.
     return re.sub(r"(<span class=\"doc doc-object-name[^>]*>)(meshstep\.\w+\.)", r"\1\2<wbr>", html)

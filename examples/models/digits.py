@@ -45,9 +45,9 @@ class MixtureTransformer(PatchTransformer):
         super().__init__(layers, PIXELS, TOKENS, CLASSES, width, heads, depth, block)
 
     def routing(self) -> Tensor:
-        """Return the imbalance and the dropped share of the last forward [2], averaged over mixtures and samples.
+        """Return a tensor [2]: the router's imbalance, and the fraction of dropped choices, in the last forward.
 
-        The imbalance is 1 if the router chooses all experts equally often.
+        Both are averaged over mixtures and samples. The imbalance is 1 if the router chooses all experts equally often.
         """
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
         return torch.stack([torch.stack([m.imbalance, m.dropped.to(m.imbalance)]) for m in mixtures]).mean(0)

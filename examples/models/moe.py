@@ -161,7 +161,7 @@ class Mixture(nn.Module):
         axes: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        # Experts have the order of shards in a group.
+        # In the order of the topology: the ranks of a process group, and so the experts, have this order.
         self.axes = axes = tuple(axis for axis in registry.topology.axes if axis in axes) if registry else ()
         self.registry, self.shape = registry, shape
         self.router = Router(width, shape)
@@ -170,7 +170,7 @@ class Mixture(nn.Module):
         self.shared_down = layers.second_linear(2 * width, width)
         # Along these axes ranks have the same tokens, so each rank sends its part.
         self.alike = tuple(axis for axis in model_axes(registry) if axis in axes)
-        self.imbalance = self.dropped = torch.zeros(())  # of the last forward, of this rank's samples
+        self.imbalance = self.dropped = torch.zeros(())  # of this rank's samples in the last forward
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
@@ -201,10 +201,12 @@ class Mixture(nn.Module):
         if self.registry is None or not self.axes:
             return self.experts(rows, counts.tolist())  # type: ignore[no-any-return]
         ranks = self.registry.size(*self.axes)
-        coming = all_to_all(counts, self.registry, *self.axes, split_dim=0).view(ranks, -1)  # [from rank, own expert]
+        coming = all_to_all(counts, self.registry, *self.axes, split_dim=0).view(
+            ranks, -1
+        )  # [sending rank, own expert]
         sent, received = counts.view(ranks, -1).sum(1).tolist(), coming.sum(1).tolist()
         rows = all_to_all(rows, self.registry, *self.axes, split_dim=0, split_sizes=sent, concat_sizes=received)
-        # Received rows are ordered by rank; the experts need the order by expert.
+        # Received rows are ordered by sending rank; `self.experts` needs them ordered by expert.
         own = torch.arange(coming.size(1), device=rows.device).repeat(ranks).repeat_interleave(coming.flatten())
         order = own.argsort(stable=True)
         rows = self.experts(rows[order], coming.sum(0).tolist())[order.argsort()]

@@ -387,7 +387,7 @@ def _load_newest(path: Path, run: _Run) -> tuple[Path, _LoadedCheckpoint]:
         try:
             found = run.read(directory, manifest)
             break
-        except Exception as problem:  # `read` raises an error on every rank
+        except Exception as problem:  # raised on all ranks or on none, so all ranks call the collective below
             if files_on_first_rank(directory.exists, run.registry):
                 raise
             if attempt == _ATTEMPTS:

@@ -1,4 +1,4 @@
-"""`TorchStates`: makes optimizer states DTensors, by parameter, for `torch.distributed.checkpoint.state_dict`."""
+"""`TorchStates`: the optimizer states as one DTensor per parameter, for `torch.distributed.checkpoint.state_dict`."""
 
 from __future__ import annotations
 

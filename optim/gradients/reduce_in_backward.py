@@ -79,7 +79,7 @@ class BackwardReducer:
         self._is_open = self.came = False
         self.late_grad: Tensor | None = None
         # The hooks have a weak reference to this object, because the model must not keep a replaced optimizer alive.
-        # Torch rejects hooks on frozen parameters.
+        # Frozen parameters are excluded, because torch rejects hooks on them.
         trained = [param for param in self._bucket_of if param.requires_grad]
         self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in trained]
 

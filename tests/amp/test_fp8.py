@@ -112,7 +112,7 @@ def test_fp8_quantize_scales_to_the_full_range_of_the_format(format: torch.dtype
 def test_fp8_linear_matches_float64_reference(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(3)
     layer = Fp8Linear(48, 32, bias=bias, dtype=dtype)
-    # 21 rows: the number of rows need not be a multiple of 16.
+    # The input has 21 rows: the number of rows need not be a multiple of 16.
     x = torch.randn(3, 7, 48, dtype=dtype, requires_grad=True)
     grad = torch.randn(3, 7, 32, dtype=dtype)
     double = [tensor.detach().double().requires_grad_() for tensor in (x, *layer.parameters())]

@@ -227,7 +227,7 @@ def matches_full_batch(spec: P, sync_over_data: bool) -> tuple[bool, int]:
         assert local.grad is not None
         assert layer.weight.grad is not None
         assert dense.weight.grad is not None
-        # Sum of the gradients of the replicas; `unshard` of an extra dim gathers them.
+        # Sum the gradients of all replicas: `unshard` along a new dim concatenates them.
         total = unshard(layer.weight.grad.unsqueeze(0), P(axis), registry).sum(0)
         pairs = [
             (unshard(output.detach(), P(axis), registry), dense(x).detach()),

@@ -215,5 +215,5 @@ def test_grad_scaler_with_fused_optimizer_causes_no_host_synchronization() -> No
         scaler.step(fused)
         scaler.update()
         scaler.scale(torch.ones(()))
-        with pytest.raises(HostReadError):  # documented
+        with pytest.raises(HostReadError):  # as documented, an unfused optimizer needs a host synchronization
             scaler.step(plain)

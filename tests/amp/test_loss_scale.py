@@ -185,7 +185,7 @@ def test_loaded_dynamic_scale_continues_like_the_saved_scale(
     scale = DynamicLossScale(**settings, hysteresis=hysteresis)
     trace(scale, first)
     state = json.loads(json.dumps(scale.state_dict()))
-    # The settings of the loaded state replace these.
+    # `load_state_dict` replaces these settings by those of the saved scale.
     resumed = DynamicLossScale(init_scale=3.0, growth_factor=7.0, growth_interval=11)
     tensor = resumed.scale
     resumed.load_state_dict(state)

@@ -286,7 +286,7 @@ class Run:
         return not self.deepspeed.accelerator.get_accelerator().is_fp16_supported()
 
     def contenders(self) -> Mapping[str, Mapping[str, Callable[[], Contender]]]:
-        """Return contenders by precision. All ratios are relative to the very first one."""
+        """Return the contenders by precision and name. All ratios are relative to the first contender in fp32, `BARE`."""
         found: dict[str, dict[str, Callable[[], Contender]]] = {
             "fp32": {
                 BARE: self.bare,

@@ -314,7 +314,7 @@ def show_bits(rank: int, loops: Native, arguments: argparse.Namespace) -> None:
         grad *= 3.0 if step % 13 == 5 else 0.3
         if step % 97 == 60 + rank:
             grad[step] = float("nan") if step % 2 else float("inf")
-        # Different on each rank, so ranks are at different positions.
+        # Ranks have different delays, so they are at different positions when the sum arrives.
         delay = float(torch.rand((), generator=random)) * 2e-4
         for name, state in states.items():
             state.grad.copy_(grad)

@@ -43,7 +43,10 @@ def test_linear_2d_picture_fits_its_frame() -> None:
 
 
 def facts(layout: BiasLayout) -> dict[str, tuple[str, tuple[int, ...], Fraction, tuple[int, ...]]]:
-    """Return spec, local elements, norm weight, and ranks of the sum for each parameter of a real layer on this rank."""
+    """Return the facts that the picture shows, for each parameter of a real layer on this rank.
+
+    The facts are: spec, indices of local elements, weight in the norm, and the ranks over which the norm is summed.
+    """
     script = example("draw_linear_2d")
     with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
         layer = Linear2D(script.IN, script.OUT, registry, bias=layout)

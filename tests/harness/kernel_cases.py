@@ -128,7 +128,7 @@ def steps_as_the_reference(case: Case, factor: float) -> None:
         way = moved(rule, gradient, true, states_before[index], wanted[1:], steps[index])
         near(now, wanted[0], old + wanted[0].abs() + way)
         for state, kept, value in zip(states_now, states_before[index], wanted[1:], strict=True):
-            # Second moments contain its square.
+            # The tolerance contains the square of the gradient, because second moments do.
             near(state, value, value.abs() + kept.double().abs() + gradient * (1 + true.abs()))
     assert all(torch.equal(now, then) for now, then in zip(case.grads, grads, strict=True))
     assert [float(step) for step in case.steps] == [s + (not isinstance(rule, SGD)) for s in steps]

@@ -59,7 +59,7 @@ def watched() -> Iterator[Watch]:
     def on_gradient(reducer: BackwardReducer, param: Tensor) -> None:
         before = reducer._next if reducer._is_open else len(reducer._eager)
         arrived(reducer, param)
-        # This attribute exists from the first window on.
+        # `_next` does not exist before the first window.
         watch.early += reducer._eager[before : getattr(reducer, "_next", 0)]
 
     with (

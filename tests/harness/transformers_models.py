@@ -39,7 +39,7 @@ def loaded(path: str, mesh: Mesh | None, dtype: torch.dtype = torch.float64) -> 
         if mesh is None
         else DistributedConfig(**dict(zip(("fsdp_size", "tp_size", "ep_size"), mesh, strict=False)))
     )
-    # Other implementations do not support float64.
+    # Other implementations of experts do not support float64.
     options = {"experts_implementation": "eager"} if "moe" in path else {}
     return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype, **options)
 

@@ -78,7 +78,7 @@ MAKE: dict[str, Make] = {
     "Tiger": of("pytorch_optimizer", "Tiger"),
 }
 RIGHT_ON_PIECES = ("timm LaProp", "timm Adopt", "Lion", "Tiger")
-# Their norm-dependent code is not reached here: norms and matrices are too small.
+# The tests do not reach the code of these optimizers that depends on norms: norms and matrices are too small.
 NOT_REACHED = (
     "timm Mars",
     "AdaNorm",

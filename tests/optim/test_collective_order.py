@@ -105,7 +105,7 @@ def started_in_backward(states: str) -> set[int]:
 
 @pytest.mark.parametrize("states", ["whole", "sharded"])
 def test_gradients_of_even_shards_are_reduced_in_backward_despite_uneven_shards(world: World, states: str) -> None:
-    # Weights and biases; the embedding has 16 or 8 elements.
+    # Weights have 64 elements and biases 8; the embedding, which is uneven, has 16 or 8 on a rank.
     assert world.run(4, started_in_backward, states) == [{64, 8}] * 4
 
 

@@ -24,7 +24,7 @@ def audited(truth: Truth, spec: P, dtype: torch.dtype, where: str) -> Audit:
         model = nn.ParameterDict({"w": nn.Parameter(torch.tensor(truth[rank], dtype=dtype))})
         annotate(model["w"], spec, "w")
         gradient: Tensor = torch.tensor(truth[2 + rank], dtype=dtype) * (1 + registry.rank("data"))
-        # Rounding differs between two ranks that compute the same gradient.
+        # Simulate the different rounding of two ranks that compute the same gradient.
         gradient = gradient * (1 + rank * torch.finfo(dtype).eps)
         if where != "none":
             setattr(model["w"], where, gradient)

@@ -152,7 +152,8 @@ def test_collective_backward_is_adjoint_of_forward(world: World) -> None:
 
 
 def test_collective_backward_can_be_differentiated(world: World) -> None:
-    world.run(2, adjoints, True)  # on two ranks: torch imports sympy for this, a second on each
+    # Two ranks only: torch imports sympy for second derivatives, which takes a second per rank.
+    world.run(2, adjoints, True)
 
 
 def replicated_gradients() -> None:

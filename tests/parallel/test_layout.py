@@ -138,7 +138,7 @@ def test_first_named_axis_of_a_sharded_dim_varies_slowest(world: World) -> None:
 def test_uneven_dim_is_sharded_like_torch_chunk() -> None:
     topology, spec = Topology(row=2, col=3), P(("row", "col"), None, "data")
     at = {"row": 1, "col": 2}
-    # Rows 4 + 3, then 1 of the 3 on each rank of col.
+    # `row` divides the 7 rows into 4 + 3, and `col` divides the 3 rows into 1 + 1 + 1.
     assert local_shape((7, 4), P(("row", "col")), topology, at) == (
         1,
         4,

@@ -125,7 +125,7 @@ def test_run_killed_while_saving_resumes_bitwise_identically(
     assert len(list(plan.checkpoints.iterdir())) == (2 if where == "removing" else 1)
 
 
-@pytest.mark.default_cases(2)  # the mark decides
+@pytest.mark.default_cases(2)  # the mark `slow` below selects the cases
 @pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rank_killed_under_torchrun_restarts_and_resumes_bitwise_identically(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, deaths: int

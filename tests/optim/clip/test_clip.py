@@ -74,6 +74,7 @@ def test_groups_are_clipped_by_own_thresholds_and_norms_are_reported(world: Worl
         assert groups == pytest.approx([5.0, 10.0, 0.0])
         assert parameters == pytest.approx({"first": 5.0, "second": 10.0, "third": 0.0})
         assert total == pytest.approx(125**0.5)
-        # Norm of the groups without a threshold is 5: 2.5 / 5.
+        # The norm of the group without its own threshold is 5, so the clip coefficient is 2.5 / 5.
         assert first == pytest.approx((3.0, 4.0)[rank] * 0.5, rel=1e-5)
-        assert second == pytest.approx(8.0 * 0.2, rel=1e-5)  # norm of this group is 10: 2 / 10
+        # The norm of the second group is 10, so the clip coefficient is 2 / 10.
+        assert second == pytest.approx(8.0 * 0.2, rel=1e-5)

@@ -459,7 +459,7 @@ def test_adaptive_clipping_rejects_uneven_shards_on_all_ranks(world: World) -> N
 
 
 def test_per_parameter_rule_accepts_uneven_shards_and_adaptive_rule_even_shards(world: World) -> None:
-    # Gradient of four ones, clipped to norm 1: 0.5 each.
+    # The gradient has four ones, and clipping to norm 1 changes each to 0.5.
     assert world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2
     assert world.run(2, uneven, Adaptive(1.0), 1) == ["stepped 0"] * 2
 
@@ -668,7 +668,7 @@ def stepped_gradients(drawn: list[Random]) -> list[tuple[list[Tensor | None], by
                     weights_of(case, index, case.stage_of(rank)), case.params[index].spec, case.topology, rank
                 )
                 param.data.copy_(weight)
-                if param.grad is not None:  # complete; the step will sum it over ranks
+                if param.grad is not None:  # the step sums it over these ranks, so each rank gets an equal part
                     param.grad /= case.topology.size(*case.params[index].spec.partial) * tied_holders(case, index)
             groups: Any = [{"params": [q for name, q in named if int(name[1:]) % 2 == group]} for group in range(2)]
             optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.0), registry, max_norm=one.rule)

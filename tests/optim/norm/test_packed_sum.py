@@ -1,4 +1,4 @@
-"""Named fields of the packed collective."""
+"""Test `PackedSum`: several named tensors, summed over ranks in one collective."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_prove_of_correct_model_needs_few_forwards(world: World) -> None:
     proof = world.run(4, _net)[0][0]
     assert proof.is_correct
     assert len(proof.proved) == 7
-    assert proof.forwards <= 7  # including one with backward, two for rounding, two step sizes
+    assert proof.forwards <= 7  # one with backward, two to measure rounding, two step sizes, ...
     assert str(proof) == f"7 parameters are right, in {proof.forwards} forwards"
     proof.check()
 

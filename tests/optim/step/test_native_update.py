@@ -173,7 +173,7 @@ def test_step_of_smaller_view_at_same_address_writes_only_to_view(calls: Calls) 
         optimizer.step()
         param.data.add_(0.1)  # undoes the step of lr=0.1
         close(whole, before)
-    assert calls.rows == 4  # for the view with gaps, of a dense copy
+    assert calls.rows == 4  # for the view with gaps, the loops step a dense copy
 
 
 def test_step_after_deleting_momentum_buffers_matches_torch() -> None:

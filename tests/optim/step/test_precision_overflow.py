@@ -18,7 +18,7 @@ from scenarios import SCENARIOS, Scenario, batch, dense_1d
 from world import World
 
 ONE_PROCESS = Scenario((("tensor", 1),), "1d", dense_1d)
-STEPS, BAD = 6, (0, 2)  # before and after optimizer states exist
+STEPS, BAD = 6, (0, 2)  # the steps with an overflow: before and after optimizer states exist
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Report:
     """Results of one rank."""
 
     skipped: list[int] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)  # before each step and after the last step
-    changed: list[str] = field(default_factory=list)  # by a bad step
-    moved: bool = True  # by every good step
+    scales: list[float] = field(default_factory=list)  # loss scales before each step, and after the last step
+    changed: list[str] = field(default_factory=list)  # names of tensors that a step in `BAD` changed
+    moved: bool = True  # whether every other step changed the parameters
     unlike_twin: list[str] = field(default_factory=list)
 
 

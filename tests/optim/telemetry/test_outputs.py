@@ -33,7 +33,7 @@ def report(step: int, **more: Any) -> Report:
 FIGURES = {"update_ratio/total": 0.01, "update_ratio/up": 0.02}
 
 
-# Lines ----------------------------------------------------------------------------------------------------------------
+# JSON lines and CSV ---------------------------------------------------------------------------------------------------
 
 
 def test_json_lines_writes_one_report_per_line(tmp_path: Path) -> None:

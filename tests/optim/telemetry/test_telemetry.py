@@ -106,7 +106,7 @@ def test_telemetry_uses_master_weights_and_underflow_of_scaled_gradients(mode: s
     precision_of(mode).prepare(model, ProcessGroupRegistry(Topology()))
     optimizer = alone(model, precision=mode, max_norm=0.5)
     telemetry = Telemetry(optimizer, every=1)
-    # Times 2^16, the second is normal in float16, the third is not.
+    # Multiplied by the loss scale 2^16, the second element is a normal number in float16, and the third is not.
     gradient = torch.tensor([0.0, 2.0**-29, 2.0**-31, 1.0])
     for _ in range(2):
         optimizer.zero_grad()

@@ -71,7 +71,7 @@ def test_measured_step_on_cuda_needs_no_host_synchronization(
     dtypes: dict[str, torch.dtype], options: dict[str, Any], sharded: bool, telemetry: dict[str, Any]
 ) -> None:
     if sharded:
-        # The simulated ranks all report the same shard.
+        # Spectral norms need different shards, but all simulated ranks report the same shard.
         telemetry = {key: value for key, value in telemetry.items() if key != "spectral"}
     logs = logs_of(telemetry, dtypes, **options)
     assert logs[-1].launches

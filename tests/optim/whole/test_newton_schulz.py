@@ -196,7 +196,7 @@ def test_muon_of_long_matrices_matches_published_iteration_on_every_layout(world
                 assert error(found[name], expected) <= EXACT, (case, name)
                 same = copies.setdefault(expected.contiguous().numpy().tobytes(), found[name])
                 assert torch.equal(found[name], same), (case, name)
-            # With flat ZeRO shards not all ranks hold all matrices: two all-to-alls per set of ranks that share some.
+            # Two all-to-alls per set of ranks that hold shards of the same matrices. ZeRO-2 has up to two such sets.
             assert seen["all_to_all_single"] in ((2, 4) if case == "ZeRO-2" else (2,)), case
 
 

@@ -63,7 +63,7 @@ class WholeBatchNorm2d(nn.BatchNorm2d):
 
 
 def make_resnet34(classes: int, registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Images [batch, 3, height, width] -> logits [batch, classes], for the samples of the data rank.
+    """Return a ResNet-34: images [batch, 3, height, width] of the data rank -> logits [batch, classes].
 
     Raises:
         ValueError: The topology has a model axis other than tensor.

@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Context:
-    """The context of an autograd function."""
+    """A substitute for the context of an autograd function."""
 
     needs_input_grad = (True, True, False, False)
 

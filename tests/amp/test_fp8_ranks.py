@@ -164,7 +164,12 @@ def test_fp8_linear_2d_matches_unsharded_layer(
 
 
 def layers_that_fall_back() -> tuple[dict[str, str], list[str]]:
-    """Only one rank has a weight shard with a multiple of 16 rows: both ranks fall back, without a deadlock."""
+    """Return the reasons and log messages for layers that are not in 8 bits.
+
+    The weight shard of only one rank has a multiple of 16 rows; both ranks fall back, without a deadlock.
+
+    Both ranks fall back, without a deadlock.
+    """
     with (
         ProcessGroupRegistry(Topology(row=2, col=1, input=1, weight=1, output=1)) as registry,
         warnings_of_fp8() as said,
@@ -281,7 +286,7 @@ def test_row_scaled_fp8_layers_without_shared_scales_differ_from_unsharded_layer
 
 
 def compare_row_scaled_replicas() -> None:
-    """With samples on two replicas, the scales of the weight gradient are shared by both."""
+    """Compare row-scaled layers on two replicas, which share the scales of the weight gradient, with the full batch."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         dense, layer = unsharded_layer(WIDTH, HIDDEN, scales="row"), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())

@@ -104,7 +104,7 @@ def adamw_that_counts_no_writes(params: Any) -> torch.optim.Optimizer:
 
 
 class ByOtherKernels(torch.optim.Optimizer):
-    """An optimizer whose writes do not change tensor versions, like a library with kernels of its own."""
+    """An optimizer whose writes do not change version counters, like a library with its own kernels."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -174,7 +174,7 @@ def test_changed_fp8_weight_is_rounded_again(scales: Scales, change: Callable[[n
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_fp8_forward_under_no_grad_rounds_the_current_weight(scales: Scales) -> None:
-    """Averaged weights are often swapped in and out by writes that do not change the version."""
+    """Averaged weights are often swapped in and out by writes that do not change the version counter."""
     model = prepared(scales)
     weight: Any = model[0].weight  # type: ignore[index]
     before = loss_of(model, 0)
@@ -190,7 +190,7 @@ def test_fp8_forward_under_no_grad_rounds_the_current_weight(scales: Scales) -> 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_fp8_weight_used_in_graph_capture_is_rounded_in_every_later_forward(scales: Scales) -> None:
-    """Also in passes without the graph, because replays change weights without a new version."""
+    """Forwards outside of the graph round it too, because replays change weights without changing the version counter."""
     model = prepared(scales)
     loss_of(model, 0).backward()
     with mock.patch.object(linear, "is_captured", return_value=True):

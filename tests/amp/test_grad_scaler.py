@@ -97,7 +97,7 @@ def test_grad_scaler_of_torch_lets_ranks_diverge_after_overflow(world: World, ki
 
 
 def steps_without_gradients(kind: str, bad: bool) -> list[Any]:
-    """Ranks of the first stage have no loss and no gradients, and never call `scale`."""
+    """Step with a first pipeline stage whose ranks have no loss and no gradients, and never call `scale`."""
     with ProcessGroupRegistry(MESH) as registry:
         scaler, params, seen = GradScaler(registry, SCALE, growth_interval=2), parameters(), []
         optimizer = optimizer_of(kind, params)

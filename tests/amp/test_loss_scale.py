@@ -43,7 +43,7 @@ def trace(scale: LossScale, overflows: list[bool]) -> list[float]:
 
 @dataclass
 class Reference:
-    """The rules in plain Python."""
+    """A dynamic loss scale in plain Python, with the documented rules."""
 
     init_scale: float
     growth_factor: float
@@ -72,7 +72,7 @@ class Reference:
 
 
 def apex_trace(overflows: list[bool], window: int, cap: float = 2.0**24, scale: float = 2.0**16) -> list[float]:
-    """apex's dynamic scale: halve on each overflow, double after `window` steps without one, up to the cap."""
+    """Return apex's dynamic scales: halved on each overflow, doubled after `window` steps without one, up to the cap."""
     unskipped, values = 0, []
     for overflow in overflows:
         if overflow:

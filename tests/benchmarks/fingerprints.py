@@ -34,7 +34,7 @@ AT_A_TIME = 500  # steps per call, because a call may take a minute at most
 
 
 def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable[[], object]]:
-    """Return name -> one step, each with its own parameters and gradients."""
+    """Return the contenders by name: functions that make one step, each with its own parameters and gradients."""
     sizes = [(3072, width), (512, width), *[(width,), (3 * width, width), (width, width), (4 * width, width)] * 9]
     ways: dict[str, dict[str, Any]] = {
         "no watch": {},
@@ -56,7 +56,7 @@ def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable
 
 
 def timed(seconds: float, width: int) -> dict[str, float]:
-    """Return name -> CPU milliseconds of this process, the median of the rounds."""
+    """Return the CPU milliseconds of this process by contender, the median of the rounds."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         steps = contenders(registry, width)
         times: dict[str, list[float]] = {name: [] for name in steps}

@@ -1,4 +1,4 @@
-"""Measure the detection rate of `prove` on random models with one planted mistake, and on correct random models.
+"""Measure the detection rate of `prove` on random models with one planted mistake, and its errors on correct models.
 
     python tests/benchmarks/mutants.py [--mutants 200] [--right 200] [--start 0]
 

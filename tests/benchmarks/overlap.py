@@ -115,7 +115,10 @@ def without_norm(make: Callable[[], Transformer], registry: ProcessGroupRegistry
 def contenders(
     make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None, norm: bool
 ) -> dict[str, Step]:
-    """Return name -> one step, each with its own model. ``norm``: only the contenders for the cost of the norm."""
+    """Return the contenders by name: functions that make one step, each with its own model.
+
+    ``norm``: only the contenders for the cost of the norm.
+    """
     pair = {
         WITH: meshstep(make, registry, overlap=True, bucket_bytes=bucket_bytes),
         WITHOUT: without_norm(make, registry, bucket_bytes),

@@ -49,7 +49,7 @@ def alone() -> ProcessGroupRegistry:
 
 
 def full_precision(make: MakeParams) -> dict[str, Step]:
-    """Return name -> one step in float32, each on its own parameters and gradients."""
+    """Return the contenders in float32 by name: functions that make one step, each on its own parameters and gradients."""
     torch_params = make()
     torch_adamw = fused_adamw(torch_params)
 
@@ -66,7 +66,10 @@ def full_precision(make: MakeParams) -> dict[str, Step]:
 
 
 def mixed_precision(make: MakeParams) -> dict[str, Step]:
-    """Return name -> one step from half-precision gradients to half-precision weights, with masters and clipping."""
+    """Return the contenders in mixed precision by name, with masters and clipping.
+
+    Each makes one step from half-precision gradients to half-precision weights.
+    """
     steps: dict[str, Step] = {"bare fused fp32 AdamW": fused_adamw(make()).step}
     modes: dict[str, tuple[type[Bf16] | type[NaiveFp16], torch.dtype]] = {
         "bf16": (Bf16, torch.bfloat16),
@@ -131,7 +134,7 @@ def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cas
 
 
 def norm_of_dtensors(make: MakeParams) -> dict[str, Step]:
-    """Return name -> measuring and clipping gradients of DTensors, and of plain tensors with equal shapes."""
+    """Return functions by name that measure and clip gradients of DTensors, and of plain tensors with equal shapes."""
     from torch.distributed.tensor import DTensor, Shard
 
     registry = alone()

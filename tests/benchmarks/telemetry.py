@@ -45,7 +45,7 @@ def model_of(width: int) -> nn.Module:
 def contenders(
     registry: ProcessGroupRegistry, width: int, ways: dict[str, dict[str, Any] | None]
 ) -> dict[str, Contender]:
-    """Return name -> a backward and a step, each with its own model."""
+    """Return the contenders by name: functions that run a backward and a step, each with its own model."""
     made: dict[str, Contender] = {}
     x = torch.randn(4, TOKENS // 4, width, generator=torch.Generator().manual_seed(registry.global_rank))
     for name, options in ways.items():
@@ -68,7 +68,7 @@ def contenders(
 def timed(
     seconds: float, width: int, ways: dict[str, dict[str, Any] | None], steps: int = 1
 ) -> tuple[dict[str, tuple[float, float]], int]:
-    """Return name -> median CPU milliseconds for ``steps`` backwards and steps, and for the steps alone.
+    """Return the median CPU milliseconds by contender, for ``steps`` backwards and steps, and for the steps alone.
 
     The second value is the number of rounds.
     """

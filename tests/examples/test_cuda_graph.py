@@ -33,7 +33,7 @@ def curve(flags: list[str]) -> torch.Tensor:
 @pytest.mark.usefixtures("torchs_kernels")  # the CPU graph records torch operators
 @pytest.mark.parametrize("flags", [[], ["--precision", "bf16", "--accumulate", "4"], ["--precision", "fp16_naive"]])
 def test_train_digits_with_cuda_graph_has_the_losses_of_eager_steps(flags: list[str]) -> None:
-    """Equal up to rounding, because the learning rate is a float32 tensor with a graph."""
+    """The losses are equal up to rounding only, because with a graph the learning rate is a float32 tensor."""
     expected = curve(flags)
     with mock.patch.object(example("cuda_graph"), "torch", SimpleNamespace(cuda=CUDA_OF_THE_CPU)):
         found = curve(["--cuda-graph", *flags])

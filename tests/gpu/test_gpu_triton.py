@@ -108,7 +108,10 @@ class Run:
 def test_triton_steps_match_torch_and_skipped_step_changes_nothing(
     device: torch.device, name: str, precision: str
 ) -> None:
-    """Equal within rounding; bfloat16 weights are the rounded masters; no host synchronization from the third step on."""
+    """Steps match within rounding, and bfloat16 weights are the rounded masters.
+
+    From the third step on, no step synchronizes with the host.
+    """
     found = []
     for kernels in KERNELS:
         with using(kernels):

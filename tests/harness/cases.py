@@ -71,7 +71,7 @@ class Case:
         return slice_of(full, self.params[index].spec, self.topology, rank)
 
     def dense_powers(self, norm_type: float) -> list[Tensor]:
-        """For each distinct logical parameter: its sum of |g|^p (for inf its largest |g|), in float64."""
+        """Return for each distinct logical parameter the sum of |g|^p (for inf the largest |g|), in float64."""
         powers = []
         stages = list(product(*(range(self.topology.size(axis)) for axis in self.topology.pipe_axes)))
         for index, param in enumerate(self.params):
@@ -129,7 +129,7 @@ def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str,
 
 @st.composite
 def cases(draw: st.DrawFn, most_ranks: int = 8, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
-    """A mesh of at most ``most_ranks``, and up to five parameters with gradients that fit it."""
+    """Draw a mesh of at most ``most_ranks``, and up to five parameters with gradients that fit it."""
     topology = draw(topologies(most_ranks))
     params = []
     for _ in range(draw(st.integers(1, 5))):

@@ -241,7 +241,10 @@ class Setting:
 
     @property
     def axis(self) -> str | None:
-        """The axis over which states are sharded; never the pipeline axis, whose stages have different parameters."""
+        """Return the axis over which states are sharded.
+
+        It is never the pipeline axis, whose stages have different parameters.
+        """
         topology = self.at.topology
         axes = [axis for axis in topology.axes if axis not in topology.pipe_axes]
         axes = [*(["data"] if topology.aliases else []), *axes]
@@ -298,7 +301,7 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's parameters, including the group that is added later."""
+        """Return the names of the model's parameters, including the group that is added later."""
         if self.small:
             return [name for name in MODEL if name in SMALL or (self.added is not None and _is_added(name))]
         return [name for name in MODEL if self.resumed is None or name not in UNEVEN]

@@ -108,7 +108,7 @@ class Rank:
         return named if self.setting.named else [param for _, param in named]
 
     def options(self) -> dict[str, Any]:
-        """Option words, see `arguments`."""
+        """Return the options of the optimizer as words, see `arguments`."""
         case, setting = self.case, self.setting
         options: dict[str, Any] = {
             "precision": case.mode.precision,
@@ -294,8 +294,10 @@ def go_on(case: Case, path: Path) -> Report:
 
 
 def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> list[str]:
-    """One rank passes a different option: every rank must raise an error that names it, and nothing may change on
-    any rank."""
+    """Pass a different option on one rank.
+
+    Return a problem unless every rank raises an error that names it, and nothing changes on any rank.
+    """
     assert case.differing is not None
     other = registry.global_rank == case.draw("differing") % registry.topology.world_size
     rank, what = Rank(case, case.setting, registry), case.differing
@@ -353,7 +355,7 @@ def _another(what: str, value: Any) -> Any:
 
 
 def _other_weights(rank: Rank, other: bool) -> list[str]:
-    """One replica starts from different values."""
+    """Change the initial values of one replica."""
     copies = rank.setting.at.topology.size(*rank.setting.at.spec("vector").replica_axes(rank.setting.at.topology))
     spec = rank.setting.at.spec("vector")
     if rank.setting.check_replicas is False or copies == 1 or "vector" in rank.setting.at.stages or spec.owned:

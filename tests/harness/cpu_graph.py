@@ -68,8 +68,10 @@ _wait = dist.Work.wait
 
 
 def _waited(work: Any, *args: Any) -> Any:
-    """With gloo, waiting copies the result to its destination; this copy is part of the collective, which is
-    already recorded."""
+    """Replace the wait for a collective.
+
+    With gloo, waiting copies the result to its destination; the recorded collective includes this copy.
+    """
     with _disable_current_modes():
         return _wait(work, *args)
 
@@ -92,7 +94,7 @@ class CpuGraph:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Operations within the block are recorded."""
+        """Record the operations within the block."""
         with capturing(), mock.patch.object(dist.Work, "wait", _waited), self._noted:
             yield
         self._noted.forget()

@@ -25,14 +25,15 @@ def eager(programs: Sequence[Program]) -> str | None:
 
 
 def lazy(programs: Sequence[Program]) -> str | None:
-    """As `eager`, for a backend that creates a communicator in the first collective, which blocks the host; later
-    ones do not."""
+    """Model a backend that creates the communicator of a group in its first collective, which then blocks the host."""
     return stuck([list(_first_of_each_group(of_kind(program, "collective"))) for program in programs])
 
 
 def serial(programs: Sequence[Program]) -> str | None:
-    """As `eager`, for a device that runs one collective at a time over all groups, in the order in which they were
-    started; destroying a group is a rendezvous too."""
+    """Model a device that runs one collective at a time over all groups, in the order in which they were started.
+
+    Otherwise as in `eager`; destroying a group is a rendezvous too.
+    """
     return stuck([of_kind(program, "collective", "destroy") for program in programs])
 
 

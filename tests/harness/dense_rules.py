@@ -105,7 +105,7 @@ class DenseRule:
         return dict.fromkeys(norms, coefficient(before, threshold(self.rule.max_norm, self.steps)))
 
     def zclip(self, norms: Norms) -> Factors:
-        """arXiv:2504.02507, section 3: z-score, reciprocal clipping, statistics of the clipped norm."""
+        """Apply ZClip (arXiv:2504.02507, section 3): z-score, reciprocal clipping, statistics of the clipped norm."""
         assert isinstance(self.rule, ZClip)
         rule, norm = self.rule, total_of(norms)
         clipped = norm
@@ -125,8 +125,11 @@ class DenseRule:
         return dict.fromkeys(norms, clipped / norm)
 
     def adagc(self, norms: Norms) -> Factors:
-        """arXiv:2502.11034, algorithm 1; but a norm of 0 does not change the average, and a parameter without any
-        norm so far is still in the warm-up."""
+        """Apply AdaGC (arXiv:2502.11034, algorithm 1).
+
+        In addition, a norm of 0 does not change the average, and a parameter without any norm so far is still in the
+        warm-up.
+        """
         assert isinstance(self.rule, AdaGC)
         rule, total = self.rule, total_of(norms)
         mean, factors = self.state.get("mean", dict.fromkeys(norms, inf)), {}

@@ -72,8 +72,10 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 
 
 def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """For each parameter, flat: the mean gradient of the accumulation window, whether there is one, and the mean of
-    the absolute values of its terms, which bounds the error of a sum in low precision.
+    """Return for each parameter the mean gradient of the window, whether there is one, and a bound of its error.
+
+    The gradient is flat. The bound is the mean of the absolute values of the gradient's terms, for sums in low
+    precision.
 
     Without weights, a micro-batch without a loss counts like one whose loss is 0.
     """
@@ -226,12 +228,12 @@ class DenseRun:
 
 
 def hyper_parameters(group: int) -> dict[str, float]:
-    """Hyperparameters of a param group."""
+    """Return the hyper-parameters of a param group."""
     return {"lr": RATES[group], "weight_decay": DECAYS[group]}
 
 
 def inner_optimizer(kind: str, groups: list[dict[str, Any]], implementation: str = "fused") -> torch.optim.Optimizer:
-    """torch's optimizer with the same formulas."""
+    """Return torch's optimizer with the same formulas."""
     for index, group in enumerate(groups):
         group.update(hyper_parameters(index))
     how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}

@@ -88,7 +88,7 @@ def tensor_parallel(model: Net) -> int:
 
 
 def sequence_parallel(model: Net) -> int:
-    """The gradient of the norm is partial over the mesh."""
+    """Shard the model so that the gradient of the norm layer is partial over the mesh."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -147,7 +147,7 @@ def flattened(model: Net) -> int:
 
 
 def equal_names(model: Net) -> int:
-    """Two meshes that call different dims ``shard``."""
+    """Shard the model over two meshes that call different dims ``shard``."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, experts = mesh_of((2, 2), ("shard", "tp")), mesh_of((2, 2), ("other", "shard"))

@@ -57,7 +57,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def mixed(registry: ProcessGroupRegistry) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """DTensors (uneven, with empty shards) and a plain parameter with gradients, and the dense gradients."""
+    """Return DTensors (uneven, with empty shards) and a plain parameter with gradients, and the dense gradients."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     grid, tensor = registry.device_mesh("data", "tensor"), registry.device_mesh("tensor")

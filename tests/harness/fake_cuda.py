@@ -135,7 +135,7 @@ def _torchs_functions() -> dict[Any, Any]:
 
 @contextmanager
 def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], Any]]:
-    """Tensors created within the block are fake; yields a context manager that logs operations.
+    """Make all tensors that are created within the block fake. Yield a context manager that logs operations.
 
     Args:
         collectives_on: `ProcessGroupRegistry.device`.

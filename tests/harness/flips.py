@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def placements(self) -> tuple[StatePlacement, ...]:
-        """The placements of the optimizer states."""
+        """Return the placements of the optimizer states."""
         states = self.options.get("states", ())
         return (states,) if isinstance(states, StatePlacement) else tuple(states)
 

@@ -136,7 +136,7 @@ def torchrun(
     timeout: float = TIMEOUT,
     import_first: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run`, in processes forked from a torchrun launcher that is forked itself.
+    """Run a script as `run` does, in processes forked from a torchrun launcher that is forked itself.
 
     Environment, store and process monitoring are torchrun's own.
 
@@ -150,7 +150,7 @@ def torchrun(
 
 @functools.cache
 def _fresh_path(python_path: str) -> list[str]:
-    """`sys.path` of a fresh interpreter, without its first entry, which depends on the script's location."""
+    """Return `sys.path` of a fresh interpreter, without its first entry, which depends on the script's location."""
     fresh = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     code = "import sys; print(*sys.path[1:], sep='\\n')"
     command = [sys.executable, "-c", code]

@@ -60,7 +60,7 @@ def whole(module: nn.Module, registry: ProcessGroupRegistry) -> Full:
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """torch's fused AdamW."""
+    """Return torch's fused AdamW."""
     return torch.optim.AdamW(params, lr=0.02, fused=True)
 
 

@@ -52,7 +52,7 @@ class CudaGraph:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Operations within the block are captured."""
+        """Capture the operations within the block."""
         with torch.cuda.graph(self._graph):
             yield
 

@@ -39,7 +39,7 @@ class Interpreted:
         self.ranks._context = multiprocessing.get_context("spawn")
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
-        """As `Ranks.run`."""
+        """Run a function on ranks, as `Ranks.run` does."""
         with mock.patch.dict(os.environ, INTERPRETER):
             return self.ranks.run(function, world_size, *args)
 
@@ -50,7 +50,7 @@ class Interpreted:
 
 @contextmanager
 def interpreted_pool() -> Iterator[Interpreted]:
-    """A pool for the duration of the block."""
+    """Yield a pool, which is closed at the end of the block."""
     pool = Interpreted()
     try:
         yield pool

@@ -20,7 +20,7 @@ INF = torch.full((2**16,), torch.inf)
 
 
 def some_values(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int) -> Tensor:
-    """Random values, including zeros, denormals and values near the dtype's maximum."""
+    """Return random values, including zeros, denormals and values near the dtype's maximum."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale)
     special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(8, shape, generator=generator)]
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def hyper(self) -> list[float]:
-        """The update rule's hyperparameters, in the argument order of the native loops."""
+        """Return the update rule's hyper-parameters, in the argument order of the native loops."""
         return [float(value) for value in astuple(self.rule)]
 
     def step(self, factor: float, found_inf: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class Case:
         raise NotImplementedError
 
     def expected(self, factor: float) -> list[list[Tensor]]:
-        """For each tensor, the parameter and its states after the step, in float64."""
+        """Return for each tensor the parameter and its states after the step, in float64."""
         found = []
         for param, grad, states, step in zip(self.params, self.grads, self.states, self.steps, strict=True):
             p, kept = param.double(), [state.double() for state in states]

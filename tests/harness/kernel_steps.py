@@ -83,7 +83,7 @@ def one_more(model: nn.ParameterList) -> nn.Parameter:
 
 
 def changed(change: str, kernels: Sequence[Kernels]) -> list[list[Tensor]]:
-    """For each kernel set: weights and first moments after four steps, with one change before the third step."""
+    """Return for each kernel set the weights and first moments after four steps, with one change before the third step."""
     found = []
     for chosen in kernels:
         with using(chosen):

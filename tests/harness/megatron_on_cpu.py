@@ -147,8 +147,9 @@ def config_of(**options: Any) -> Any:
 
 
 def gpt(seed: int = 0, tied: bool = False, duplicated: bool = True, **options: Any) -> Any:
-    """Megatron's GPTModel with the local spec, for this pipeline stage; one seed gives the same weights on every
-    mesh without pipeline stages.
+    """Return Megatron's GPTModel with the local spec, for this pipeline stage.
+
+    One seed gives the same weights on every mesh without pipeline stages.
 
     Args:
         seed: Of the weights.
@@ -190,7 +191,7 @@ def gpt(seed: int = 0, tied: bool = False, duplicated: bool = True, **options: A
 
 
 def tokens_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One batch: tokens with the last target [batch, length + 1], positions, and a causal mask."""
+    """Return one batch: tokens with the last target [batch, length + 1], positions, and a causal mask."""
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), mask

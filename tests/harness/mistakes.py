@@ -94,7 +94,7 @@ def full_model(seed: int = 0) -> Mlp:
 
 
 def full_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step, for all data ranks together."""
+    """Return inputs and targets of one step, for all data ranks together."""
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
     return x, 3 * x[:, :4].flip(1)
@@ -133,7 +133,7 @@ class Dense:
 
 
 def train_dense(dense: Dense) -> None:
-    """The correct script."""
+    """Train with the correct loop in one process."""
     dense.train()
 
 
@@ -158,7 +158,7 @@ class Run:
 
     @property
     def specs(self) -> dict[str, P]:
-        """The declaration of the model on this topology."""
+        """Return the declaration of the model on this topology."""
         return SPECS if "tensor" in self.registry.topology.axes else {"*": P()}
 
     def make_model(self) -> Mlp:
@@ -171,7 +171,7 @@ class Run:
         return model.to(self.dtype)
 
     def sgd(self, model: nn.Module | None = None) -> torch.optim.SGD:
-        """torch's optimizer of the model."""
+        """Return torch's SGD over the parameters of the model."""
         named = (model or self.model).named_parameters()
         return torch.optim.SGD(named, lr=LR, momentum=MOMENTUM, fused=True)
 
@@ -187,7 +187,7 @@ class Run:
         return x.chunk(of)[part], y.chunk(of)[part]
 
     def batches(self, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's batches."""
+        """Yield this rank's batches."""
         return (self.batch(step) for step in range(steps))
 
     def loss(self, step: int, of: int = 1, part: int = 0) -> Tensor:
@@ -271,7 +271,7 @@ class Error:
 
     @property
     def is_specific(self) -> bool:
-        """Whether the text shown is specific to this error."""
+        """Return whether the shown text is specific to this error."""
         return len(re.findall(r"[a-z]", self.shown)) > 1
 
     def seen(self) -> str:
@@ -324,7 +324,7 @@ class Mistake(NamedTuple):
 
     @property
     def says(self) -> str:
-        """The description of the mistake."""
+        """Return the description of the mistake."""
         return " ".join((self.script.__doc__ or "").split())
 
 

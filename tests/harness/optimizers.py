@@ -23,12 +23,12 @@ OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
 
 
 def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
-    """Fused AdamW, without eps=1e-8, which is 0 in float16: O3 would divide 0 by 0."""
+    """Return fused AdamW with a larger eps than 1e-8, which is 0 in float16: O3 would divide 0 by 0."""
     return torch.optim.AdamW(params, **{"lr": 1e-2, "eps": 1e-4, "fused": True, **options})
 
 
 def momentum_sgd(params: Any) -> torch.optim.Optimizer:
-    """Fused SGD with momentum."""
+    """Return fused SGD with momentum."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
 

@@ -59,7 +59,7 @@ class Piped:
 
     @property
     def stages(self) -> int:
-        """The total number of stages."""
+        """Return the total number of stages."""
         return dict(self.axes)["pipe"] * (1 if self.kind in ("gpipe", "1f1b") else 2)
 
     def own(self, rank: int) -> list[int]:
@@ -104,7 +104,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch(step: int, data_ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [row, token], for all data ranks together."""
+    """Return inputs and targets [row, token], for all data ranks together."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCAB, (ROWS * data_ranks, TOKENS + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -175,7 +175,7 @@ class Chunk(nn.Module):
 
 
 def schedule_of(piped: Piped, part: Part, registry: ProcessGroupRegistry, **options: Any) -> Any:
-    """torch's schedule over the stages of this rank."""
+    """Return torch's schedule over the stages of this rank."""
     stages = [
         PipelineStage(
             Chunk(part, stage, piped.stages),

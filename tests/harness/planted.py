@@ -152,7 +152,7 @@ LAYOUTS = {
 
 
 def fractions(seed: object, shape: tuple[int, ...], size: float = 1.0) -> Tensor:
-    """Random multiples of size / 16, up to 4 * size, none of them 0; float64."""
+    """Return random multiples of size / 16 between -4 * size and 4 * size, none of them 0, in float64."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
     values = torch.randint(1, 65, shape, generator=generator).double()
     return values * (torch.randint(2, shape, generator=generator) * 2 - 1) * (size / 16)
@@ -189,7 +189,7 @@ class Planted(nn.Module):
         return total
 
     def groups(self) -> list[dict[str, list[nn.Parameter]]]:
-        """Two param groups."""
+        """Return the parameters in two param groups."""
         held = dict(self.named_parameters())
         return [{"params": [held[name] for name in names if name in held]} for names in GROUPS]
 
@@ -205,7 +205,7 @@ def run_step(model: Planted, optimizer: ParallelOptimizer, step: int, micros: in
 
 
 def run_skipped_step(model: Planted, optimizer: ParallelOptimizer, step: int) -> None:
-    """A full step that all ranks skip, because the last rank's gradients are NaN."""
+    """Run a complete step that all ranks skip, because the last rank's gradients are NaN."""
     run_step(model, optimizer, step)
     if optimizer.registry.global_rank == optimizer.registry.topology.world_size - 1:
         for tensor in (*model.parameters(), *(piece.tensor for piece in optimizer.stepped_tensors())):
@@ -276,6 +276,6 @@ class Dense:
             self.weights[key] = self.weights[key] - self.lr * self.buffers[key]
 
     def in_groups(self, full: Full) -> Iterator[list[Key]]:
-        """The logical parameters of each param group."""
+        """Return the logical parameters of each param group."""
         for names in GROUPS:
             yield [key for key in full if key[0] in names]

@@ -72,7 +72,7 @@ TABLE: dict[str, tuple[Precision, Row]] = {
 
 
 def batch(dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
-    """Inputs of `Net`."""
+    """Return inputs of `Net`."""
     return torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(3)).to(dtype), torch.tensor([1, 2, 3, 1, 10])
 
 

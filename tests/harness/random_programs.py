@@ -71,12 +71,12 @@ class Drawn:
 
     @property
     def saves(self) -> bool:
-        """Whether the program saves a checkpoint, which does not support shards of unequal sizes."""
+        """Return whether the program saves a checkpoint, which does not support shards of unequal sizes."""
         return self.rng("saved").random() < 0.1
 
     @property
     def is_uneven(self) -> bool:
-        """Whether there may be shards of unequal sizes."""
+        """Return whether there may be shards of unequal sizes."""
         return "tensor" in dict(self.axes) and not self.saves
 
     def rng(self, *key: object) -> random.Random:
@@ -85,7 +85,7 @@ class Drawn:
 
 
 def drawn_of(number: int, most_ranks: int = MOST_RANKS) -> Drawn:
-    """Program number ``number``, on a mesh of at most ``most_ranks``; deterministic on all ranks."""
+    """Return program number ``number``, on a mesh of at most ``most_ranks``; deterministic on all ranks."""
     rng = random.Random(number)
     while True:
         kinds = rng.sample([*_SIZES, "grid"], rng.randint(1, 4))

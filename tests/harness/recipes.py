@@ -45,8 +45,11 @@ def torchrun(script: Path, processes: int, *arguments: str) -> str:
 
 
 def in_turn(*parts: Callable[[], None]) -> None:
-    """On each rank of a script started by `torchrun`: run the parts one after another, each in a forked process and
-    so in a new process group, as if it were started alone. Modules that are already imported are shared."""
+    """Run the parts one after another, on each rank of a script that `torchrun` started.
+
+    Each part runs in a forked process and so in a new process group, as if it were started alone. Modules that are
+    already imported are shared.
+    """
     agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = (
         "False"  # in the agent's store, each part would find the addresses of the previous part

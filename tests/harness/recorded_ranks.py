@@ -147,7 +147,7 @@ def _make(options: Any, _: object) -> _Group:
 
 
 def _gather_objects(value: Any, group: Any, _: torch.device) -> list[Any]:
-    """Replacement of `parallel.mesh.process_group_collectives.all_gather_objects`."""
+    """Gather objects between threads; replaces `parallel.mesh.process_group_collectives.all_gather_objects`."""
     group.gathers += 1
     group.note("collective", "objects")
     found: list[Any] = _thread.exchange.gather((group.of, group.gathers), group.own_rank, value, group.own_size)
@@ -155,7 +155,7 @@ def _gather_objects(value: Any, group: Any, _: torch.device) -> list[Any]:
 
 
 def _gather_objects_as_torch(values: list[Any], value: Any, group: Any = None) -> None:
-    """Replacement of `torch.distributed.all_gather_object`."""
+    """Gather objects between threads; replaces `torch.distributed.all_gather_object`."""
     found: Any = dist.group.WORLD if group is None else group
     found.note("collective", "sizes")
     values[:] = _gather_objects(value, found, torch.device("cpu"))

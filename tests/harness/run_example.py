@@ -48,7 +48,7 @@ def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.Compl
 
 @contextlib.contextmanager
 def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> Iterator[Any]:
-    """The script's trainer on the ranks of a `World`."""
+    """Yield the script's trainer on the ranks of a `World`."""
     script = example(name)
     options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
     with ProcessGroupRegistry(options.topology) as registry:

@@ -38,7 +38,7 @@ Full = dict[str, Tensor]
 
 
 def batch(step: int) -> Tensor:
-    """Token ids [4, 5]; each id is the target of the one before it."""
+    """Return token ids [4, 5]; each id is the target of the previous id."""
     return torch.randint(VOCAB, (4, 5), generator=torch.Generator().manual_seed(step))
 
 

@@ -41,14 +41,14 @@ def parameter(
 
 
 def dataset(count: int = 48) -> TensorDataset:
-    """Samples for `classifier`: 6 features; the target is the largest of the first three."""
+    """Return samples for `classifier`: 6 features; the target is the index of the largest of the first three."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(count, 6, generator=generator)
     return TensorDataset(inputs, inputs[:, :3].argmax(1))
 
 
 def classifier() -> nn.Module:
-    """6 features to 3 classes, always with the same weights."""
+    """Return a model from 6 features to 3 classes, always with the same weights."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 

@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(name: str) -> Iterator[Kind]:
-    """All sets of arguments with every flag that exists on a CPU, and one with the learning rate in a tensor."""
+    """Yield all sets of arguments with every flag that exists on a CPU, and sets with the learning rate in a tensor."""
     known = inspect.signature(getattr(torch.optim, name)).parameters
     for flags in FLAGS:
         if flags.keys() <= known.keys():
@@ -95,7 +95,7 @@ class Net(nn.Module):
         return y.sum()
 
     def groups(self) -> list[dict[str, Any]]:
-        """Param groups: other parameters than matrices, if any, have their own weight decay."""
+        """Return the param groups: parameters that are not matrices, if any, have their own weight decay."""
         return [{"params": list(self.layers[0].parameters())}, {"params": list(self.layers[2:].parameters())}]
 
 

@@ -19,12 +19,12 @@ MAX_NORM = 0.5
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Fused AdamW with weight decay."""
+    """Return fused AdamW with weight decay."""
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
 
 
 def rows(number: int) -> list[dict[str, Tensor]]:
-    """``number`` samples of eight tokens, the same at every call."""
+    """Return ``number`` samples of eight tokens, the same at every call."""
     tokens = torch.randint(0, 64, (number, 8), generator=torch.Generator().manual_seed(5))
     return [{"input_ids": row, "labels": row} for row in tokens]
 

@@ -28,7 +28,7 @@ def muon(
     eps: float = 0.0,
     steps: int = 5,
 ) -> None:
-    """Muon for matrices. Keller Jordan et al. (2024)."""
+    """Step matrices by Muon. Keller Jordan et al. (2024)."""
     a, b, c = coefficients
     for w, g, state in zip(params, grads, states, strict=True):
         m = state["m"] = momentum * state.get("m", torch.zeros_like(w)) + (1 - momentum) * g
@@ -50,7 +50,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
 ) -> None:
-    """AdamW. arXiv:1711.05101."""
+    """Step by AdamW. arXiv:1711.05101."""
     for w, g, state in zip(params, grads, states, strict=True):
         t = state["t"] = state.get("t", 0) + 1
         m = state["m"] = betas[0] * state.get("m", torch.zeros_like(w)) + (1 - betas[0]) * g
@@ -69,7 +69,7 @@ def lamb(
     bias_correction: bool = True,
     always_adapt: bool = False,
 ) -> None:
-    """LAMB. arXiv:1904.00962."""
+    """Step by LAMB. arXiv:1904.00962."""
     for w, g, state in zip(params, grads, states, strict=True):
         t = state["t"] = state.get("t", 0) + 1
         m = state["m"] = betas[0] * state.get("m", torch.zeros_like(w)) + (1 - betas[0]) * g
@@ -93,7 +93,7 @@ def lars(
     eps: float = 1e-8,
     always_adapt: bool = False,
 ) -> None:
-    """LARS. arXiv:1708.03888."""
+    """Step by LARS. arXiv:1708.03888."""
     for w, g, state in zip(params, grads, states, strict=True):
         adapts = (weight_decay > 0 or always_adapt) and w.norm() > 0 and g.norm() > 0
         trust = trust_coeff * w.norm() / (g.norm() + weight_decay * w.norm() + eps) if adapts else 1
@@ -112,7 +112,7 @@ def adafactor(
     d: float = 1.0,
     weight_decay: float = 0.0,
 ) -> None:
-    """Adafactor. arXiv:1804.04235, in torch's version."""
+    """Step by Adafactor. arXiv:1804.04235, in torch's version."""
     for w, g, state in zip(params, grads, states, strict=True):
         t = state["t"] = state.get("t", 0) + 1
         eps1 = torch.finfo(w.dtype).eps if eps[0] is None else eps[0]
@@ -138,7 +138,7 @@ def came(
     betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
     weight_decay: float = 0.0,
 ) -> None:
-    """CAME. arXiv:2307.02047."""
+    """Step by CAME. arXiv:2307.02047."""
 
     def average(state: dict[str, Any], key: str, beta: float, squares: Tensor) -> Tensor:
         def moved(to: str, mean: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def stable_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> None:
-    """StableAdamW. arXiv:2304.13013."""
+    """Step by StableAdamW. arXiv:2304.13013."""
     for w, g, state in zip(params, grads, states, strict=True):
         t = state["t"] = state.get("t", 0) + 1
         beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in betas)
@@ -200,7 +200,7 @@ def soap(
     precondition_frequency: int = 10,
     max_precond_dim: int = 10000,
 ) -> None:
-    """SOAP for matrices and vectors. arXiv:2409.11321."""
+    """Step matrices and vectors by SOAP. arXiv:2409.11321."""
     beta3 = betas[1] if shampoo_beta < 0 else shampoo_beta
     for w, g, state in zip(params, grads, states, strict=True):
         outer = [g @ g.T, g.T @ g] if g.dim() == 2 else []
@@ -240,7 +240,7 @@ def shampoo(
     grafting_beta2: float = 0.999,
     grafting_epsilon: float = 1e-8,
 ) -> None:
-    """Shampoo for matrices and vectors. arXiv:1802.09568, arXiv:2309.06497."""
+    """Step matrices and vectors by Shampoo. arXiv:1802.09568, arXiv:2309.06497."""
     for w, g, state in zip(params, grads, states, strict=True):
         t = state["t"] = state.get("t", 0) + 1
         m = state["m"] = betas[0] * state.get("m", torch.zeros_like(w)) + (1 - betas[0]) * g

@@ -41,7 +41,7 @@ def each_trained(
 
 
 def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Counter[str]]:
-    """For each optimizer, the collectives of a step minus those of SGD with the same options."""
+    """Return for each optimizer the number of collectives of a step minus that of SGD with the same options."""
     sgd: Make = partial(torch.optim.SGD, lr=0.1, fused=True)
     counts: list[Counter[str]] = []
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
@@ -71,8 +71,7 @@ def without_host_reads(layout: Layout, makes: list[Make], options: Options) -> N
 
 
 def changed_by_overflow(layout: Layout, makes: list[Make], dtype: torch.dtype, options: Options) -> list[list[str]]:
-    """For each optimizer, the tensors that changed on this rank in a step in which only rank 1 had an infinite
-    loss."""
+    """Return for each optimizer the tensors that changed on this rank in a step with an infinite loss on rank 1 only."""
     with ProcessGroupRegistry(layout.topology) as registry:
         return [_changed_by_overflow(layout, make, dtype, options, registry) for make in makes]
 
@@ -136,7 +135,7 @@ def run_to(layout: Layout, make: Make, folder: Path, steps: range, load: bool, o
 
 @st.composite
 def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
-    """A random layout of the planted parameters, and one of `STATES` that is valid for it."""
+    """Draw a random layout of the planted parameters, and one of `STATES` that is valid for it."""
     topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
     among: list[tuple[Kind, ...]] = [("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]
     kinds = draw(st.sampled_from(among))

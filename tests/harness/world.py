@@ -32,15 +32,15 @@ class World:
         self.ranks = RankPool(preload=(*OF_TESTS, *OF_EXAMPLES), initializer=destroy_in_a_thread)
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
-        """As `Ranks.run`."""
+        """Run a function on ranks, as `Ranks.run` does."""
         return self.ranks.run(function, world_size, *args)
 
     def run_each(self, function: Callable[..., T], cases: Sequence[tuple[int, tuple[Any, ...]]]) -> list[list[T]]:
-        """As `Ranks.run_each`."""
+        """Run a function on ranks for each case, as `Ranks.run_each` does."""
         return self.ranks.run_each(function, cases)
 
     def close(self) -> None:
-        """As `Ranks.close`."""
+        """End all worker processes, as `Ranks.close` does."""
         self.ranks.close()
 
 

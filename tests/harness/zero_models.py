@@ -23,7 +23,7 @@ ZERO2: dict[str, Any] = {"shard_states": "data", "shard_gradients": True}
 
 
 def rows(step: int, count: int = 8) -> Tensor:
-    """Token ids, as in `scenarios.batch`, with any number of rows."""
+    """Return token ids, as in `scenarios.batch`, with any number of rows."""
     return torch.randint(VOCAB, (count, 5), generator=torch.Generator().manual_seed(100 + step))
 
 

@@ -114,7 +114,10 @@ def test_sharded_transformers_model_trains_like_unsharded_model(
 def test_transformers_experts_on_other_mesh_train_like_unsharded_model(
     world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
-    """Dense layers on fsdp x tp, and experts on ep, fully sharded over efsdp=2 or over one rank."""
+    """Dense layers are sharded over fsdp x tp.
+
+    Experts are sharded over ep, and fully sharded over efsdp=2 or over one rank.
+    """
     path = saved("qwen3_moe")
     expected = whole_run(path)
     for found in world.run(mesh[0] * mesh[1], split_run, path, mesh):
@@ -229,7 +232,7 @@ def trained(path: str, max_grad_norm: float, directory: str, port: int, ours: di
 def test_trainer_with_parallel_optimizer_trains_like_stock_trainer(
     world: World, saved: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """``max_grad_norm=0`` and ``optimizers=(ParallelOptimizer.for_model(..., max_norm=0.8), None)``."""
+    """The Trainer has ``max_grad_norm=0`` and ``optimizers=(ParallelOptimizer.for_model(..., max_norm=0.8), None)``."""
     path, arguments = saved("qwen3"), (str(tmp_path), 29555)
     stock = world.run(2, trained, path, 0.8, *arguments, None)
     for found, expected in zip(world.run(2, trained, path, 0.0, *arguments, {"max_norm": 0.8}), stock, strict=True):

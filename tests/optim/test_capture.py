@@ -92,7 +92,7 @@ def move(schedule: LRScheduler, rates: list[float]) -> None:
 
 
 def test_constant_read_in_a_graph_capture_stays_in_the_cache() -> None:
-    """Other constants are dropped when many newer ones exist, and their memory is reused."""
+    """The cache removes other constants when many newer constants exist, and their memory is reused."""
     constants = Constants()
     read, other = (constants(key, lambda: [1.0, 2.0], torch.float64, CPU) for key in ("read", "other"))
     with capturing():

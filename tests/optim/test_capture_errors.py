@@ -164,7 +164,7 @@ def test_capturing_clip_rule_with_python_state_raises() -> None:
 
 
 def test_capturing_first_call_of_clip_grad_norm_raises() -> None:
-    """The first call copies numbers from the host."""
+    """The first call of `clip_grad_norm_` copies numbers from the host."""
     param = torch.nn.Parameter(torch.ones(3))
     declare(torch.nn.ParameterList([param]), {"*": P()})
     param.grad = torch.ones(3)

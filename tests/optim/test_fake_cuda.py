@@ -304,7 +304,7 @@ MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", MAPS)
 def test_layer_collectives_with_gloo_on_shared_gpu_are_supported(kind: str) -> None:
-    """Checks the collectives of the layers in forward and backward."""
+    """The test checks the collectives of all layers in forward and backward."""
     with world(Topology(tensor=2)), fake_cuda(collectives_on=CPU) as logging:
         over = Over(ProcessGroupRegistry(Topology(tensor=2)), ("tensor",))
         with logging() as log:
@@ -352,7 +352,7 @@ def test_offloaded_parameters_are_copied_in_buckets(
 
 
 def test_offloaded_parameters_need_one_flat_device_buffer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Independent of the number of parameters; no buffer is kept between steps."""
+    """The number of buffers does not depend on the number of parameters, and no buffer is kept between steps."""
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 2000)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
@@ -419,7 +419,7 @@ def test_monitor_with_losses_on_cuda_needs_no_host_synchronization() -> None:
 
 
 def test_captured_step_waits_for_no_cuda_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After any number of warm-up steps."""
+    """This holds after any number of warm-up steps."""
     monitor_of = SkipMonitor.__init__
     with fake_cuda(collectives_on=CPU) as logging:
 
@@ -488,7 +488,7 @@ def test_shard_without_gradient_needs_no_host_synchronization(mode: str) -> None
 
 
 def test_replica_check_in_every_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For parameters and gradients, replicated or sharded."""
+    """The check compares parameters and gradients, replicated or sharded."""
     looked_at: list[str] = []
 
     def nonzero(tensor: torch.Tensor) -> SimpleNamespace:
@@ -524,7 +524,7 @@ def test_hashes_of_tensors_on_other_device_are_copied_together() -> None:
 def test_changing_set_of_gradients_with_several_dtypes_needs_no_host_synchronization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Runs more steps than `Constants` keeps entries."""
+    """The run has more steps than the cache `Constants` has entries."""
     # The original would read memory that fake tensors do not have.
     monkeypatch.setattr(SkipMonitor, "_earlier_counts", lambda monitor: (0, 0, 0, 0))
     with fake_cuda(collectives_on=CPU) as logging:
@@ -610,7 +610,7 @@ TWO_DEVICES = (
 
 
 def test_failing_operators_on_fake_tensors_are_not_cached() -> None:
-    """Only operators that succeed are cached."""
+    """The cache keeps only results of operators that succeed."""
     with fake_cuda():
         there, here = torch.ones(2, device="cuda"), torch.ones(2)
         for _ in range(2):

@@ -98,7 +98,7 @@ def test_clipping_per_parameter_launches_one_kernel_per_parameter() -> None:
 def test_step_launches_few_kernels_in_every_precision(
     mode: str, precision: Any, dtype: torch.dtype, decisions: int
 ) -> None:
-    """Launches are independent of the number of parameters."""
+    """The number of launches does not depend on the number of parameters."""
     few, many = ours(4, precision, dtype), ours(100, precision, dtype)
     assert few.launches == many.launches
     assert len(few.launches) <= decisions

@@ -24,7 +24,10 @@ from world import World
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 24])
 def test_tree_sum_equals_recursive_reference_for_every_number_of_ranks(count: int) -> None:
-    """Bitwise, for each number of ranks that divides the number of micro-batches, and with missing gradients."""
+    """The sums are bitwise equal for each number of ranks that divides the number of micro-batches.
+
+    Some gradients are missing.
+    """
     torch.manual_seed(count)
     leaves = [torch.randn(50) * 10 ** torch.randn(50) for _ in range(count)]
     wanted = reference_tree_sum(leaves)
@@ -137,7 +140,7 @@ def test_hundred_steps_in_fixed_order_have_one_hash_on_up_to_eight_data_ranks(na
 
 
 def test_hash_differs_for_other_sum_order_step_count_and_clip_threshold(world: World) -> None:
-    """The negative controls: the usual order, one more step, and another threshold."""
+    """These negative controls use the usual sum order, one more step, and another threshold."""
     run = FixedRun(clip="norm")
     plain = [world.run(ranks, trained, replace(run, order="any"), ranks)[0] for ranks in (1, 3)]
     assert plain[0][0] != plain[1][0]

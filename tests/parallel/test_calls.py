@@ -337,7 +337,7 @@ def raising(error: BaseException) -> Call:
 @pytest.mark.parametrize("outer", ["window", "backward"])
 @pytest.mark.parametrize("inner", ["step", "window"])
 def test_nested_call_is_reported_as_its_outer_call(calling: Calling, outer: str, inner: str) -> None:
-    """Examples: a window that contains a backward; an optimizer step in a backward hook."""
+    """Examples are a backward in a window, and an optimizer step in a backward hook."""
     if outer == inner:
         outer = "step"
     first, second = getattr(calling, outer), getattr(calling, inner)
@@ -374,7 +374,7 @@ def test_activity_report_ignores_finished_calls_of_other_threads(calling: Callin
 
 
 def test_call_number_counts_calls_per_thread(calling: Calling) -> None:
-    """Example: optimizers that step in several threads."""
+    """Optimizers that step in several threads are an example."""
     calling.step(said)
     for before in (3, 0):
 

@@ -86,7 +86,10 @@ UNEVEN: dict[str, Callable[[Tensor, ProcessGroupRegistry], Tensor]] = {
 
 
 def uneven_values() -> dict[str, Any]:
-    """Values and input gradients of each map; the output gradients are 1, 2, 3 on rank 0 and ten times that on rank 1."""
+    """Return values and input gradients of each map.
+
+    The output gradients are 1, 2, 3 on rank 0, and ten times that on rank 1.
+    """
     results = {}
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         for name, function in UNEVEN.items():

@@ -84,7 +84,7 @@ def test_incompatible_meshes_raise_a_clear_error(world: int, grids: Grids, messa
 
 
 def test_pipeline_stages_of_different_sizes_raise_a_clear_error() -> None:
-    """Two tensor ranks on one stage, four on the other."""
+    """One stage has two tensor ranks, and the other stage has four."""
     seen = [[Dim(0, "tp", (0, 1))]] * 2 + [[Dim(0, "tp", (2, 3, 4, 5))]] * 4
     with pytest.raises(
         ValueError,

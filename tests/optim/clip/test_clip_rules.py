@@ -282,7 +282,7 @@ def test_every_rule_matches_dense_model_on_every_layout(world: World, name: str)
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all options"])
 def test_named_and_stateful_rules_match_dense_model(world: World, name: str) -> None:
-    """Uses other precisions and state placements than test_clip_rules_on_norm_sequences.py."""
+    """The precisions and state placements differ from those of test_clip_rules_on_norm_sequences.py."""
     config, rules = CONFIGS[name], {**NAMED, **REMEMBERING}
     by_rank = world.run(config.ranks, trained, config, list(rules.values()))
     for index, (label, rule) in enumerate(rules.items()):
@@ -313,7 +313,7 @@ def test_rule_using_local_norms_fails_comparison_with_dense_model(world: World, 
 
 
 def test_rule_using_local_norms_is_correct_without_sharding(world: World) -> None:
-    """So the previous test detects the layout error, not a mistake in the wrong rule."""
+    """This control shows that the previous test detects the layout error, not another mistake in the wrong rule."""
     wrong = [told[0] for told in world.run(1, trained, CONFIGS["one rank"], [ByLocalNorms()])]
     assert_as_dense(wrong, ByLocalNorms(), CONFIGS["one rank"], "one rank", dense_rule=PerParameter(3.0))
 

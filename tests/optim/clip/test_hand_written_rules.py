@@ -95,7 +95,7 @@ def local(tensor: Tensor | None) -> Tensor:
 
 
 def stages(model: Model) -> Meshes:
-    """Two pipeline stages, each fully sharded over two ranks."""
+    """Make two pipeline stages, each fully sharded over two ranks."""
     mesh = mesh_of((2, 2), ("pp", "fsdp"))
     names = ("weight", "norm") if mesh["pp"].get_local_rank() == 0 else ("head",)
     model.fully_shard(mesh["fsdp"], *names)
@@ -103,7 +103,7 @@ def stages(model: Model) -> Meshes:
 
 
 def experts_on_slice(model: Model) -> Meshes:
-    """Dense parameters over all ranks; each rank has DTensors of its experts, on a mesh that lacks the dim `ep`."""
+    """Make dense parameters over all ranks, and DTensors of each rank's experts on a mesh that lacks the dim `ep`."""
     from torch.distributed.tensor import Shard
 
     dp, moe = mesh_of((4,), ("dp",)), mesh_of((2, 2), ("ep", "ep_shard"))
@@ -121,7 +121,7 @@ def hsdp(model: Model) -> Meshes:
 
 
 def fsdp_and_tensor_parallel(model: Model) -> Meshes:
-    """One mesh for the linear layers, and its slice for parameters that tensor parallelism does not shard."""
+    """Use one mesh for the linear layers, and its slice for parameters that tensor parallelism does not shard."""
     from torch.distributed.tensor import Shard
 
     mesh = mesh_of((2, 2), ("dp_shard", "tp"))
@@ -132,7 +132,7 @@ def fsdp_and_tensor_parallel(model: Model) -> Meshes:
 
 
 def experts_and_plain(model: Model) -> Meshes:
-    """Experts are DTensors over all ranks; all other parameters are plain replicas."""
+    """Make experts DTensors over all ranks, and all other parameters plain replicas."""
     from torch.distributed.tensor import Shard
 
     mesh = mesh_of((4,), ("tp",))
@@ -143,7 +143,7 @@ def experts_and_plain(model: Model) -> Meshes:
 
 
 def replicated_norm_layers(model: Model) -> Meshes:
-    """Linear layers sharded over dp and tp; norm layers replicated over tp."""
+    """Shard linear layers over dp and tp, and replicate norm layers over tp."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = mesh_of((2, 2), ("dp_cp", "tp"))
@@ -153,7 +153,7 @@ def replicated_norm_layers(model: Model) -> Meshes:
 
 
 def fsdp_over_sequence_ranks(model: Model) -> Meshes:
-    """Sharded over the flattened ranks of data and sequence parallelism; linear layers over tp too."""
+    """Shard over the flattened ranks of data and sequence parallelism, and linear layers over tp too."""
     from torch.distributed.tensor import Shard
 
     mesh = mesh_of((1, 2, 2), ("dp", "sp", "tp"))
@@ -170,7 +170,7 @@ def fsdp(model: Model) -> Meshes:
 
 
 def fsdp_beside_plain(model: Model) -> Meshes:
-    """Parameters of `fully_shard`, and a plain parameter beside them."""
+    """Make parameters of `fully_shard`, and one plain parameter."""
     model.fully_shard(mesh_of((4,), ("fsdp",)), "weight", "head")
     model.add("norm")
     return {}
@@ -183,7 +183,7 @@ def flattened(model: Model) -> Meshes:
 
 
 def plain_replicas(model: Model) -> Meshes:
-    """A wrapper with a shard mesh of size 1: replicas, whose gradients differ because nothing averages them."""
+    """Make replicas by a wrapper with a shard mesh of size 1. Their gradients differ, because no rank averages them."""
     mesh = mesh_of((4, 1), ("ddp", "fsdp"))
     for name in ("weight", "norm"):
         model.add(name, gradient=dense(name) * unsynchronized(dist.get_rank()))
@@ -196,7 +196,7 @@ def unsynchronized(rank: int) -> float:
 
 
 def one_sharded_dim(model: Model) -> Meshes:
-    """Each parameter is sharded over one mesh dim, on a mesh of its own, and replicated over the others."""
+    """Shard each parameter over one mesh dim, on a mesh of its own, and replicate it over the others."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, experts = mesh_of((2, 2), ("dp_replicate", "dp_shard")), mesh_of((2, 2), ("edp", "ep"))

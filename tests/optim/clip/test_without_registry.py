@@ -42,7 +42,7 @@ def backward(name: str) -> Net:
 
 
 def norms(name: str, norm_type: float) -> tuple[float, float, float, str]:
-    """The norm, the norms of gradients that were clipped by it in two ways, and what torch returns or raises."""
+    """Return the norm, the norms after clipping to 0.5 and to 0.25, and torch's norm or its error."""
     model = backward(name)
     stats = global_norm(model, norm_type=norm_type)
     scale_gradients_(model.parameters(), stats.clip_coef_for(0.5))
@@ -74,7 +74,7 @@ def test_torch_norm_raises_for_dtensors_on_several_meshes(world: World, name: st
 
 
 def stages() -> tuple[float, float]:
-    """Two pipeline stages, each with a mesh of its own; only the last one has experts."""
+    """Measure the norm of two pipeline stages, each with its own mesh; only the last stage has experts."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -97,7 +97,7 @@ def test_norm_covers_pipeline_stages_with_separate_meshes(world: World) -> None:
 
 
 def equal_stages(named: bool) -> tuple[float, float, tuple[str, ...]]:
-    """Two pipeline stages on slices of one mesh, whose parameters have equal shapes and placements."""
+    """Measure the norm of two pipeline stages on slices of one mesh, with parameters of equal shapes and placements."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = mesh_of((2, 2), ("pp", "fsdp"))
@@ -118,7 +118,7 @@ def test_pipeline_stages_of_equal_shapes_are_distinguished_by_dim_of_root_mesh(w
 
 
 def experts_on_slice(declared: bool) -> tuple[float | str, float]:
-    """Each rank of `ep` has its own experts, as DTensors on a slice that lacks `ep`."""
+    """Give each rank of `ep` its own experts, as DTensors on a slice that lacks `ep`."""
     from meshstep.parallel import P, annotate
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -242,7 +242,7 @@ def test_error_names_diverged_plain_replica_and_its_axis(world: World, of: str) 
 
 
 def plain_only() -> tuple[float, tuple[str, ...]]:
-    """Parameters without DTensors are replicas."""
+    """Return the norm and the axes for a model without DTensors, whose parameters count as replicas."""
     model = nn.Linear(3, 2, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)

@@ -90,7 +90,7 @@ def test_skipped_compiled_update_changes_nothing(rule: Rule, instructions: str) 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("half", HALVES)
 def test_low_precision_weights_are_rounded_as_by_torch(instructions: str, half: torch.dtype) -> None:
-    """Checks all 2^16 values of the dtype, their neighbours and the midpoints: ties, denormals, overflow, NaN."""
+    """The test covers all 2^16 values of the dtype, their neighbours and midpoints: ties, denormals, overflow, NaN."""
     bits = torch.arange(2**16, dtype=torch.int32)
     exact = bits.to(torch.int16).view(half).float()
     between = (exact + exact.roll(-1)) / 2
@@ -108,7 +108,7 @@ def test_low_precision_weights_are_rounded_as_by_torch(instructions: str, half: 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("half", HALVES)
 def test_low_precision_gradients_are_read_as_by_torch(instructions: str, half: torch.dtype) -> None:
-    """Checks all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
+    """The test covers all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     grads = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half)
     case = ByLoops(SGD(-1.0), [2**16], half, None, seed=7)
     case.params, case.grads = [torch.zeros(2**16)], [grads]
@@ -137,7 +137,7 @@ MAKE: list[tuple[type[torch.optim.Optimizer], dict[str, Any], Rule]] = [
 def test_reference_update_matches_torch_optimizer(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], rule: Rule
 ) -> None:
-    """Compared in float64 over ten steps."""
+    """Weights and states are compared in float64 over ten steps."""
     generator = torch.Generator().manual_seed(8)
     param = torch.nn.Parameter(torch.randn(50, generator=generator, dtype=torch.float64))
     ours, states = param.detach().clone(), [torch.zeros(50, dtype=torch.float64) for _ in range(states_of(rule))]
@@ -152,7 +152,7 @@ def test_reference_update_matches_torch_optimizer(
 def test_compiled_library_with_other_interface_version_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its functions take other arguments."""
+    """Functions of another interface version take other arguments."""
     if native_module.built() is None:
         pytest.skip("the installation has no compiled loops")
     monkeypatch.setattr(native_module, "INTERFACE", native_module.INTERFACE + 1)

@@ -204,7 +204,7 @@ def wide_blocks() -> Any:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_triton_low_precision_weights_are_rounded_as_by_torch(interpreted: Interpreted, half: torch.dtype) -> None:
-    """Includes ties to even, denormals, overflow and NaN."""
+    """The values include ties to even, denormals, overflow and NaN."""
     found, wanted = interpreted(halves_written, half)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(7.0).view(torch.int16), wanted.nan_to_num(7.0).view(torch.int16))
@@ -222,7 +222,7 @@ def grads_read(half: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_triton_low_precision_gradients_are_read_as_by_torch(interpreted: Interpreted, half: torch.dtype) -> None:
-    """Checks all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
+    """The test covers all 2^16 values: one SGD step from zero with a learning rate of -1 gives the gradient."""
     found, wanted = interpreted(grads_read, half)
     assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
 

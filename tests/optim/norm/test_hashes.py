@@ -27,7 +27,7 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES), st.data())
 def test_flipped_bit_changes_tensor_hash(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
-    """Includes the sign of zero, the last mantissa bit and NaN payloads."""
+    """The flipped bits include the sign of zero, the last mantissa bit and NaN payloads."""
     tensor = torch.zeros(size).to(dtype) if data.draw(st.booleans()) else torch.randn(size).to(dtype)
     if dtype.is_floating_point and data.draw(st.booleans()):
         tensor[-1] = torch.nan
@@ -50,7 +50,10 @@ def test_reordered_elements_change_tensor_hash() -> None:
 
 
 def test_opposite_changes_in_two_replicas_do_not_cancel_in_hash_sum() -> None:
-    """Sums the hashes of three replicas; one value is one higher and one is one lower."""
+    """The hashes of three replicas are summed.
+
+    One replica has a value that is one higher, and another one that is one lower.
+    """
     same, more, less = (torch.tensor([5 + step], dtype=torch.int32) for step in (0, 1, -1))
     low, high = words([more, less]).sum(0) - 2 * words([same])[0]
     assert low != 0

@@ -31,7 +31,7 @@ def test_local_powers_equal_float64_reference(p: float, shape: tuple[int, ...], 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_batched_powers_for_gpu_equal_float64_reference_on_cpu(p: float, dtype: torch.dtype) -> None:
-    """Runs the GPU operators on the CPU, with empty gradients and values near the limits of the dtype."""
+    """The GPU operators run on the CPU, with empty gradients and values near the limits of the dtype."""
     grads = [
         torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((7,), (0, 3), (5, 4))
     ]

@@ -142,7 +142,7 @@ TWO_AXES: list[dict[str, int]] = [{"data": 2, "tensor": 2}, {"replica": 2, "data
 def test_boosted_run_matches_plain_run_with_every_data_parallelism(
     mode: Any, windows: str, world: World, plain: Run
 ) -> None:
-    """Includes windows, a shorter last window, AdamW, clipping and torch's cosine schedule."""
+    """The runs use windows, a shorter last window, AdamW, clipping and torch's cosine schedule."""
     for run in world.run(2, boosted_run, mode, {"data": 2}, windows):
         assert_same(run, plain)
 
@@ -270,7 +270,7 @@ def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int])
 
 @pytest.mark.parametrize("mode", ["ddp", "zero2"])
 def test_boosted_run_resumes_bitwise_identically(mode: Any, world: World, tmp_path: Path) -> None:
-    """Saved within an epoch: weights, master weights, optimizer state, learning rate and sample order."""
+    """The checkpoint within an epoch has weights, master weights, optimizer state, learning rate and sample order."""
     path = str(tmp_path)
     whole = world.run(2, train_in_parts, path, mode, 6, {"data": 2})
     for (weights, _), (resumed, done) in zip(

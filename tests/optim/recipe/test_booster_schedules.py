@@ -47,7 +47,7 @@ def rates(
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_boosted_schedule_has_rates_of_plain_schedule(kind: str, precision: Mode) -> None:
-    """Also if master weights replace the parameters whose learning rate the schedule writes."""
+    """This also holds if master weights replace the parameters whose learning rate the schedule writes."""
     model, dense = classifier(), classifier()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """First step, a step with state, a step with momentum; one more step if some are skipped."""
+        """Return the number of steps: three steps that are applied, and in fp16 one that is skipped."""
         return 4 if self.precision == "fp16" else 3
 
 

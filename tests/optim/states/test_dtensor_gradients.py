@@ -110,7 +110,7 @@ def test_undeclared_vocabulary_parallel_embedding_matches_dense_model(
 
 @pytest.mark.parametrize("options", [{}, {"shard_states": "data"}, {"offload": 0.5}])
 def test_partial_dtensor_gradients_are_reduced(world: World, options: dict[str, Any]) -> None:
-    """Uses the norm under sequence parallelism, for which nothing is declared."""
+    """The model has a norm layer under sequence parallelism, for which nothing is declared."""
     for found in world.run(4, train_block, GRID, False, options, {"*": P()}):
         assert_trained(found)
 

@@ -87,7 +87,7 @@ def go_on(directory: Path) -> tuple[int, dict[str, End]]:
 
 @pytest.fixture
 def other_world() -> Iterator[World]:
-    """Ranks in separate processes."""
+    """A world whose ranks are new processes, other than those of ``world``."""
     pool = World()
     yield pool
     pool.close()

@@ -145,8 +145,10 @@ def test_split_masters_match_float32_masters_with_other_elementwise_optimizers(k
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_second_wrapper_of_optimizer_uses_new_remainders(kernels: Kernels) -> None:
-    """The kernels cache addresses of the last step; the addresses of the first wrapper's remainders must not be
-    used."""
+    """The kernels cache memory addresses.
+
+    The second wrapper must not use the addresses of the first wrapper's remainders.
+    """
     with using(kernels), ProcessGroupRegistry(Topology()) as registry:
         model = SPLIT.prepare(nn.Linear(3, 4), registry)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

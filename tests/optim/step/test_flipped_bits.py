@@ -70,7 +70,7 @@ WITHIN = ("ZeRO-1, copied over tensor", "one of two offloaded")
 @pytest.mark.parametrize("what", STATES)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fp16 masters"])
 def test_tensor_with_flipped_bit_is_named_and_steps_are_skipped(world: World, name: str, what: What) -> None:
-    """Flips the lowest mantissa bit in a step that compares replicas; the error is raised ``lag`` steps later."""
+    """The lowest mantissa bit is flipped in a step that compares replicas. The error is raised ``lag`` steps later."""
     layout, parameter = LAYOUTS[name], LAYOUTS[name].bit_of
     victim = 1 if "ZeRO" in name else SIZES[name] - 1  # a rank that holds the shard
     copies = layout.copies(parameter, victim)
@@ -88,7 +88,7 @@ def test_tensor_with_flipped_bit_is_named_and_steps_are_skipped(world: World, na
 
 @pytest.mark.parametrize("name", ["bf16 masters", "ZeRO-1, copied over tensor"])
 def test_model_weight_with_flipped_bit_is_named_with_zero1_and_master_weights(world: World, name: str) -> None:
-    """On a rank that steps no shard of this weight."""
+    """The bit is flipped on a rank that steps no shard of this weight."""
     for found, step, kept in world.run(4, flipped, name, "model", "bias", 3, 3, EVERY):
         assert {(of, kind, ranks) for of, _, kind, ranks in found} == {("bias", "parameter", (3,))}
         assert step == EVERY + SOON
@@ -96,7 +96,7 @@ def test_model_weight_with_flipped_bit_is_named_with_zero1_and_master_weights(wo
 
 
 def test_bit_flipped_between_comparisons_is_found_in_next_comparison(world: World) -> None:
-    """By then moments and gradients differ, too, and the error lists all of them."""
+    """In the next comparison, moments and gradients differ too, and the error lists all of them."""
     for found, step, kept in world.run(2, flipped, "data", "exp_avg", "matrix", 20, 1, EVERY + 1, LAG):
         assert ("matrix", "data", "state exp_avg", (0, 1)) in found
         assert {of for of, *_ in found} == {"matrix"}
@@ -120,7 +120,7 @@ def flips(draw: st.DrawFn) -> tuple[str, What, str, int, int, int]:
 def test_random_flipped_bit_in_any_replica_is_found(
     world: World, drawn: list[tuple[str, What, str, int, int, int]]
 ) -> None:
-    """Signs, exponents and lowest bits. A flip that makes a gradient non-finite skips the step anyway."""
+    """The bits are signs, exponents and lowest bits. A flip that makes a gradient non-finite skips the step anyway."""
     results = world.run_each(flipped, [(SIZES[case[0]], case) for case in drawn])
     for (name, what, parameter, _, victim, _), by_rank in zip(drawn, results, strict=True):
         assert len({repr((found, step)) for found, step, _ in by_rank}) == 1
@@ -150,7 +150,7 @@ def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tup
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_fingerprints_do_not_change_clean_run(world: World, name: str) -> None:
-    """Includes accumulation and clipping, and overflows in fp16."""
+    """The runs have accumulation and clipping, and overflows in fp16."""
     scale = 1e6 if "fp16" in name else 1.0
     runs = [
         world.run(SIZES[name], watched, 4 * SOON, name, {"accumulation_steps": 2, "every": every}, scale)
@@ -290,7 +290,7 @@ def test_fingerprints_find_flipped_bit_if_one_stage_has_no_weights(world: World)
 
 
 def tied_beside_others(fraction: float) -> str:
-    """The table is the largest parameter on the first stage, but not on the last one."""
+    """Step a tied table that is the largest parameter on the first stage, but not on the last. Return the error."""
     with ProcessGroupRegistry(Topology(data=2, pipe=2)) as registry:
         first = registry.coordinate["pipe"] == 0
         model = nn.ParameterDict({"table": torch.ones(4, 3), "own": torch.ones(2 if first else 20)})

@@ -58,7 +58,7 @@ def test_replicated_expert_without_gradient_is_stepped_with_zero_gradient(
 def test_experts_without_replicas_are_all_stepped_if_any_has_a_gradient(
     world: World, idle: str, options: dict[str, Any]
 ) -> None:
-    """They are shards of one tensor: if one has a gradient, the momentum of all moves their weights."""
+    """The experts are shards of one tensor. If one shard has a gradient, the momentum moves the weights of all shards."""
     found = world.run(4, stepped, 1, idle, False, options)
     said = SAID[idle][1] / 4
     norm = sqrt(2 * said**2 + 2 * 2.0**2)

@@ -170,7 +170,7 @@ def check_resumed(model: Model, name: str, options: Mapping[str, Any], event: st
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "half states"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_changed_to_other_memory_format_are_stepped_like_unchanged_ones(name: str, mode: str) -> None:
-    """As ``model.to(memory_format=torch.channels_last)`` after the optimizer was made."""
+    """``model.to(memory_format=torch.channels_last)`` after construction of the optimizer makes such a change."""
     found = []
     for changes in (True, False):
         model = Model(MODES[mode], lying=False)
@@ -242,7 +242,7 @@ def test_zero1_and_zero2_after_memory_format_change_match_contiguous_run(
 
 
 def test_transposed_view_at_same_address_gives_steps_of_contiguous_copy() -> None:
-    """The memory is the same, but the elements have another order."""
+    """The view has the same memory as before, but its elements have another order."""
     for states in ((), Offloaded()):
         found = []
         for transposed in (True, False):
@@ -262,7 +262,7 @@ def test_transposed_view_at_same_address_gives_steps_of_contiguous_copy() -> Non
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gaps_in_parameter_do_not_change_any_update_bitwise(name: str) -> None:
-    """Replicas may have other layouts in memory, or neighbors with other layouts."""
+    """Replicas may have another memory layout, or other parameters of their ranks may."""
     found = []
     for change in (with_gaps, torch.clone):
         params = [

@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_compiled_update_gives_states_and_weights_of_torch(name: str, calls: Calls) -> None:
-    """Equal keys, dtypes and shapes, and values up to rounding, over ten steps with one skipped step."""
+    """Keys, dtypes and shapes are equal, and values up to rounding, over ten steps with one skipped step."""
     found = dict[str, tuple[dict[str, Any], list[Tensor]]]()
     for kernels in KERNELS:
         with using(kernels):
@@ -72,7 +72,7 @@ def test_compiled_update_gives_states_and_weights_of_torch(name: str, calls: Cal
 
 
 def test_parameters_of_other_dtypes_are_stepped_by_torch(calls: Calls) -> None:
-    """float64 and half-precision parameters next to float32 parameters."""
+    """The param group has float64 and half-precision parameters in addition to float32 parameters."""
     wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
     plain, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     params = [wide, plain, half]

@@ -112,7 +112,7 @@ def test_split_masters_follow_weights_with_changed_strides() -> None:
 
 
 def test_gradients_with_changing_strides_and_dtypes_give_steps_of_plain_gradients() -> None:
-    """Strides and dtypes differ between steps, and between gradient and parameter."""
+    """Strides and dtypes of gradients differ between steps, and from those of the parameter."""
     changes: list[Callable[[Tensor], Tensor]] = [
         Tensor.clone,
         Tensor.clone,

@@ -165,7 +165,10 @@ AT_ONCE = {"on_nonfinite": "raise"}
 
 
 def one_more_for_tensor_rank() -> list[tuple[int, str]]:
-    """With weights, data ranks may have different numbers of micro-batches; here tensor ranks of data=1 differ."""
+    """Run one more micro-batch on one of the two ranks with data coordinate 1.
+
+    With weights, ranks with different data coordinates may have different numbers of micro-batches.
+    """
 
     def every(run: Run, step: int) -> None:
         if run.registry.coordinate["data"]:
@@ -669,7 +672,7 @@ def test_explicit_clip_on_one_rank_within_accumulation_window_raises(world: Worl
 
 
 def explicit_costs() -> tuple[int, int]:
-    """As `costs`, with explicit clips by changing thresholds."""
+    """Return the same as `costs`, with explicit clips whose thresholds change."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", value=1.0)
         optimizer = ParallelOptimizer(adamw(w), registry, max_norm=0.5)

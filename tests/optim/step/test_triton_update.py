@@ -79,7 +79,7 @@ def by_both(name: str) -> tuple[Stepped, Stepped, int, bool]:
 @needs_triton
 @pytest.mark.parametrize("name", MAKE)
 def test_triton_step_gives_states_and_weights_of_torch(interpreted: Interpreted, name: str) -> None:
-    """Equal keys, dtypes and shapes, and values up to rounding."""
+    """Keys, dtypes and shapes are equal, and values up to rounding."""
     found, expected, rows, on_device = interpreted(by_both, name)
     # torch makes the first step with dampening; torch 2.11's Adagrad supports neither the factor nor the skip flag.
     assert rows >= 4 * len(SHAPES) - 1 or not on_device
@@ -171,7 +171,7 @@ def dense(precision: str) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("where", TOPOLOGIES)
 def test_triton_step_on_two_ranks_matches_dense_model(interpreted: Interpreted, where: str, precision: str) -> None:
-    """Includes reduction, norm, clipping, a skipped step with inf on one rank, and bfloat16 weights from masters."""
+    """The run has reduction, norm, clipping, a skipped step with inf on one rank, and bfloat16 weights from masters."""
     ranks = interpreted.run(2, on_ranks, where, precision)
     values, norms = dense(precision)
     for _, measured, stepped, powers in ranks:

@@ -210,7 +210,7 @@ def experts(axis: str, options: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("axis", ["expert", "data", "cp"])
 def test_zero2_and_overlap_match_plain_run_if_model_communicates_over_data_axis(world: World, axis: str) -> None:
-    """ "expert" by its role, "data" by a spec, "cp" by its name."""
+    """The axis "expert" is a data axis by its role, "data" is named by a spec, and "cp" is a data axis by its name."""
     plain = world.run(2, experts, axis, {})
     assert world.run(2, experts, axis, ZERO2) == plain
     assert world.run(2, experts, axis, {"overlap": True, "bucket_bytes": 64}) == plain

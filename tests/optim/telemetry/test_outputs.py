@@ -237,7 +237,7 @@ def test_weights_and_biases_writer_makes_documented_calls(monkeypatch: pytest.Mo
 
 
 def test_weights_and_biases_offline_writes_run(tmp_path: Path) -> None:
-    """Runs only if the package is installed."""
+    """The test runs only if the package is installed."""
     pytest.importorskip("wandb")
     with WeightsAndBiases(project="p", mode="offline", dir=str(tmp_path)) as board:
         board(report(10, figures=FIGURES))

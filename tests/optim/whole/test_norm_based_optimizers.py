@@ -232,7 +232,7 @@ def test_norm_based_optimizers_that_treat_shards_as_full_tensors_differ_from_den
 
 
 def test_norm_based_optimizers_need_one_or_two_collectives_per_rank_set(world: World) -> None:
-    """Counts collectives beyond those of AdamW or SGD."""
+    """The counts are in addition to the collectives of AdamW or SGD."""
     cases: list[tuple[str, str, list[int]]] = [  # per rank, the number of rank sets that share its tensors
         ("one rank", "whole", [0]),
         ("data", "whole", [0, 0]),  # nothing is sharded
@@ -301,7 +301,7 @@ def test_norm_based_optimizers_resume_on_another_layout(world: World, tmp_path: 
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
 def test_full_tensor_optimizers_with_complete_shards_in_zero1_or_zero2_match_dense(world: World, state: str) -> None:
-    """As in buckets of the usual size: the stepped tensor is flat, although the shard is complete."""
+    """A complete shard in a large bucket is flat, as in buckets of the usual size."""
     layout = LAYOUTS["data x tensor"]
     by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 10, None)
     for index, (name, make) in enumerate(OPTIMIZERS.items()):

@@ -416,7 +416,7 @@ def test_full_tensor_optimizer_stepped_alone_on_one_rank_is_rejected_on_every_ra
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])
 def test_owner_ranks_have_balanced_cost(kind: Any) -> None:
-    """Three large matrices, and eight that together cost as much as one of them, on four ranks."""
+    """Four ranks share three large matrices, and eight small matrices that together cost as much as one large matrix."""
     shapes = [(128, 128)] * 3 + [(64, 64)] * 8
     named = {f"w{index}": shape for index, shape in enumerate(shapes)}
     optimizer = kind([nn.Parameter(torch.zeros(shape)) for shape in shapes])

@@ -215,7 +215,7 @@ def test_architecture_page_lists_the_layers(package: str) -> None:
     assert [int(layer) for layer, _ in rows] == sorted(int(layer) for layer, _ in rows)
 
 
-def test_library_imports_its_own_modules_relatively() -> None:
+def test_library_uses_relative_imports_for_its_own_modules() -> None:
     for name in library(ROOT):
         for level, module, _ in imported(ast.parse(text_of(ROOT, name))):
             assert level or module.partition(".")[0] != "meshstep", f"{name} imports {module}"

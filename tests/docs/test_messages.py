@@ -43,7 +43,7 @@ def without_advice(found: Message) -> bool:
     return len(words) > 3 and not (TELLS.search(found.text) or THERE_IS.search(found.text))
 
 
-def test_error_messages_are_found_in_the_source() -> None:
+def test_error_messages_can_be_extracted_from_the_source() -> None:
     assert len(messages()) > 400
     assert {found.error for found in messages()} >= {"ValueError", "TypeError", "RuntimeError", "ReplicaMismatchError"}
 
@@ -68,7 +68,7 @@ def test_error_message_without_advice_is_detected(code: str, wrong: bool) -> Non
     assert without_advice(Message("file.py", line, error, text)) == wrong
 
 
-def test_found_message_shows_f_string_expressions_in_braces() -> None:
+def test_extracted_message_shows_f_string_expressions_in_braces() -> None:
     code = "raise TypeError(f'{name}={value!r}: ' + ('give one' if one else 'give two'))"
     ((_, error, text),) = found_in(ast.parse(code))
     assert (error, text) == ("TypeError", "{name}={value}: <give one | give two>")

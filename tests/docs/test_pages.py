@@ -68,7 +68,7 @@ def with_python(pages: dict[str, str]) -> list[str]:
 # Snippets -------------------------------------------------------------------------------------------------------------
 
 
-def test_pages_listed_in_this_file_exist() -> None:
+def test_pages_listed_in_test_tables_exist() -> None:
     assert len(PAGES) >= 20
     assert {*ELSEWHERE, *PROGRAMS} <= {*PAGES}
 

@@ -116,7 +116,7 @@ def test_stored_training_curves_start_like_a_new_run(world: World, topology: str
         assert found[name] == pytest.approx(kept("curves")[topology][name][:3], rel=2e-5)
 
 
-def test_training_curves_of_all_layouts_agree() -> None:
+def test_stored_training_curves_of_all_layouts_agree() -> None:
     figures = kept("curves")
     assert list(figures) == list(script("curves").LAYOUTS)
     dense = figures["data=1"]

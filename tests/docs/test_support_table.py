@@ -87,7 +87,7 @@ def test_precision_modes_work_or_raise_as_support_table_shows(world: World, layo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_wrong_norms_and_weights_are_detected_in_every_mode(mode: str) -> None:
+def test_comparison_detects_planted_wrong_norms_and_weights_in_every_mode(mode: str) -> None:
     """The planted norms are 2% too large, as if a bias counted twice.
 
     The planted weights come from another clip coefficient.

@@ -168,7 +168,7 @@ def test_topology_error_under_torchrun_is_printed_once_and_last() -> None:
     )
 
 
-def test_argument_error_on_only_a_rank_other_than_0_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_error_on_a_single_rank_other_than_0_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = example("command_line")
     monkeypatch.setattr(shared, "PATIENCE", 0.0)
     with pytest.raises(ValueError, match="here only"), shared._told_by_one_rank(3):

@@ -238,7 +238,7 @@ def refused_mla(options: dict[str, Any]) -> str:
 @pytest.mark.default_cases(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("duplicated", [False, True], ids=["sharded", "duplicated"])
-def test_mla_whose_backward_misses_rope_sum_is_rejected(
+def test_multi_latent_attention_without_rope_gradient_sum_is_rejected(
     world: World, duplicated: bool, sequence_parallel: bool
 ) -> None:
     options = {"duplicated": duplicated, "sequence_parallel": sequence_parallel}
@@ -562,7 +562,7 @@ def test_wrong_flag_makes_gradient_norm_of_megatron_optimizer_wrong(world: World
     assert (found < 0.99 * expected) if less else (found > 1.0001 * expected)
 
 
-def test_megatron_page_recipe_passes_audit_and_repeats_its_norm(world: World) -> None:
+def test_megatron_page_recipe_passes_audit_and_has_equal_norms_in_two_runs(world: World) -> None:
     assert world.run(4, recipe) == world.run(4, recipe)
 
 

@@ -53,7 +53,7 @@ def finite() -> list[float]:
         return weight.grad.tolist()
 
 
-def test_error_if_nonfinite_still_clips_finite_norm(world: World) -> None:
+def test_error_if_nonfinite_clips_gradients_with_finite_norm(world: World) -> None:
     first, second = world.run(2, finite)
     assert [*first, *second] == pytest.approx([0.3, 0.4, 1.2, 8.4], rel=1e-6)
 

@@ -91,7 +91,7 @@ def stages() -> tuple[float, float]:
     return float(global_norm(params)), float(torch.cat([one.flatten() for one in full]).norm())
 
 
-def test_norm_covers_pipeline_stages_with_separate_meshes(world: World) -> None:
+def test_norm_without_registry_covers_pipeline_stages_with_separate_meshes(world: World) -> None:
     for norm, wanted in world.run(4, stages):
         assert norm == pytest.approx(wanted, rel=1e-12)
 
@@ -142,7 +142,7 @@ def test_error_names_dim_over_which_experts_differ(world: World) -> None:
         assert "experts: the gradient differs along axis 'ep'" in str(error)
 
 
-def test_declared_dim_of_root_mesh_is_an_axis(world: World) -> None:
+def test_norm_sums_experts_over_a_declared_dim_of_the_root_mesh(world: World) -> None:
     for norm, experts in world.run(4, experts_on_slice, True):
         assert norm == pytest.approx((8 + experts**2) ** 0.5, rel=1e-12)
 
@@ -163,7 +163,7 @@ def two_roles() -> tuple[float, float, str]:
     return float(global_norm(model)), float(gradient.norm()), str(caught.value)
 
 
-def test_norm_does_not_depend_on_roles_of_mesh_dims(world: World) -> None:
+def test_norm_without_registry_does_not_depend_on_roles_of_mesh_dims(world: World) -> None:
     """An optimizer averages over data axes, so it needs the role of the ranks that are called `tp` and `edp`."""
     for norm, wanted, error in world.run(4, two_roles):
         assert norm == pytest.approx(wanted * 2**0.5, rel=1e-12)

@@ -20,7 +20,7 @@ def test_constant_is_created_once_per_key_dtype_and_device() -> None:
     assert (other.dtype, other.tolist()) == (torch.int64, [2, 3])
 
 
-def test_constants_cache_keeps_most_recently_used_entries() -> None:
+def test_constants_cache_holds_the_most_recently_used_entries() -> None:
     """The cache is bounded because keys can change in every step."""
     constants = Constants()
     made = []

@@ -110,7 +110,9 @@ def agreed_plan(name: str) -> tuple[str, tuple[str, ...], int | None]:
         ("a stage without parameters", 12 * 8 + 2 * 8 + 16 * 8 + 16 + 8 * 16 + 8 + 12 * 8 + 12, 9),
     ],
 )
-def test_all_ranks_agree_on_plan_count_and_parameter_names(world: World, name: str, numel: int, names: int) -> None:
+def test_plans_of_all_ranks_have_equal_counts_and_parameter_names(
+    world: World, name: str, numel: int, names: int
+) -> None:
     size = SCENARIOS[name].topology.world_size
     reports = world.run(size, agreed_plan, name)
     assert len(set(reports)) == 1

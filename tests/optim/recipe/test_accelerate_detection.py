@@ -47,7 +47,7 @@ def optimizer_of(model: torch.nn.Module) -> ParallelOptimizer[Any]:
     return ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), ProcessGroupRegistry(Topology(data=1)))
 
 
-def test_detection_of_accelerate_keeps_no_batch_or_logits_alive() -> None:
+def test_detection_of_accelerate_holds_no_reference_to_batch_or_logits() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = optimizer_of(model)
     taken_over(optimizer)

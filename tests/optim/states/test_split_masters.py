@@ -591,7 +591,7 @@ def test_state_dict_after_write_contains_written_weights_as_masters() -> None:
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_weights_loaded_after_optimizer_keep_masters_if_equal(changed: bool) -> None:
+def test_loaded_masters_are_kept_if_equal_weights_are_loaded_afterwards(changed: bool) -> None:
     weight, optimizer = one_weight()
     saved, kept = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
     step_with_ones(weight, optimizer)

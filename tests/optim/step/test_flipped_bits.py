@@ -254,7 +254,7 @@ def polled(what: str) -> str:
     ("what", "when"),
     [("poll", "poll"), ("raise", f"in step {EVERY}"), ("load", "next step")],
 )
-def test_flipped_bit_is_reported_by_poll_by_raise_mode_or_after_loading(world: World, what: str, when: str) -> None:
+def test_flipped_bit_is_reported_by_poll_in_raise_mode_and_after_loading(world: World, what: str, when: str) -> None:
     """Loading a state starts a new comparison."""
     told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, without a majority"
     assert world.run(2, polled, what) == [f"{when}: {told}"] * 2

@@ -219,7 +219,7 @@ def test_only_fused_torch_classes_are_stepped_by_compiled_loops() -> None:
     assert loops_for(torch.optim.NAdam(params)) is None
 
 
-def test_row_cache_does_not_keep_states_of_deleted_optimizer_alive() -> None:
+def test_row_cache_holds_no_reference_to_states_of_deleted_optimizer() -> None:
     import gc
     import weakref
 

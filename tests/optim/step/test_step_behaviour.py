@@ -51,7 +51,7 @@ def count_collectives(name: str, options: dict[str, Any]) -> list[Counter[str]]:
         ),  # over data; over data x tensor for partial gradients; norm
     ],
 )
-def test_step_needs_one_collective_for_norm_besides_gradient_reductions(
+def test_step_needs_one_collective_in_addition_to_gradient_reductions(
     world: World, name: str, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
     for counts in world.run(SCENARIOS[name].topology.world_size, count_collectives, name, options):

@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_report_covers_steps_since_last_report(clock: list[float]) -> None:
+def test_monitor_report_covers_steps_since_last_report(clock: list[float]) -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=4, unit="tokens")
     counts = [3, 5, 2, 6, 4, 4, 1, 7, 9]
@@ -65,7 +65,7 @@ def test_report_covers_steps_since_last_report(clock: list[float]) -> None:
     assert [report.skipped_steps for report in reports] == [1, 2]
 
 
-def test_micro_batches_do_not_count_as_steps_in_report(clock: list[float]) -> None:
+def test_monitor_does_not_count_micro_batches_as_steps(clock: list[float]) -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=2)
     for step in range(2):
@@ -114,7 +114,7 @@ def test_monitor_reports_nonfinite_values() -> None:
     assert reports[1].skipped_steps == 1
 
 
-def test_report_prints_as_one_line_and_lists_scalars() -> None:
+def test_monitor_report_prints_as_one_line_and_lists_scalars() -> None:
     report = Report(20, 0.25, 1.5, 0.6667, 65536.0, 2, 812.4, "samples", (1.0, 1.1), {"fc.weight": 0.5})
     assert str(report) == "loss 0.2500, norm 1.5, clip 0.667, scale 65536, skipped 2, 812 samples/s"
     assert report.scalars() == {
@@ -233,7 +233,7 @@ def test_loss_of_skipped_step_is_excluded_on_all_ranks(world: World) -> None:
     assert others == []
 
 
-def test_flush_reports_remaining_steps(clock: list[float]) -> None:
+def test_monitor_flush_reports_remaining_steps(clock: list[float]) -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=3)
     monitor.flush()

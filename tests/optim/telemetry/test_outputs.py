@@ -342,7 +342,7 @@ def test_html_report_escapes_titles_and_names() -> None:
     assert "\x07" not in text
 
 
-def test_chart_scales_have_round_ticks_in_range() -> None:
+def test_html_report_charts_have_round_ticks_within_range() -> None:
     assert Scale.of([0.0, 10.0], 0, 100).ticks(5) == [0, 2, 4, 6, 8, 10]
     assert Scale.of([1e-3, 50.0], 0, 100).ticks(5) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10])
     assert Scale.of([0.3, 10.0], 0, 100).log
@@ -359,7 +359,7 @@ def test_chart_scales_have_round_ticks_in_range() -> None:
     ]
 
 
-def test_thinning_of_points_keeps_spikes_and_nan() -> None:
+def test_thinned_curve_of_html_report_keeps_spikes_and_nan() -> None:
     points = [(float(step), 1.0) for step in range(10_000)]
     points[4321] = (4321.0, 99.0)
     points[8765] = (8765.0, math.nan)

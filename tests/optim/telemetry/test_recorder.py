@@ -50,7 +50,7 @@ SHARDINGS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("spec", "axes"), SHARDINGS)
-def test_digest_is_the_same_for_every_sharding(
+def test_digest_of_tensor_is_equal_for_every_sharding(
     spec: P, axes: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = torch.randn(10, 6, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -94,7 +94,7 @@ def test_distance_of_sketches_estimates_distance_of_tensors() -> None:
     assert max(ratios) < 1.8
 
 
-def test_digest_applies_the_scale_and_leaves_out_missing_and_unknown_shards() -> None:
+def test_digest_applies_the_scale_and_omits_missing_and_unknown_shards() -> None:
     full, region = torch.randn(6, 5), whole((6, 5))
     found = digest([full * 1024, None, full], [region, region, None], CPU, torch.tensor(1 / 1024))
     expected = digest([full], [region], CPU)
@@ -103,7 +103,7 @@ def test_digest_applies_the_scale_and_leaves_out_missing_and_unknown_shards() ->
     assert not found.sketches[1:].any()
 
 
-def test_hash_of_a_batch_ignores_order_and_grouping_of_samples() -> None:
+def test_hash_of_batch_ignores_order_and_grouping_of_samples() -> None:
     x, y = torch.randn(8, 3), torch.arange(8)
     expected = int(row_hashes((x, y)))
     order = torch.randperm(8)

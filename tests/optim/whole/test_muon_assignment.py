@@ -30,7 +30,7 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_for_model_finds_embeddings_and_head_regardless_of_names(tied: bool) -> None:
+def test_muon_for_model_finds_embeddings_and_head_regardless_of_names(tied: bool) -> None:
     by_name = Muon.for_model(Decoder(tied)).assignment()
     assert [name for name, algorithm in by_name.items() if algorithm == "muon"] == ["mix.weight"]
     assert Muon(Decoder(tied).named_parameters()).assignment()["words.weight"] == "muon", (
@@ -38,7 +38,7 @@ def test_for_model_finds_embeddings_and_head_regardless_of_names(tied: bool) -> 
     )
 
 
-def test_for_model_omits_frozen_parameters_and_accepts_options() -> None:
+def test_muon_for_model_omits_frozen_parameters_and_accepts_options() -> None:
     model = Decoder()
     model.mix.weight.requires_grad_(False)
     optimizer = Muon.for_model(model, lr=0.5, momentum=0.25)
@@ -46,14 +46,14 @@ def test_for_model_omits_frozen_parameters_and_accepts_options() -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
 
-def test_for_model_treats_only_last_weight_of_embedding_shape_as_head() -> None:
+def test_muon_for_model_treats_only_last_weight_of_embedding_shape_as_head() -> None:
     """If the vocabulary is as large as the width, every square matrix has the shape of the embedding."""
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     by_name = Muon.for_model(model).assignment()
     assert [name for name in by_name if by_name[name] == "muon"] == ["1.weight", "2.weight"]
 
 
-def test_module_name_with_brackets_is_matched_literally() -> None:
+def test_muon_assignment_matches_module_name_with_brackets_literally() -> None:
     model = nn.ModuleDict({"a[bc]": nn.Embedding(3, 4), "ab": nn.Linear(4, 5)})
     assert Muon.for_model(model).assignment() == {"ab.weight": "muon", "a[bc].weight": "adamw", "ab.bias": "adamw"}
 
@@ -66,16 +66,16 @@ def test_module_name_with_brackets_is_matched_literally() -> None:
         *("output._orig_mod.weight", "base_model.model.score.weight", "_forward_module.proj_out.weight"),
     ],
 )
-def test_usual_names_of_embeddings_and_heads_are_assigned_to_adamw(name: str) -> None:
+def test_muon_assigns_usual_names_of_embeddings_and_heads_to_adamw(name: str) -> None:
     assert Muon([(name, nn.Parameter(torch.ones(3, 2)))]).assignment() == {name: "adamw"}
 
 
 @pytest.mark.parametrize("name", ["layers.0.attention.output.weight", "blocks.1.proj_out.weight", "up.weight"])
-def test_inner_projections_are_assigned_to_muon(name: str) -> None:
+def test_muon_assigns_inner_projections_to_muon(name: str) -> None:
     assert Muon([(name, nn.Parameter(torch.ones(3, 2)))]).assignment() == {name: "muon"}
 
 
-def test_repr_shows_assignment_after_copying_and_wrapping() -> None:
+def test_muon_repr_shows_assignment_after_copying_and_wrapping() -> None:
     model = Decoder()
     declare(model, {"*": P()})
     muon = Muon.for_model(model)

@@ -190,7 +190,7 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"average_data": False}, "average_data=False with sum_order='fixed'"),
         ({"compression": Bf16Compression()}, "compression=... with sum_order='fixed'"),
         ({"norm_type": 3.0}, "give 1, 2 or inf"),
-        ({"reduction": "per_group"}, "give 'packed'"),
+        ({"reduction": "per_group"}, "which needs reduction='packed': give that"),
         ({"max_norm": Adaptive(0.01)}, "norms of weights: give another rule"),
         ({"sum_order": "tree"}, "give 'any' or 'fixed'"),
         ({"states": Sharded("data", gradients=True)}, "leave gradients=True out"),

@@ -106,7 +106,9 @@ def test_torch_clipping_warns_with_accumulation_zero1_and_on_nonfinite_raise(
     ],
     ids=["no change", "no change, zero1", "some", "ddp", "overlap"],
 )
-def test_reduced_partly_clipped_or_unchanged_gradients_do_not_warn(world: World, change: Change, options: dict[str, Any]) -> None:
+def test_reduced_partly_clipped_or_unchanged_gradients_do_not_warn(
+    world: World, change: Change, options: dict[str, Any]
+) -> None:
     assert world.run(2, said_in_steps, change, options) == [[], []]
 
 

@@ -143,9 +143,9 @@ def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
     if found is not None:
         name, ranks = found
         raise ValueError(
-            f"{name} is in a DistributedDataParallel over the ranks {ranks}, which hold different shards of it; it "
-            "overwrites the shards with one rank's and averages their gradients: load the model again, and prepare it with "
-            "accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
+            f"{name} is in a DistributedDataParallel over the ranks {ranks}, which hold different shards of it; the "
+            "wrapper overwrites them with the shard of one rank, and averages their gradients: load the model again, and "
+            "prepare it with accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
         )
 
 

@@ -468,7 +468,10 @@ def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
     """
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):
-        raise TypeError("data_parallel= has several modules, and Megatron's DistributedDataParallel: give that alone")
+        raise TypeError(
+            "data_parallel= has several modules, one of them a DistributedDataParallel of Megatron; give a single "
+            "module of this kind"
+        )
     if not modules:
         return None
     return MegatronGradSync(modules[0]) if megatrons[0] else TorchGradSync(modules)
@@ -509,7 +512,7 @@ class MegatronGradSync(TorchGradSync):
             if value
         ]
         if wrong:
-            raise ValueError(f"data_parallel={type(module).__name__} of Megatron with {'; '.join(wrong)}")
+            raise ValueError(f"{type(module).__name__} of Megatron has an unsupported setting: {'; '.join(wrong)}")
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
         """Raise ValueError if Megatron averages gradient buffers over other ranks than those of the data axes.

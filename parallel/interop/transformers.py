@@ -73,8 +73,8 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
         declared = annotation_of(param)
         if id(param) in pending and declared is not None and "tp" not in declared.spec.partial:
             raise ValueError(
-                f"{name} is declared {declared.spec}, but its gradient is partial over 'tp' without the hook of "
-                "Transformers; leave it undeclared, or declare it P(partial='tp')"
+                f"{name} is declared {declared.spec}, but its gradient is partial over 'tp' after the removal "
+                "of the hook of Transformers that sums it; leave it undeclared, or declare it P(partial='tp')"
             )
     for module, forward in summed.items():
         _remove_hooks(module, forward)

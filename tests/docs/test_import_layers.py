@@ -66,7 +66,7 @@ PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {
 ImportEdge = tuple[str, str]
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# Imports between modules ----------------------------------------------------------------------------------------------
 
 
 def library(root: Path) -> list[str]:

@@ -88,10 +88,7 @@ def test_precision_modes_work_or_raise_as_support_table_shows(world: World, layo
 
 @pytest.mark.parametrize("mode", MODES)
 def test_comparison_detects_planted_wrong_norms_and_weights_in_every_mode(mode: str) -> None:
-    """The planted norms are 2% too large, as if a bias counted twice.
-
-    The planted weights come from another clip coefficient.
-    """
+    """The planted norms are 2% too large, as if a bias counted twice; the planted weights are 20% too large."""
     reference = one_process()[mode]
     assert min(reference.norms) > 1.5 * MAX_NORM, "every step should clip"
     off = Run([1.02 * norm for norm in reference.norms], {name: 1.2 * w for name, w in reference.weights.items()}, "")

@@ -167,8 +167,8 @@ class DenseRun:
             if self.case.has(name, number - 1):
                 value = written_to(self.case, name).flatten()
                 if is_moved:
-                    # A shard of equal weights in new memory keeps the remainders of its master weights. Which elements
-                    # are in one shard is unknown here.
+                    # A shard in new memory keeps the remainders of its master weights if all its weights are unchanged.
+                    # The shards are unknown here, so an unchanged weight may have kept or lost its remainder.
                     is_equal = param.value.bfloat16().double() == value
                     if is_equal.all():
                         continue

@@ -73,7 +73,7 @@ class Case:
         return [float(value) for value in astuple(self.rule)]
 
     def step(self, factor: float, found_inf: float = 0.0) -> None:
-        """Step by the kernels under test."""
+        """Run one step with the kernels under test."""
         raise NotImplementedError
 
     def expected(self, factor: float) -> list[list[Tensor]]:

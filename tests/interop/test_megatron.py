@@ -583,7 +583,7 @@ def refused(ddp: dict[str, bool], config: dict[str, bool]) -> str:
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         model = in_its_ddp(gpt(tensor_model_parallel_size=2, **config), **ddp)
         declare_by_flags(model, registry)
-        with pytest.raises(ValueError, match="of Megatron with") as error:
+        with pytest.raises(ValueError, match="of Megatron has an unsupported setting") as error:
             ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, data_parallel=model)
         return str(error.value)
 

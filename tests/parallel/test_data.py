@@ -371,7 +371,9 @@ def test_loader_dataset_forwards_attributes_and_can_be_pickled() -> None:
 def test_batch_sizes_that_leave_an_empty_batch_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"5 samples in batches of 1 on 2 data coord.*only 1 samples.*drop_last=True"):
         step_bounds(5, 1, 2, False)
-    with pytest.raises(ValueError, match=r"3 samples in batches of 4 on 4 data coord.*fewer samples than data coordinates"):
+    with pytest.raises(
+        ValueError, match=r"3 samples in batches of 4 on 4 data coord.*fewer samples than data coordinates"
+    ):
         step_bounds(3, 4, 4, False)
     with pytest.raises(
         ValueError, match=r"7 samples in batches of 4 on 2 data coord.*drop_last=True: an epoch would have no step"

@@ -163,7 +163,7 @@ def test_fused_column_linear_shards_each_block_and_matches_dense(
     world.run(4, fused_layers, sizes, gather_output)
 
 
-def test_column_linear_rejects_blocks_that_do_not_divide() -> None:
+def test_column_linear_rejects_out_features_not_divisible_by_sum_of_blocks() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     with pytest.raises(ValueError, match="length 40 is not a multiple of 6"):
         ColumnParallelLinear(WIDTH, 40, registry, blocks=(4, 1, 1))

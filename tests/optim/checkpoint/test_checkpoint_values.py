@@ -61,7 +61,7 @@ def saved_run(path: Path, precision: str) -> tuple[Run, Path]:
 
 
 def mutations(value: Any, count: int, draw: random.Random) -> Iterator[tuple[Path_, Any]]:
-    """Yield each path once, then ``count`` random paths."""
+    """Yield pairs of a path and a random wrong value: for each path once, then for ``count`` random paths."""
     paths = [path for path in leaves(value) if "extra" not in path[:1]]
     for path in paths:
         yield path, draw.choice([*WRONG, DELETED])

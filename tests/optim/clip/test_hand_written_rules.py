@@ -300,7 +300,7 @@ def largest_of_own_shard(model: Model, meshes: Meshes) -> float:
 
 
 def local_value_of_norm(model: Model, meshes: Meshes) -> float:
-    """Read the local value of a norm that is not reduced yet, as torch returned it before it reduced the norm itself."""
+    """Clip by the norm of this rank's shards: the local value of a partial DTensor, which is not reduced over the mesh."""
     from torch.distributed.tensor import DTensor, Partial
 
     partial = DTensor.from_local(squares(gradients(model.parameters())), meshes["fsdp"], [Partial()], run_check=False)

@@ -119,8 +119,8 @@ def test_gradients_cleared_by_model_zero_grad_after_clipping_are_not_used(world:
     world.run(2, cleared_by_the_model, precision)
 
 
-def elsewhere(kind: str, through_a_file: bool) -> str:
-    """Return the error of loading rank 0's state on every rank."""
+def load_state_of_rank_0(kind: str, through_a_file: bool) -> str:
+    """Load the optimizer state of rank 0 on every rank, and return the error message of this rank; "" without an error."""
     with ProcessGroupRegistry(Topology(roles=None, **axes_of(kind))) as registry:
         built = Built(kind, registry)
         built.train(0, 1)
@@ -150,13 +150,13 @@ def elsewhere(kind: str, through_a_file: bool) -> str:
 def test_loading_state_of_another_rank_is_rejected_on_all_ranks(
     world: World, kind: str, axis: str, through_a_file: bool
 ) -> None:
-    for text in world.run(2, elsewhere, kind, through_a_file):
+    for text in world.run(2, load_state_of_rank_0, kind, through_a_file):
         assert f"the state is of the rank at {axis} 0 of 2, but this rank is at {axis} 1 of 2" in text
         assert "save_checkpoint" in text
 
 
 def test_replica_can_load_state_of_any_replica(world: World) -> None:
-    assert world.run(2, elsewhere, REPLICAS, True) == ["", ""]
+    assert world.run(2, load_state_of_rank_0, REPLICAS, True) == ["", ""]
 
 
 def whole_in_a_split(path: str) -> str:

@@ -19,7 +19,12 @@ from world import World
 def plant(
     name: str, kind: str, fused: bool, value: float, when: int, options: dict[str, Any]
 ) -> tuple[bool, list[float], int, list[Tensor]]:
-    """Train 4 steps with ``value`` planted on the last rank before step ``when``, and without that batch; compare."""
+    """Compare 4 steps, with ``value`` in a gradient of the last rank in step ``when``, with the steps without ``when``.
+
+    Returns:
+        Whether step ``when`` changed nothing and both runs end with equal tensors; and of the run with ``value``, the
+        ``found_inf`` of each step, the number of skipped steps, and the final tensors.
+    """
     scenario = SCENARIOS[name]
     with ProcessGroupRegistry(scenario.topology) as registry:
         results = []

@@ -101,7 +101,7 @@ def test_closed_telemetry_measures_nothing() -> None:
 
 
 @pytest.mark.parametrize(("mode", "scale"), [("fp16", 2.0**16), ("bf16", 1.0)])
-def test_telemetry_uses_master_weights_and_underflow_of_scaled_gradients(mode: str, scale: float) -> None:
+def test_telemetry_measures_master_weights_and_counts_underflow_of_scaled_gradients(mode: str, scale: float) -> None:
     model = nn.ParameterList([torch.tensor([3.0, 4.0, 12.0, 0.0])])
     precision_of(mode).prepare(model, ProcessGroupRegistry(Topology()))
     optimizer = alone(model, precision=mode, max_norm=0.5)
@@ -310,7 +310,7 @@ def train(layout: Layout, folder: Path, steps: range, load: bool) -> dict[str, f
         return last(telemetry).to_dict()
 
 
-def test_resumed_telemetry_has_figures_of_uninterrupted_run(world: World, tmp_path: Path) -> None:
+def test_resumed_telemetry_reports_same_figures_as_uninterrupted_run(world: World, tmp_path: Path) -> None:
     whole = world.run(4, train, BOTH, tmp_path / "whole", range(6), False)[0]
     world.run(4, train, BOTH, tmp_path / "half", range(3), False)
     assert world.run(4, train, BOTH, tmp_path / "half", range(3, 6), True)[0] == whole

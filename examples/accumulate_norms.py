@@ -89,7 +89,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def run(experiment: Experiment) -> None:
-    """Compare, and print on rank 0."""
+    """Print, on rank 0, how far K micro-batches differ from one batch with each kind of norm layer."""
     steps, registry = experiment.steps, experiment.registry
     say: Callable[[str], None] = print if registry.global_rank == 0 else lambda line: None
     where = "" if registry.topology.world_size == 1 else f" on each rank of {registry.topology!r}"

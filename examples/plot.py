@@ -70,7 +70,7 @@ def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float]
 
 
 def runs(places: Sequence[str | None]) -> Iterator[list[str]]:
-    """Yield the runs of consecutive places between gaps."""
+    """Yield the lists of consecutive points; None separates two lists."""
     run: list[str] = []
     for place in (*places, None):
         if place is not None:

@@ -167,8 +167,6 @@ def layers_that_fall_back() -> tuple[dict[str, str], list[str]]:
     """Return the reasons and log messages for layers that are not in 8 bits.
 
     The weight shard of only one rank has a multiple of 16 rows; both ranks fall back, without a deadlock.
-
-    Both ranks fall back, without a deadlock.
     """
     with (
         ProcessGroupRegistry(Topology(row=2, col=1, input=1, weight=1, output=1)) as registry,

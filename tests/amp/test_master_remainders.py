@@ -39,7 +39,7 @@ def is_signalling(bits: Tensor) -> Tensor:
 
 
 def has_room(bits: Tensor) -> Tensor:
-    """Exclude the signalling NaNs with upper halves 0x7f80 and 0xff80, which `split_master` makes quiet."""
+    """Return a mask without the signalling NaNs of upper halves 0x7f80 and 0xff80, which `split_master` makes quiet."""
     return ~(is_signalling(bits) & (bits >> 16 & 0x7FFF == 0x7F80))
 
 

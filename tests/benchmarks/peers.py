@@ -65,7 +65,7 @@ class Contender:
 
 
 class Given(torch.autograd.Function):
-    """A loss of zero with given gradients."""
+    """A loss of zero whose backward returns given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *weights: Tensor) -> Tensor:

@@ -499,7 +499,7 @@ def another_threshold(training: Training) -> None:
 
 @planted("data=2;tensor=2;", "weight decay", parameters=[*NORM, "stem.bias", "up.bias", "down.bias", "head.bias"])
 def weight_decay_on_biases(training: Training) -> None:
-    """Weight decay on norms and biases too: the names of the groups' patterns changed."""
+    """Weight decay is applied to norms and biases too, as if the patterns of the param groups matched no name."""
     training.no_decay = ()
 
 
@@ -665,7 +665,7 @@ def other_betas(training: Training) -> None:
 
 @planted("data=2;tensor=2", "not stepped", parameters=["head.weight"])
 def weights_restored(training: Training) -> None:
-    """A group with a learning rate of 0 where the recorder does not see it: the update is dropped."""
+    """The optimizer drops the update of one weight, as with a learning rate of 0 that the recorder does not see."""
     training.make_optimizer = Dropping
 
 

@@ -89,7 +89,7 @@ def replicated(how: str, folder: Path) -> Run:
 
 
 def other_clips() -> tuple[tuple[list[Tensor], list[Tensor]], tuple[float, float], float]:
-    """Clip by value with both, and by inf, which uses ``max_norm`` of the optimizer.
+    """Clip by value with the recipe and the stock accelerator, and by inf, which uses ``max_norm`` of the optimizer.
 
     Return the gradients clipped by value (ours, stock), the norm returned by the clip by inf and the norm after it, and the
     norm before it.

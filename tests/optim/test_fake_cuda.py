@@ -203,8 +203,8 @@ def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
     ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states", "offloaded")]
 )
 def test_step_on_single_cuda_device_needs_no_host_synchronization(placed: str, mode: str, rule: str) -> None:
-    """The collectives of its registry would be on the CPU. A captured step must not copy to or from the host
-    either."""
+    """A single rank needs no collectives, so the device of its registry may be the CPU. A captured step must not copy to
+    or from the host either."""
     graph = (placed, mode, rule) in CAPTURED
     first, second, third, *captured = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU, graph=graph)
     assert third.launches
@@ -379,8 +379,8 @@ def test_offloaded_parameters_need_one_flat_device_buffer_at_a_time(monkeypatch:
 def test_align_replicas_packs_all_parameters_into_one_collective(
     states: Any, collectives_on: torch.device, copies: int
 ) -> None:
-    """100 parameters and their states: one copy per direction between two devices, and one of offloaded weights to
-    the model."""
+    """The model has 100 parameters. There is one copy per direction if tensors and collectives are on different devices,
+    and one copy of offloaded weights to the model."""
     topology = Topology(data=2)
     with world(topology), fake_cuda(collectives_on=collectives_on) as logging:
         params = [nn.Parameter(torch.ones(6, device="cuda")) for _ in range(100)]

@@ -242,7 +242,8 @@ def test_groups_inherit_the_timeout_of_the_default_group() -> None:
 def meet_what_was_asked_for(seed: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
     """Request four random groups on each rank, then call `connect` twice.
 
-    Return the groups that met in the first call, the requested groups, and the number of collectives of the second call.
+    Return the groups that all-reduced in the first call, the requested groups, and the number of all-reduces of the second
+    call.
     """
     met: list[tuple[int, ...]] = []
     all_reduce = dist.all_reduce

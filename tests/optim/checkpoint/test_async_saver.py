@@ -102,7 +102,7 @@ def plainly(path: Path) -> list[float]:
 
 
 def fails(path: Path, next_call: str) -> list[str]:
-    """Make rank 1 fail to write the second checkpoint."""
+    """Make rank 1 fail to write the second checkpoint. Return the error of the next call, the files, and what is loaded."""
     run = Run((("tensor", 2),), "fp32")
     messages = []
     saver = AsyncSaver(path, run.registry)

@@ -343,7 +343,7 @@ def norm_of_own_shards(*names: str, norm_type: float = 2.0) -> Callable[[int], f
 
 
 def counted(**times: int) -> Callable[[int], float]:
-    """Return the norm that counts each parameter so many times."""
+    """Return a function of the rank: the norm in which each named parameter is counted the given number of times."""
     return lambda rank: norm_of([dense(name) * times[name] ** 0.5 for name in times])
 
 

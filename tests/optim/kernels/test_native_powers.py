@@ -48,8 +48,7 @@ def _best_instructions() -> Iterator[None]:
 def test_compiled_powers_match_reference_within_1e14(
     shape: tuple[int, ...], dtype: torch.dtype, p: float, instructions: str, offset: int, scale: float, seed: int
 ) -> None:
-    """Must hold for every shape, dtype, alignment and range; values must not overflow or underflow if they fit
-    float64."""
+    """The bound holds for every shape, dtype, alignment and range; powers that fit float64 do not overflow or underflow."""
     values = some_values(shape, dtype, scale, seed)
     shifted = torch.zeros(values.numel() + offset, dtype=dtype)[offset:].view(shape).copy_(values)
     strided = values.new_zeros((*shape, 2))[..., 0].copy_(values)

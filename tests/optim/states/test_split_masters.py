@@ -82,7 +82,7 @@ def everything(model: nn.Module, optimizer: ParallelOptimizer[Any]) -> Bits:
 
 
 def same(first: Bits, second: Bits) -> bool:
-    """Compare dtypes and bits."""
+    """Return whether all tensors have equal dtypes and bits."""
     pairs = [(a.reshape(-1), b.reshape(-1)) for a, b in zip(first, second, strict=True)]
     return all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
@@ -434,7 +434,7 @@ def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Ten
 def test_checkpoints_of_float32_and_split_masters_load_into_each_other(
     world: World, tmp_path: Path, is_split: bool
 ) -> None:
-    """On the mesh of the checkpoint, and on another mesh with ZeRO."""
+    """They are loaded on the mesh of the checkpoint, and on a larger mesh with ZeRO-1."""
     masters = world.run(2, write, str(tmp_path), not is_split)[0]
     for name, ranks in (("replicas", 2), ("ZeRO-1", 4)):
         for found, dtypes in world.run(ranks, read, str(tmp_path), is_split, name):

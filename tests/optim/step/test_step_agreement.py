@@ -622,7 +622,7 @@ def test_explicit_clips_that_differ_between_ranks_skip_step_and_raise(
 
 
 def equal_clips() -> tuple[Any, ...]:
-    """Use equal thresholds of other types and in new objects, which change in every step."""
+    """Change thresholds in every step to values that are equal on both ranks, but of different types and in new objects."""
 
     def number(run: Run, value: float) -> Any:
         return numpy.float64(value) if run.rank else value

@@ -76,7 +76,7 @@ def test_soap_and_shampoo_in_single_process_match_formulas(kind: Any, formula: A
 
 
 def test_first_shampoo_step_is_orthogonal_factor_of_gradient() -> None:
-    """(G G^T)^(-1/4) G (G^T G)^(-1/4) = U V^T for G = U S V^T, which is known without the code."""
+    """(G G^T)^(-1/4) G (G^T G)^(-1/4) = U V^T for G = U S V^T: an SVD gives the expected step."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
     weight.grad = torch.randn(5, 5, dtype=torch.float64)

@@ -64,7 +64,7 @@ class Parameter(NamedTuple):
 
     @property
     def shards(self) -> list[tuple[int, ...]]:
-        """Return the distinct shards, by their first element."""
+        """Return the distinct shards, ordered by their first element."""
         return sorted({held.elements for held in self.held if held.elements})
 
 

@@ -482,7 +482,7 @@ class WarmupLR(LRScheduler):
         if len(bases) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"the saved schedule has {len(bases)} param groups, the optimizer {len(self.optimizer.param_groups)}; "
-                "build the optimizer with the param groups it was saved with"
+                "create the optimizer with the param groups that it had when the schedule was saved"
             )
         if self._hold is not None:
             self._hold.forget()

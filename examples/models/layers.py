@@ -113,7 +113,7 @@ class Layers2D(DenseLayers):
     batch_axes: tuple[str, ...] = ("row",)
     feature_axes = ("col",)
     rules: Mapping[str, P] = {}
-    depth: str | None = None  # the axis of several grids
+    depth: str | None = None  # the axis along which there are several grids
     classes: int | None = None  # need not be divisible by the size of `col`
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:

@@ -368,7 +368,9 @@ class Torchtitan:
         from torchtitan.components.loss import cross_entropy_loss
 
         positions = torch.arange(LENGTH).expand(len(tokens), -1)
-        autocast = mock.patch("torch.autocast", return_value=contextlib.nullcontext())  # the router's, to float32
+        autocast = mock.patch(
+            "torch.autocast", return_value=contextlib.nullcontext()
+        )  # disables the router's autocast to float32
         with Float64(), autocast:
             # torchtitan sums gradients over data ranks, so the loss is divided by the tokens of the global batch.
             loss: Tensor = cross_entropy_loss(model(tokens[:, :-1], positions), tokens[:, 1:]) / (ROWS * LENGTH)

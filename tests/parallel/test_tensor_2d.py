@@ -482,7 +482,7 @@ def rejected() -> None:
         ):
             cross_entropy_2d(logits, target, registry)
         with pytest.raises(RuntimeError, match=r"as classes=, .* torch.chunk does \(this rank has [25], classes=9\)"):
-            cross_entropy_2d(logits, target, registry, classes=9)  # 5 and 4
+            cross_entropy_2d(logits, target, registry, classes=9)  # torch.chunk gives 5 and 4 classes
     with ProcessGroupRegistry(Topology(row=4, col=1)) as registry:
         with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(5, 4\) .* sharded over row=4 as"):
             Embedding2D(5, 4, registry)  # shards of 2, 2, 1 and 0

@@ -153,7 +153,7 @@ def replicated_norm_layers(model: Model) -> Meshes:
 
 
 def fsdp_over_sequence_ranks(model: Model) -> Meshes:
-    """Shard over the flattened ranks of data and sequence parallelism, and linear layers over tp too."""
+    """Shard parameters over the flattened mesh dims of data and sequence parallelism, and linear layers over tp too."""
     from torch.distributed.tensor import Shard
 
     mesh = mesh_of((1, 2, 2), ("dp", "sp", "tp"))

@@ -63,7 +63,7 @@ class Cube(nn.Module):
 
 
 class Case(NamedTuple):
-    """A layer on a mesh. Args: unknown: Whether shapes cannot decide which of equally large axes shards which dim."""
+    """A layer on a mesh; ``unknown``: two axes have the same size, so shapes do not show which axis shards which dim."""
 
     axes: tuple[tuple[str, int], ...]
     kind: str

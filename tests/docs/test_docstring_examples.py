@@ -107,7 +107,7 @@ SETUP = {
     "AsyncSaver": "path, steps, schedule = 'checkpoints', 2, torch.optim.lr_scheduler.ConstantLR(optimizer)",
     "ByGroup": "optimizer.add_param_group({'params': [('scale', nn.Parameter(torch.ones(2)))]})",
     "ClipState": "batches, path = [], 'clip.pt'; params = [*model.parameters()]; loss.backward()",
-    "ClipResult": "norms = Norms(torch.tensor(2.0), *[None] * 6)",
+    "ClipResult": "norms = Norms(torch.tensor(2.0), *[None] * 6, 2.0)",
     "HoldOnSkip": "from torch.optim.lr_scheduler import OneCycleLR",
     "NoiseScale": "registry = ProcessGroupRegistry(Topology(data=2))\noptimizer = ParallelOptimizer(adamw, registry)",
     "Norms": "plan = optimizer.plan; gradients = [row.grad_tensor.grad for row in optimizer.stepped_tensors()]",

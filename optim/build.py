@@ -37,7 +37,7 @@ from .clip.clipper import (
 )
 from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
 from .gradients.buckets import BUCKET_BYTES, CommHook, gradient_buckets
-from .gradients.fixed_order import FixedOrderSum
+from .gradients.fixed_order import FixedOrderSum, TreeRanks
 from .gradients.reduce_in_backward import BackwardReducer, Early
 from .kernels.choice import kernels_here
 from .norm.exact_norm import check_exact
@@ -297,10 +297,10 @@ class Setup:
                     "an elementwise optimizer, or leave sum_order='fixed' out"
                 )
         for placement in self.placements:
-            if isinstance(placement, Sharded) and placement.gradients:
+            if isinstance(placement, Sharded) and placement.compression is not None:
                 raise ValueError(
-                    "Sharded(gradients=True) with sum_order='fixed': it sums gradients over ranks in each micro-batch; "
-                    "leave gradients=True out"
+                    f"Sharded(compression={placement.compression!r}) with sum_order='fixed', which exchanges all bits: "
+                    "leave compression= out"
                 )
 
     def device_of(self, groups: NamedGroups) -> torch.device:
@@ -355,7 +355,14 @@ class Setup:
         """Return the arguments and objects that state placements read, to check themselves and to create transforms."""
         switch = switch_of(modules_in(self.data_parallel))
         return PlacementContext(
-            self.optimizer, precision, self.registry, self.averages_data, switch, self.overlap, self.placements
+            self.optimizer,
+            precision,
+            self.registry,
+            self.averages_data,
+            switch,
+            self.overlap,
+            self.placements,
+            self._tree_ranks() if self.sum_order == "fixed" else None,
         )
 
     def chain(self, precision: Precision) -> TransformChain:
@@ -449,7 +456,7 @@ class Setup:
             only = lambda entry: not can_be_early(entry)  # noqa: E731
         options = {**common, "adopt": adopt, "only": only, "bucket_bytes": self.bucket_bytes}
         buckets = lambda p: gradient_buckets(measured, p, self.registry, **options)  # noqa: E731
-        in_backward = early is not None or bool(chain.around_backward)
+        in_backward = early is not None or bool(chain.around_backward) or self.sum_order == "fixed"
         unused = UnusedParameters(chain.params, plan, self.registry, in_backward)
         fingerprints = isinstance(self.check_replicas, Fingerprints)
         return GradientCompletion(chain, table, buckets, early, agreement, unused, model, fingerprints)
@@ -489,13 +496,25 @@ class Setup:
         return info._replace(data_ranks=1, mean_of=info.mean_of * ranks)
 
     def _fixed_order_sum(self, chain: TransformChain, plan: ReductionPlan) -> FixedOrderSum:
-        """Return the sum over micro-batches and data ranks of the gradients of the trained parameters."""
-        axes = [axis for axis in self.registry.topology.data_axes if self.registry.topology.size(axis) > 1]
-        trained = [param for param, entry in zip(chain.params, plan.entries, strict=True) if entry.trained]
-        group, rank = (self.registry.group(*axes), self.registry.rank(*axes)) if axes else (None, 0)
-        ranks = self.registry.size(*axes) if axes else 1
-        assert self.accumulation_steps is not None
-        return FixedOrderSum(trained, group, rank, ranks, self.accumulation_steps, self.bucket_bytes)
+        """Return the sum over micro-batches and data ranks of gradients that are not summed during backward."""
+        others = {id(param) for param in chain.summed_in_backward()}
+        trained = [
+            param
+            for param, entry in zip(chain.params, plan.entries, strict=True)
+            if entry.trained and id(param) not in others
+        ]
+        return FixedOrderSum(trained, self._tree_ranks(), chain.sliced(), self.bucket_bytes)
+
+    def _tree_ranks(self) -> TreeRanks:
+        """Return the data ranks that sum gradients with ``sum_order="fixed"``."""
+        topology, registry = self.registry.topology, self.registry
+        axes = tuple(axis for axis in topology.data_axes if topology.size(axis) > 1)
+        assert self.accumulation_steps is not None, "checked by `check_gradient_reduction`"
+        if not axes:
+            return TreeRanks((), None, 0, 1, self.accumulation_steps)
+        return TreeRanks(
+            axes, registry.group(*axes), registry.rank(*axes), registry.size(*axes), self.accumulation_steps
+        )
 
 
 # Replicas that are compared -------------------------------------------------------------------------------------------

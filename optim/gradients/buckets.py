@@ -316,7 +316,7 @@ class GradientBucket:
 
         Collectives: those of the communication hook; one with the hooks of this library.
         """
-        flat = self._pack()
+        flat = self.pack()
         wait = self._hook.all_reduce(flat, self.group, self._memory)
 
         @torch.no_grad()
@@ -342,10 +342,10 @@ class GradientBucket:
         if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
             flat = first.view(-1) if self.scale == 1.0 else first.view(-1) * self.scale
         else:
-            flat = self._pack()
+            flat = self.pack()
         return self._hook.reduce_scatter(own, flat, self.group, self._memory), flat
 
-    def _pack(self) -> Tensor:
+    def pack(self) -> Tensor:
         """Return a new flat buffer, [padded_numel]: gradients times the scale; zeros for None gradients and padding."""
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
         flat[self._first_gap :].zero_()

@@ -14,11 +14,14 @@ Two ranks with three micro-batches each, or six ranks with one each, compute the
   log2(K) partial sums.
 * Between ranks, each rank receives one slice of all partial sums of all ranks (all-to-all), adds them in the order of the
   tree, and sends the result to all ranks (all-gather). With one partial sum per rank these are the bytes of a ring.
+* If optimizer states are sharded over the data ranks (ZeRO-1), each rank steps its slice, and the all-gather is left out.
+* With sharded gradients (ZeRO-2), each backward exchanges the gradients of its micro-batch, and each rank sums its slice
+  over all micro-batches of all ranks (`SlicedTreeSum`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +50,7 @@ class TreeSum:
     there, which counts as zeros.
 
     Attributes:
-        nodes: The partial sums by node, in the order of the micro-batches.
+        nodes: The partial sums by node. If micro-batches are added in ascending order, the nodes are in this order.
     """
 
     def __init__(self) -> None:
@@ -57,13 +60,13 @@ class TreeSum:
         """Add the gradients of one micro-batch, and compute the sums of which both halves are there.
 
         Args:
-            number: The number of the micro-batch over all data ranks; larger than in earlier calls.
+            number: The number of the micro-batch over all data ranks.
             gradients: One dense gradient per parameter. The tensors are written to later.
         """
         node = Node(0, number)
         values = [None if gradient is None else _owned(gradient) for gradient in gradients]
-        while node.place % 2 and (left := self.nodes.pop(Node(node.level, node.place - 1), None)) is not None:
-            values = add_halves(left, values)
+        while (other := self.nodes.pop(Node(node.level, node.place ^ 1), None)) is not None:
+            values = add_halves(other, values) if node.place % 2 else add_halves(values, other)
             node = Node(node.level + 1, node.place // 2)
         self.nodes[node] = values
 
@@ -115,12 +118,137 @@ def nodes_of(numbers: Iterable[int]) -> list[Node]:
     return [*tree.nodes]
 
 
-class _Bucket(NamedTuple):
-    """The dtype and device in which some parameters' gradients are summed, and their places in the buffer."""
+# Exchange between data ranks ------------------------------------------------------------------------------------------
 
+
+class TreeRanks(NamedTuple):
+    """The data ranks that hold the micro-batches of a window.
+
+    Attributes:
+        axes: The data axes larger than 1.
+        group: The process group of the data ranks. None: there is one data rank.
+        rank: The index of this rank in the group.
+        ranks: The number of data ranks.
+        steps: K, the number of micro-batches per rank.
+    """
+
+    axes: tuple[str, ...]
+    group: dist.ProcessGroup | None
+    rank: int
+    ranks: int
+    steps: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches over all data ranks."""
+        return self.ranks * self.steps
+
+
+def exchange(
+    own: Sequence[Tensor], nodes: Sequence[Sequence[Node]], ranks: TreeRanks
+) -> Callable[[], list[tuple[Node, Tensor]]]:
+    """Start to exchange partial sums: each rank gets its slice of the partial sums of all ranks.
+
+    Args:
+        own: This rank's partial sums, flat buffers of equal length that ``ranks.ranks`` divides, one per node.
+        nodes: The nodes of each rank.
+        ranks: The data ranks, at least two.
+    Returns:
+        A function that waits, and returns a slice per node of all ranks, in the order of the ranks.
+    Collectives: one all-to-all.
+    """
+    numel, lengths = own[0].numel() // ranks.ranks, [len(of_rank) for of_rank in nodes]
+    sent = own[0] if len(own) == 1 else torch.stack([part.view(ranks.ranks, numel) for part in own], 1).view(-1)
+    received, sizes = sent.new_empty(sum(lengths) * numel), [length * numel for length in lengths]
+    work: Any = dist.all_to_all_single(
+        received, sent, sizes, [len(own) * numel] * ranks.ranks, group=ranks.group, async_op=True
+    )
+
+    def wait() -> list[tuple[Node, Tensor]]:
+        nonlocal sent
+        work.wait()
+        del sent
+        slices = received.view(-1, numel).unbind()
+        return list(zip((node for of_rank in nodes for node in of_rank), slices, strict=True))
+
+    return wait
+
+
+class SlicedTreeSum:
+    """Sums one flat buffer per micro-batch over all micro-batches and data ranks. Each rank has one slice of the sum.
+
+    Args:
+        ranks: The data ranks, at least two.
+    """
+
+    def __init__(self, ranks: TreeRanks) -> None:
+        self._ranks = ranks
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the partial sums, and start with the first micro-batch."""
+        self._tree, self._micro_batches = TreeSum(), 0
+
+    def start(self, flat: Tensor) -> Finish:
+        """Start to add the buffer of one micro-batch of each rank. The returned function waits and adds this rank's slice.
+
+        Args:
+            flat: The gradients of this rank's micro-batch, in the dtype of the sum. It is not written to.
+        Collectives: one all-to-all.
+        """
+        steps = self._ranks.steps
+        numbers = range(self._micro_batches, self._ranks.micro_batches, steps)
+        arrived = exchange([flat], [[Node(0, number)] for number in numbers], self._ranks)
+        self._micro_batches += 1
+
+        @torch.no_grad()
+        def finish() -> None:
+            for node, value in arrived():
+                self._tree.add(node.place, [value])
+
+        return finish
+
+    @torch.no_grad()
+    def finish(self) -> Tensor | None:
+        """Return this rank's slice of the sum, and start anew. None: there was no micro-batch."""
+        parts = {node: value for node, values in self._tree.nodes.items() for value in values if value is not None}
+        self.clear()
+        return root_of(parts, self._ranks.micro_batches) if parts else None
+
+
+# The sum of an optimizer's gradients ----------------------------------------------------------------------------------
+
+
+class SlicedBucket(NamedTuple):
+    """A flat bucket of parameters of whose sum each data rank needs one slice only.
+
+    Attributes:
+        params: The parameters of the bucket.
+        layout: Their places in the buffer, with one slice per data rank.
+        receive: Gets this rank's slice of the sum, in the dtype of the sum; None after a window without micro-batches.
+    """
+
+    params: Sequence[Tensor]
+    layout: FlatBucket
+    receive: Callable[[Tensor | None], object]
+
+
+class _Bucket(NamedTuple):
+    """Parameters whose gradients are summed in one buffer.
+
+    Attributes:
+        indices: The indices of the parameters in `FixedOrderSum.params`.
+        dtype: The dtype of the sum.
+        device: The device of the parameters.
+        layout: The places of the parameters in the buffer.
+        receive: As in `SlicedBucket`. None: the sum is written to the gradients of the parameters.
+    """
+
+    indices: Sequence[int]
     dtype: torch.dtype
     device: torch.device
     layout: FlatBucket
+    receive: Callable[[Tensor | None], object] | None = None
 
 
 class FixedOrderSum:
@@ -128,35 +256,44 @@ class FixedOrderSum:
 
     Args:
         params: The parameters whose gradients are summed; equal shapes on all ranks of the group.
-        group: The process group of the data ranks. None: there is one data rank.
-        rank: The index of this rank in the group.
-        ranks: The number of data ranks.
-        steps: K, the number of micro-batches per rank.
+        ranks: The data ranks.
+        sliced: Buckets of some of ``params`` that get a slice of the sum, in place of gradients. Default: none.
         bucket_bytes: Maximum size of the buffer for a partial sum; a larger parameter gets a buffer of its own. None
-            (default): 8 MiB.
+            (default): 8 MiB. It does not change ``sliced``.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
-        group: dist.ProcessGroup | None,
-        rank: int,
-        ranks: int,
-        steps: int,
+        ranks: TreeRanks,
+        sliced: Sequence[SlicedBucket] = (),
         bucket_bytes: int | None = None,
     ) -> None:
-        self.params, self.steps, self._rank, self._ranks, self._group = list(params), steps, rank, ranks, group
+        self.params, self._ranks = list(params), ranks
         self._tree = TreeSum()
         self.micro_batches = 0
+        index_of = {id(param): index for index, param in enumerate(self.params)}
+        self._buckets = [
+            _Bucket(
+                [index_of[id(param)] for param in bucket.params],
+                sum_dtype(bucket.params[0]),
+                bucket.params[0].device,
+                bucket.layout,
+                bucket.receive,
+            )
+            for bucket in sliced
+        ]
+        is_sliced = {index for bucket in self._buckets for index in bucket.indices}
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, param in enumerate(self.params):
-            by_kind.setdefault((_sum_dtype(param), param.device), []).append(index)
+            if index not in is_sliced:
+                by_kind.setdefault((sum_dtype(param), param.device), []).append(index)
         size = 8 * 2**20 if bucket_bytes is None else bucket_bytes
-        self._buckets = [
-            _Bucket(dtype, device, layout)
+        self._buckets += [
+            _Bucket(layout.indices, dtype, device, layout)
             for (dtype, device), indices in sorted(by_kind.items(), key=lambda item: (str(item[0]), item[1]))
             for layout in flat_buckets(
-                indices, [self.params[i].numel() for i in indices], ranks, size // dtype.itemsize
+                indices, [self.params[i].numel() for i in indices], ranks.ranks, size // dtype.itemsize
             )
         ]
 
@@ -171,12 +308,13 @@ class FixedOrderSum:
         Raises:
             RuntimeError: There are more than K micro-batches.
         """
-        if self.micro_batches >= self.steps:
+        steps = self._ranks.steps
+        if self.micro_batches >= steps:
             raise RuntimeError(
-                f"{self.micro_batches + 1} micro-batches in a window of accumulation_steps={self.steps}: call step() and "
+                f"{self.micro_batches + 1} micro-batches in a window of accumulation_steps={steps}: call step() and "
                 "zero_grad() after each window"
             )
-        number = self._rank * self.steps + self.micro_batches
+        number = self._ranks.rank * steps + self.micro_batches
         self._tree.add(number, [dense(param.grad) if param.requires_grad else None for param in self.params])
         for param in self.params:
             param.grad = None
@@ -186,17 +324,23 @@ class FixedOrderSum:
     def finish(self) -> None:
         """Set the gradient of each parameter that requires one to the sum over all micro-batches, and start anew.
 
-        The gradient of a parameter that no micro-batch used becomes zeros. All ranks must have run the same number of
-        micro-batches.
+        A parameter of ``sliced`` gets no gradient; its bucket receives a slice of the sum. The gradient of a parameter
+        that no micro-batch used becomes zeros. All ranks must have run the same number of micro-batches.
 
-        Collectives: per bucket one all-to-all and one all-gather over the data ranks; none with one data rank.
+        Collectives: per bucket one all-to-all over the data ranks, and one all-gather unless the bucket is in
+            ``sliced``; none with one data rank.
         Host synchronization: none.
         """
-        numbers = [range(rank * self.steps, rank * self.steps + self.micro_batches) for rank in range(self._ranks)]
+        steps = self._ranks.steps
+        numbers = [range(rank * steps, rank * steps + self.micro_batches) for rank in range(self._ranks.ranks)]
         nodes, parts = [nodes_of(of_rank) for of_rank in numbers], [*self._tree.nodes.values()]
         self.clear()
         if parts:
             run_all([partial(self._start, bucket, nodes, parts) for bucket in self._buckets])
+            return
+        for bucket in self._buckets:
+            if bucket.receive is not None:
+                bucket.receive(None)
 
     def _start(self, bucket: _Bucket, nodes: list[list[Node]], parts: list[list[Tensor | None]]) -> Finish:
         """Start to sum one bucket, and return the function that finishes it.
@@ -206,46 +350,38 @@ class FixedOrderSum:
             nodes: The nodes of each rank.
             parts: This rank's partial sums per node. Those of the bucket are freed.
         """
-        count, layout, group = self._ranks * self.steps, bucket.layout, self._group
+        count, group = self._ranks.micro_batches, self._ranks.group
         own = [self._packed(values, bucket) for values in parts]
         if group is None:
-            self._unpack(root_of(dict(zip(nodes[0], own, strict=True)), count), layout)
+            self._unpack(root_of(dict(zip(nodes[0], own, strict=True)), count), bucket)
             return nothing
-        numel, lengths = layout.slice_numel, [len(of_rank) for of_rank in nodes]
-        sent = own[0] if len(own) == 1 else torch.stack([part.view(self._ranks, numel) for part in own], 1).view(-1)
-        received = sent.new_empty(sum(lengths) * numel)
-        sizes = [length * numel for length in lengths]
-        arrived: Any = dist.all_to_all_single(
-            received, sent, sizes, [len(own) * numel] * self._ranks, group=group, async_op=True
-        )
+        arrived = exchange(own, nodes, self._ranks)
 
         @torch.no_grad()
         def finish() -> None:
-            nonlocal sent
-            arrived.wait()
-            del sent
-            flat = received.new_empty(layout.padded_numel)
-            slices = zip(
-                (node for of_rank in nodes for node in of_rank), received.view(-1, numel).unbind(), strict=True
-            )
-            all_gather_flat(flat, root_of(dict(slices), count), group)
-            self._unpack(flat, layout)
+            root = root_of(dict(arrived()), count)
+            if bucket.receive is not None:
+                bucket.receive(root)
+                return
+            flat = root.new_empty(bucket.layout.padded_numel)
+            all_gather_flat(flat, root, group)
+            self._unpack(flat, bucket)
 
         return finish
 
     def _packed(self, values: list[Tensor | None], bucket: _Bucket) -> Tensor:
         """Return one partial sum as a buffer, [padded_numel], with zeros for missing gradients. Frees the values."""
         parts, end = list[Tensor](), 0
-        zeros = torch.zeros(ALIGNMENT * self._ranks, dtype=bucket.dtype, device=bucket.device)
-        for index, (start, stop) in zip(bucket.layout.indices, bucket.layout.spans, strict=True):
+        zeros = torch.zeros(ALIGNMENT * self._ranks.ranks, dtype=bucket.dtype, device=bucket.device)
+        for index, (start, stop) in zip(bucket.indices, bucket.layout.spans, strict=True):
             value, values[index] = values[index], None
             parts += [zeros[: start - end], zeros.new_zeros(stop - start) if value is None else value.reshape(-1)]
             end = stop
         rest = bucket.layout.padded_numel - end
         return torch.cat([*parts, zeros[:rest] if rest <= len(zeros) else zeros.new_zeros(rest)])
 
-    def _unpack(self, flat: Tensor, layout: FlatBucket) -> None:
-        for index, (start, stop) in zip(layout.indices, layout.spans, strict=True):
+    def _unpack(self, flat: Tensor, bucket: _Bucket) -> None:
+        for index, (start, stop) in zip(bucket.indices, bucket.layout.spans, strict=True):
             param = self.params[index]
             if not param.requires_grad:
                 continue
@@ -256,7 +392,8 @@ class FixedOrderSum:
             param.grad = value
 
 
-def _sum_dtype(param: Tensor) -> torch.dtype:
+def sum_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype in which gradients of a parameter are summed: float32 for half precision."""
     dtype = gradient_dtype(param)
     return torch.float32 if dtype in HALF_DTYPES else dtype
 

@@ -25,6 +25,7 @@ from ...parallel.layout.annotation import annotation_of, label_of
 from ...parallel.mesh.deprecation import renamed_members, warn_deprecated
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
+from ..gradients.fixed_order import SlicedBucket, TreeRanks
 from ..gradients.in_place import clear_gradients
 from ..kernels.memory import PLAIN, resolve_
 from ..norm.param_table import ParamPosition, ParamTable, make_table
@@ -175,6 +176,7 @@ class PlacementContext:
         data_parallel: The controller of torch's or Megatron's data parallelism. None (default): neither is used.
         overlap: True if gradients are reduced during backward. Default False.
         placements: All state placements of the optimizer. Default: none.
+        tree: With ``sum_order="fixed"``, the data ranks that sum gradients. Default None: another order.
     """
 
     optimizer: torch.optim.Optimizer
@@ -184,6 +186,7 @@ class PlacementContext:
     data_parallel: TorchGradSync | None = None
     overlap: bool = False
     placements: Sequence[StatePlacement] = ()
+    tree: TreeRanks | None = None
 
     @property
     def main_grads(self) -> bool:
@@ -305,6 +308,14 @@ class ParamTransform:
         Every rank enters it, including ranks without samples.
         """
         return nullcontext()
+
+    def sliced(self) -> Sequence[SlicedBucket]:
+        """Return the buckets of which this transform needs slices of the sums with ``sum_order="fixed"``. Default: none."""
+        return ()
+
+    def summed_in_backward(self) -> Sequence[Tensor]:
+        """Return the parameters whose gradients `micro_batch` sums with ``sum_order="fixed"``. Default: none."""
+        return ()
 
     def catch_up(self, window: Window) -> None:
         """Issue the collectives of this transform's `micro_batch`, if this rank ran no backward in the window.
@@ -746,6 +757,14 @@ class TransformChain:
         Each method returns a context manager around the backward of a micro-batch.
         """
         return [transform.micro_batch for transform in self._those_with("micro_batch")]
+
+    def sliced(self) -> list[SlicedBucket]:
+        """Return the buckets of which the transforms need slices of the sums with ``sum_order="fixed"``."""
+        return [bucket for transform in self.transforms for bucket in transform.sliced()]
+
+    def summed_in_backward(self) -> list[Tensor]:
+        """Return the parameters whose gradients transforms sum during backward with ``sum_order="fixed"``."""
+        return [param for transform in self.transforms for param in transform.summed_in_backward()]
 
     def has_copies(self) -> bool:
         """Return True if a replacement on this rank has memory of its own, as a master weight or a CPU copy has."""

@@ -43,6 +43,7 @@ from ..gradients.buckets import (
     flat_buckets,
     sync_axes,
 )
+from ..gradients.fixed_order import SlicedBucket, SlicedTreeSum, TreeRanks, sum_dtype
 from ..gradients.in_place import clear_gradients
 from ..gradients.reduce_in_backward import (
     BackwardReducer,
@@ -78,6 +79,8 @@ class ZeroBucket:
         hook: The communication hook that sums gradients.
         release: True: free the parameters' gradients after their reduction. False: the slice may share memory with
             them.
+        tree: The data ranks, if `reduce` must sum gradients in the order of ``sum_order="fixed"``. None (default): the
+            order of the sum depends on the number of ranks.
 
     Attributes:
         segments: The segments of this rank's slice. A segment is a range of elements of one flattened parameter.
@@ -85,6 +88,7 @@ class ZeroBucket:
             model parameter is not contiguous.
         shards: The (segment, shard) pairs.
         gradients: Per segment, the sum of the reduced gradients of this accumulation window; None: no gradient yet.
+        in_fixed_order: True if `reduce` sums gradients in the order of ``sum_order="fixed"``.
     """
 
     adopt = False
@@ -99,18 +103,22 @@ class ZeroBucket:
         grad_dtype: torch.dtype,
         hook: CommHook,
         release: bool,
+        tree: TreeRanks | None = None,
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
+        self.in_fixed_order, self._tree = tree is not None, None if tree is None else SlicedTreeSum(tree)
         self.release = release
         rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
         self._own = slice(rank * self._numel, (rank + 1) * self._numel)
-        average = 1 / registry.size(*axes) if {*axes} <= {*registry.topology.data_axes} else 1.0
+        is_mean = tree is None and {*axes} <= {*registry.topology.data_axes}
+        average = 1 / registry.size(*axes) if is_mean else 1.0
         # float16 gradients are divided before the sum, because the sum could overflow. Other gradients are divided
         # afterwards, when only the slice must be divided.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
-        self._bucket = GradientBucket(self.params, layout, self.group, hook, grad_dtype, early)
+        dtype = grad_dtype if tree is None else sum_dtype(self.params[0])
+        self._bucket = GradientBucket(self.params, layout, self.group, hook, dtype, early)
         self.segments = layout.segments(rank)
         self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
@@ -210,6 +218,8 @@ class ZeroBucket:
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Clear ``gradients`` and the parameters' gradients: set them to None, or with ``set_to_none=False`` to zeros."""
         clear_gradients(self.params, set_to_none)
+        if self._tree is not None:
+            self._tree.clear()
         self.gradients = [None if gradient is None or set_to_none else gradient.zero_() for gradient in self.gradients]
 
     def start(self) -> Finish:
@@ -223,10 +233,17 @@ class ZeroBucket:
         The returned function waits for the result, and adds it to ``gradients``. In a sum over ranks, a missing
         gradient counts as zeros.
 
+        With ``sum_order="fixed"`` the slices of all ranks are added to partial sums, and `end_window` sets ``gradients``.
+
         Args:
             summed: True: sum over the axes even if the bucket was made without a sum. Default False.
-        Collectives: one reduce-scatter if gradients are summed, else none. Host synchronization: none.
+        Collectives: one reduce-scatter if gradients are summed (one all-to-all with ``sum_order="fixed"``), else none.
+        Host synchronization: none.
         """
+        if self._tree is not None:
+            add = self._tree.start(self._bucket.pack())
+            clear_gradients(self.params, set_to_none=True)
+            return add
         if summed := summed or self.summed:
             own = self.params[0].new_empty(self._numel, dtype=self.grad_dtype)
             arrived, *held = self._bucket.reduce_scatter(own)
@@ -248,6 +265,19 @@ class ZeroBucket:
                 self._add(parts)
 
         return finish
+
+    def end_window(self) -> None:
+        """Set ``gradients`` to the sums of the window if the bucket itself sums them in the order of the tree."""
+        if self._tree is not None:
+            self.receive(self._tree.finish())
+
+    def receive(self, own: Tensor | None) -> None:
+        """Set ``gradients`` to the parts of this rank's slice of the sum, ``own``; to None without a slice."""
+        if own is None:
+            self.gradients = [None] * len(self.segments)
+        else:
+            own = own.to(self.grad_dtype)
+            self.gradients = [own[s.offset : s.offset + s.numel] for s in self.segments]
 
     def _gradient_part(self, segment: Segment) -> Tensor | None:
         gradient = dense(self.params[segment.position].grad)
@@ -444,7 +474,7 @@ class Sharded(StatePlacement):
         role = topology.role(self.axis)
         if switch is not None and not switch.is_ddp:
             raise ValueError("fully_shard shards optimizer states already: leave Sharded out of states=")
-        if self.gradients and role == "data" and not context.averages_data:
+        if self.gradients and role == "data" and not context.averages_data and context.tree is None:
             raise ValueError(
                 "Sharded(gradients=True) needs the optimizer itself to average over the data axes: leave data_parallel "
                 "and average_data out, or leave gradients=True out"
@@ -465,7 +495,8 @@ class Shards(ParamTransform):
 
     def __init__(self, how: Sharded, context: PlacementContext) -> None:
         self.how, self.registry, self._main_grads = how, context.registry, context.main_grads
-        self._averages_data = context.averages_data
+        self._averages_data, self._tree = context.averages_data, context.tree
+        self._sliced: list[ZeroBucket] = []  # buckets whose slices `FixedOrderSum` sums
         self.buckets: list[ZeroBucket] = []  # `_early`, then `_late`: the order of reduction and gathering
         self._early: list[ZeroBucket] = []  # buckets that ``gradients=True`` reduces during backward
         self._late: list[ZeroBucket] = []  # buckets that ``gradients=True`` reduces after backward
@@ -493,10 +524,7 @@ class Shards(ParamTransform):
         tensors = [at.tensor for at in positions]
         named: list[Tensor | tuple[str, Tensor]] = [(at.name, at.tensor) for at in positions]
         entries = entries_of([named], topology)
-        decisions = [
-            choose_sharded_axes(entry, self.how.axis, topology, self._averages_data, self.how.gradients)
-            for entry in entries
-        ]
+        decisions = [self._decision(entry) for entry in entries]
         sharded = {index: decision for index, decision in enumerate(decisions) if decision.axes}
         planned = self._layouts(tensors, entries, sharded)
         self._compare_ranks(entries, sharded)
@@ -519,6 +547,28 @@ class Shards(ParamTransform):
                 self._reducer.remove_hooks()
             self._reducer = BackwardReducer(self._names.__getitem__, self._early, self._late)
         return pieces
+
+    def _decision(self, entry: ParameterEntry) -> ShardingDecision:
+        """Return over which axes the state of a parameter is sharded, and whether a bucket sums its gradients.
+
+        Raises:
+            ValueError: With ``gradients=True`` and ``sum_order="fixed"``: it is not sharded over all data axes, and no
+                others.
+        """
+        topology, how = self.registry.topology, self.how
+        if self._is_in_tree(decision := choose_sharded_axes(entry, how.axis, topology, True, how.gradients)):
+            return decision
+        if self._tree is not None and how.gradients and decision.summed:
+            raise ValueError(
+                f"{entry.name}: Sharded({how.axis!r}, gradients=True) with sum_order='fixed' shards it over "
+                f"{', '.join(decision.axes)}, and gradients are summed over {', '.join(self._tree.axes)}: name all data "
+                "axes, or leave gradients=True out"
+            )
+        return choose_sharded_axes(entry, how.axis, topology, self._averages_data, how.gradients)
+
+    def _is_in_tree(self, decision: ShardingDecision) -> bool:
+        """Return True if ``sum_order="fixed"`` sums gradients over the axes of the decision, and over no others."""
+        return self._tree is not None and decision.summed and {*decision.axes} == {*self._tree.axes}
 
     def _layouts(
         self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], sharded: Mapping[int, ShardingDecision]
@@ -562,11 +612,19 @@ class Shards(ParamTransform):
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
         dtype, hook = self._grad_dtype(params[0]), self.how.compression or NoCompression()
-        bucket = ZeroBucket(
-            params, layout, self.registry, decision.axes, decision.summed, dtype, hook, self.how.gradients
-        )
+        in_tree, early = self._is_in_tree(decision), self.how.gradients
+        tree = self._tree if in_tree and early else None
+        bucket = ZeroBucket(params, layout, self.registry, decision.axes, decision.summed, dtype, hook, early, tree)
+        if in_tree and not early:
+            self._sliced.append(bucket)
         (self._late if decision.summed and is_late else self._early).append(bucket)
         return bucket
+
+    def sliced(self) -> list[SlicedBucket]:
+        return [SlicedBucket(bucket.params, bucket.layout, bucket.receive) for bucket in self._sliced]
+
+    def summed_in_backward(self) -> list[Tensor]:
+        return [param for bucket in self.buckets for param in bucket.params if bucket.in_fixed_order]
 
     def _compare_ranks(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> None:
         """Compare the parameters to shard between ranks, and collect the norm buckets of all ranks.
@@ -658,10 +716,13 @@ class Shards(ParamTransform):
         for bucket in buckets:  # other code may have written weights since the last step
             bucket.refresh()
         if self._reducer is None:
-            for bucket in buckets:
+            reduced = [bucket for bucket in buckets if bucket not in self._sliced]
+            for bucket in reduced:
                 bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients contain the whole window
             summed = not averaged and self.registry.topology.role(self.how.axis) == "data"
-            run_all([partial(bucket.reduce, summed=summed) for bucket in buckets])
+            run_all([partial(bucket.reduce, summed=summed) for bucket in reduced])
+        for bucket in buckets:
+            bucket.end_window()
         for bucket in buckets:
             for piece, gradient in zip(bucket.pieces, bucket.gradients, strict=True):
                 piece.grad = gradient

@@ -238,6 +238,7 @@ class FixedOrderSync(GradSyncController):
         Raises:
             RuntimeError: Parameters have gradients before the backward. They would count as part of this micro-batch.
         """
+        window.reduced = True
         if window.micro_batches == 1:
             self._total.clear()
         if any(param.grad is not None for param in self._total.params):

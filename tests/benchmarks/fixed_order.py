@@ -40,7 +40,7 @@ def seconds(function: Callable[[], object]) -> float:
 def measured(elements: int, rounds: int) -> list[float]:
     """Return the figures of the columns in milliseconds."""
     from meshstep.optim.gradients.buckets import gradient_buckets, reduce_all
-    from meshstep.optim.gradients.fixed_order import FixedOrderSum
+    from meshstep.optim.gradients.fixed_order import FixedOrderSum, TreeRanks
     from meshstep.optim.norm.exact_norm import ExactNorm
     from meshstep.optim.norm.global_norm import GlobalNorm
     from meshstep.optim.norm.plan import ReductionPlan, entries_of
@@ -56,7 +56,7 @@ def measured(elements: int, rounds: int) -> list[float]:
     params = [*model.parameters()]
     plan = ReductionPlan.of(entries_of([params], topology), topology, registry.global_rank)
     buckets = gradient_buckets(params, plan, registry)
-    total = FixedOrderSum(params, registry.group("data"), registry.rank("data"), ranks, 1)
+    total = FixedOrderSum(params, TreeRanks(("data",), registry.group("data"), registry.rank("data"), ranks, 1))
     norms = GlobalNorm(plan, registry), ExactNorm(plan, registry)
     gradients = [torch.randn_like(param) for param in params]
     flat = torch.randn(sum(param.numel() for param in params))

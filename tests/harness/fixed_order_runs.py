@@ -35,7 +35,7 @@ class FixedRun:
         total: D * K, the number of micro-batches per window over all data ranks.
         steps: The number of steps.
         precision: The precision mode.
-        states: "whole", "zero1", "offloaded" or "zero1 offloaded".
+        states: "whole", "zero1", "zero2", "offloaded", "zero1 offloaded" or "zero2 offloaded".
         clip: A key of `CLIPS`. "groups": each param group has its own threshold.
         weighted: True: losses are sums, and micro-batches have weights.
         optimizer: A key of `OPTIMIZERS`.
@@ -109,7 +109,8 @@ class Training:
         groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
         if run.clip == "groups":
             groups[0]["max_norm"], groups[1]["max_norm"] = 0.2, 0.4
-        states: list[Any] = [Sharded("data")] if "zero1" in run.states and data_ranks > 1 else []
+        zero = "zero1" in run.states or "zero2" in run.states
+        states: list[Any] = [Sharded("data", gradients="zero2" in run.states)] if zero and data_ranks > 1 else []
         states += [Offloaded(0.5)] if "offloaded" in run.states else []
         self.optimizer = ParallelOptimizer(
             OPTIMIZERS[run.optimizer](groups),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense import collectives
 from fixed_order_runs import CLIPS, FixedRun, resumed, trained
 from meshstep.optim import SOAP, Adaptive, Bf16Compression, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.buckets import ALIGNMENT
@@ -103,6 +104,11 @@ RUNS = {
     "Muon, ZeRO-1": FixedRun(optimizer="Muon", states="zero1", total=12),
     "missing micro-batch": FixedRun(states="zero1", fault="missing", weighted=True),
     "missing gradient": FixedRun(states="zero1", fault="unused"),
+    "fp32, ZeRO-2, weights": FixedRun(states="zero2", weighted=True),
+    "bf16, ZeRO-2 and offload, AdaGC": FixedRun(precision="bf16", states="zero2 offloaded", clip="adagc", total=12),
+    "fp16, ZeRO-2, overflow": FixedRun(precision="fp16", states="zero2", fault="overflow", clip="zclip"),
+    "missing micro-batch and ZeRO-2": FixedRun(states="zero2", fault="missing", weighted=True),
+    "missing gradient and ZeRO-2": FixedRun(states="zero2", fault="unused", optimizer="SGD"),
 }
 RANKS = (1, 2, 3, 4, 6, 8)
 
@@ -131,6 +137,94 @@ def test_weights_and_states_are_bitwise_equal_on_any_number_of_data_ranks(name: 
 def test_fixed_order_with_tensor_and_pipeline_axes_gives_equal_weights(states: str, axis: str, world: World) -> None:
     run = FixedRun(axis=axis, states=states, clip="adagc", weighted=True, total=6)
     assert len({*hashes(world, run, (1, 2, 3))}) == 1
+
+
+def test_weights_do_not_depend_on_the_state_placement(world: World) -> None:
+    """The hash of all placements on 2 and on 3 ranks; 3 ranks exchange several partial sums each."""
+    runs = [FixedRun(states=states, weighted=True) for states in ("whole", "zero1", "zero2", "zero1 offloaded")]
+    assert len({world.run(ranks, trained, run, ranks)[0] for ranks in (2, 3) for run in runs}) == 1
+
+
+def test_states_sharded_over_one_of_two_data_axes_keep_the_fixed_order(world: World) -> None:
+    whole, one, both = world.run(4, on_two_data_axes, 2)[0]
+    assert whole == one == both == world.run(1, on_two_data_axes, 8)[0][0]
+
+
+def on_two_data_axes(per_rank: int) -> list[int]:
+    """Return the state hash with whole states, with ZeRO-1 over one data axis, and with ZeRO-2 over both."""
+    found, world_size = [], 8 // per_rank
+    topology = Topology(dp=2, fsdp=2, aliases={"data": ("dp", "fsdp")}) if world_size == 4 else Topology()
+    registry = ProcessGroupRegistry(topology)
+    placements: list[Any] = [(), Sharded("fsdp"), Sharded("data", gradients=True)] if world_size == 4 else [()]
+    for states in placements:
+        model = nn.Linear(13, 7)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(91.0).view(7, 13).sin())
+            model.bias.zero_()
+        declare(model, {"*": P()})
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.1, fused=True)
+        optimizer = ParallelOptimizer(
+            sgd, registry, max_norm=0.5, accumulation_steps=per_rank, sum_order="fixed", states=states
+        )
+        for local in range(per_rank):
+            number = registry.global_rank * per_rank + local
+            optimizer.backward(model(torch.arange(13.0).add(number).cos()).square().mean())
+        optimizer.step()
+        found.append(int(optimizer.state_hash()))
+        if world_size == 4:
+            with pytest.raises(ValueError, match="name all data axes, or leave gradients=True out"):
+                ParallelOptimizer(
+                    torch.optim.SGD(model.named_parameters(), lr=0.1),
+                    registry,
+                    accumulation_steps=per_rank,
+                    sum_order="fixed",
+                    states=Sharded("fsdp", gradients=True),
+                )
+    registry.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("states", "in_backward", "in_step"),
+    [
+        ((), {}, {"all_to_all_single": 1, "all_gather_single": 1}),
+        (Sharded("data"), {}, {"all_to_all_single": 1, "all_gather_single": 1}),
+        (Sharded("data", gradients=True), {"all_to_all_single": 1}, {"all_gather_single": 1}),
+    ],
+)
+def test_sharded_states_replace_the_all_gather_of_gradients_by_that_of_weights(
+    world: World, states: Any, in_backward: dict[str, int], in_step: dict[str, int]
+) -> None:
+    """The other collectives of a step are those of the norm, which do not depend on the placement."""
+    results = world.run(2, collectives_of_step, states)
+    for backward, step, _ in results:
+        assert backward == in_backward
+        assert {name: count for name, count in step.items() if name != "all_reduce"} == in_step
+    assert sum(numel for *_, numel in results) == (2 * 91 if states == () else 91)
+
+
+def collectives_of_step(states: Any) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return the numbers of collectives in a backward and in a step, and the number of stepped gradient elements."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(13, 7, bias=False)
+        declare(model, {"*": P()})
+        optimizer = ParallelOptimizer(
+            torch.optim.SGD(model.named_parameters(), lr=0.1),
+            registry,
+            accumulation_steps=1,
+            sum_order="fixed",
+            states=states,
+            check_replicas=False,
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            with collectives() as backward:
+                optimizer.backward(model(torch.ones(13)).sum())
+            assert model.weight.grad is None  # its elements are in partial sums
+            with collectives() as step:
+                optimizer.step()
+        numel = sum(param.grad.numel() for param in optimizer.param_groups[0]["params"] if param.grad is not None)
+        return dict(backward), dict(step), numel
 
 
 @pytest.mark.slow
@@ -193,7 +287,7 @@ def make(**options: Any) -> tuple[nn.Linear, ParallelOptimizer[Any]]:
         ({"reduction": "per_group"}, "which needs reduction='packed': give that"),
         ({"max_norm": Adaptive(0.01)}, "norms of weights: give another rule"),
         ({"sum_order": "tree"}, "give 'any' or 'fixed'"),
-        ({"states": Sharded("data", gradients=True)}, "leave gradients=True out"),
+        ({"states": Sharded("data", compression=Bf16Compression())}, "leave compression= out"),
     ],
 )
 def test_fixed_order_rejects_unsupported_arguments(options: dict[str, Any], message: str) -> None:

@@ -5,18 +5,23 @@
     torchrun --standalone --nproc-per-node 2 examples/accumulate_lm.py --topology data=2
     torchrun --standalone --nproc-per-node 4 examples/accumulate_lm.py --accumulate 2 --topology data=2,tensor=2
     torchrun --standalone --nproc-per-node 4 examples/accumulate_lm.py --topology data=2,cp=2
+    torchrun --standalone --nproc-per-node 2 examples/accumulate_lm.py --topology data=2 --micro-batches 8
 
 On each data rank, a batch is divided into K micro-batches with different numbers of tokens. Each micro-batch passes the sum
 of its losses with its number of tokens as weight, and the step uses the mean over all tokens. So the loss curve is the same
 for every K and topology. The vocabulary is sharded over `tensor`: one table is embedding and classifier, and no rank holds
 the logits of all bytes. Paragraphs are sharded over `cp`; within attention, heads are sharded instead. The text is the
 topics of pydoc, which come with Python.
+
+With `--micro-batches N` the batch of all data ranks has N micro-batches, whose gradients are summed in an order that does
+not depend on the number of data ranks. The printed hash of the state is then the same on 1, 2, 4 or 8 of them.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pydoc_data.topics import topics
 
 import torch
@@ -71,6 +76,12 @@ def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
     return inputs, pad_sequence([sample[1:] for sample in samples], batch_first=True, padding_value=IGNORED)
 
 
+def collate_parts(samples: list[Tensor], parts: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the micro-batches of a batch, each padded to its longest sample."""
+    size = -(-len(samples) // parts)
+    return [collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
 class Trainer:
     """Model, data and optimizer of one run; `train` is the loop.
 
@@ -83,7 +94,21 @@ class Trainer:
         train, test = Paragraphs(TEST_PARAGRAPHS, options.paragraphs), Paragraphs(0, TEST_PARAGRAPHS)
         coordinates = registry.topology.size(*registry.topology.sample_axes)
         size = options.batch_size // (options.accumulate * coordinates)
-        self.loader = prepare_dataloader(train, registry, size, shuffle=True, seed=options.seed, collate_fn=collate)
+        is_fixed = options.micro_batches is not None
+        if is_fixed:
+            torch.set_num_threads(1)  # matrix products on a CPU round differently with another number of threads
+        # In the fixed order a rank has consecutive micro-batches of a step: they are the parts of one batch of the loader.
+        parts = options.accumulate if is_fixed else 1
+        self.per_step: int = options.accumulate // parts
+        self.loader = prepare_dataloader(
+            train,
+            registry,
+            size * parts,
+            shuffle=True,
+            drop_last=is_fixed,
+            seed=options.seed,
+            collate_fn=partial(collate_parts, parts=parts),
+        )
         self.test_loader = prepare_dataloader(test, registry, size, collate_fn=collate)
         torch.manual_seed(options.seed)
         self.gpt = GPT(registry, options.width, options.heads, options.depth)
@@ -94,8 +119,9 @@ class Trainer:
             data_parallel_asked(options),
             max_norm=options.max_norm,
             accumulation_steps=options.accumulate,
+            sum_order="fixed" if is_fixed else "any",
         )
-        steps = steps_asked(options, -(-len(self.loader) // options.accumulate))
+        steps = steps_asked(options, -(-len(self.loader) // self.per_step))
         schedule = CosineAnnealingLR(inner, steps, warmup_steps=steps // 10)
         self.model, self.optimizer, _, _, self.schedule = booster.boost(self.gpt, inner, lr_scheduler=schedule)
         boosted = self.model, self.optimizer, self.schedule
@@ -103,15 +129,16 @@ class Trainer:
 
     def train(self) -> None:
         """Run all remaining steps."""
-        for inputs, targets in self.run.batches(self.loader, per_step=self.options.accumulate):
-            loss_sum, tokens = self.loss_sum(inputs, targets)
-            self.booster.backward(loss_sum, self.optimizer, weight=tokens)
-            # Step after every K-th micro-batch, and at the end of an epoch.
-            ends_epoch = self.loader.state_dict()["position"] == 0
-            stats = self.optimizer.step(final=ends_epoch)
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            self.run.note(stats, loss_sum.detach() / tokens, count=tokens)
+        for parts in self.run.batches(self.loader, per_step=self.per_step):
+            for inputs, targets in parts:
+                loss_sum, tokens = self.loss_sum(inputs, targets)
+                self.booster.backward(loss_sum, self.optimizer, weight=tokens)
+                # Step after every K-th micro-batch, and at the end of an epoch.
+                ends_epoch = self.per_step > 1 and self.loader.state_dict()["position"] == 0
+                stats = self.optimizer.step(final=ends_epoch)
+                self.schedule.step()
+                self.optimizer.zero_grad()
+                self.run.note(stats, loss_sum.detach() / tokens, count=tokens)
 
     def loss_sum(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         """Return the sum of the losses of this rank's tokens of a micro-batch, and their number."""
@@ -138,6 +165,7 @@ def run(trainer: Trainer) -> None:
     before = trainer.test()
     trainer.train()
     after, steps = trainer.test(), trainer.run
+    state_hash = trainer.optimizer.state_hash()  # every rank calls it
     generator = torch.Generator().manual_seed(trainer.options.seed)
     samples = [trainer.gpt.write(beginning, generator) for beginning in ("The ", "If ", "A class ")]
     if not steps.is_first:
@@ -146,6 +174,8 @@ def run(trainer: Trainer) -> None:
     print(f"{how}: {steps.done} steps of {trainer.options.accumulate} micro-batches in {steps.seconds:.1f} s")
     print(f"test before:  loss {before:.4f}")
     print(f"test after:   loss {after:.4f}")
+    if trainer.options.micro_batches is not None:
+        print(f"state hash:   {state_hash:016x}, the same on any number of data ranks")
     print("\n-----\n".join(["it writes:", *samples]))
     steps.write()
 
@@ -166,14 +196,46 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add = parser.add_argument
     few = f"use only N paragraphs, {TEST_PARAGRAPHS} of them for the test (default: all)"
     add("--paragraphs", type=int, metavar="N", help=few)
+    fixed = (
+        "divide the batch of all data ranks into N micro-batches, sum their gradients in an order that does not depend "
+    )
+    add(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help=fixed + "on the number of data ranks, and print a hash of the state",
+    )
     add_model_size(parser, width=96)
     options = parser.read(processes, arguments)
     topology: Topology = options.topology
+    if options.micro_batches is not None:
+        take_micro_batches(options)
     check_training(options, topology.sample_axes)
     if "tensor" not in topology.axes:  # the layers need this axis, at least with size 1
         sizes = dict(zip(topology.axes, topology.sizes, strict=True))
         options.topology = Topology(roles=None, aliases=topology.aliases, **sizes, tensor=1)
     return options
+
+
+def take_micro_batches(options: argparse.Namespace) -> None:
+    """Set the micro-batches per rank, ``accumulate``, by ``--micro-batches``.
+
+    Raises:
+        ValueError: ``--micro-batches`` does not fit the other flags.
+    """
+    total, ranks = options.micro_batches, options.topology.size(*options.topology.data_axes)
+    if options.accumulate != 1:
+        raise ValueError("--micro-batches does not support --accumulate: leave it out")
+    if total < 1 or total % ranks or options.batch_size % total:
+        raise ValueError(
+            f"--micro-batches {total} must be a multiple of the {ranks} data ranks, and divide --batch-size "
+            f"{options.batch_size}"
+        )
+    if options.topology.data_axes != options.topology.sample_axes:
+        raise ValueError(
+            "--micro-batches does not support the axis cp, which divides paragraphs: leave one of them out"
+        )
+    options.accumulate = total // ranks
 
 
 if __name__ == "__main__":

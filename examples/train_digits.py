@@ -329,8 +329,8 @@ def check_micro_batches(options: argparse.Namespace) -> None:
         raise ValueError(
             "--micro-batches supports only the axes data and tensor: the layers on other axes shard the batch"
         )
-    if options.zero == 2 or options.accumulate != 1:
-        raise ValueError("--micro-batches supports neither --zero 2 nor --accumulate: leave them out")
+    if options.accumulate != 1:
+        raise ValueError("--micro-batches does not support --accumulate: leave it out")
 
 
 def run(trainer: Trainer) -> None:

@@ -401,7 +401,7 @@ class Booster(Saving, Generic[Stats_co]):
             clipping, except by the optimizer's ``clip_grad_by_norm``. Default: None.
         accumulation_steps: Number of micro-batches per optimizer step. With n > 1, call the optimizer's `step` after
             every micro-batch; it updates the weights in every n-th call. Default 1: each call of `step` updates the
-            weights, with the gradients of all micro-batches since the previous step.
+            weights, with the gradients of all micro-batches since the previous step (of one with ``sum_order="fixed"``).
         **options: Other arguments of `ParallelOptimizer`, such as ``check_replicas``, ``overlap`` or ``states``. With
             "zero1" and "zero2", ``compression`` also applies to the sharded gradients.
 
@@ -455,8 +455,10 @@ class Booster(Saving, Generic[Stats_co]):
             )
         clip_of(max_norm)
         self.data_parallel = data_parallel
-        # ParallelOptimizer(accumulation_steps=1) rejects a second backward before `step`. With None it accumulates.
-        steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
+        # ParallelOptimizer(accumulation_steps=1) rejects a second backward before `step`. With None it accumulates, which
+        # the fixed order does not support.
+        may_add = Window(accumulation_steps).steps == 1 and options.get("sum_order") != "fixed"
+        steps = None if may_add else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
         self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
 

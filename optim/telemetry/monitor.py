@@ -187,6 +187,22 @@ class Flops:
 
 # Monitor --------------------------------------------------------------------------------------------------------------
 
+_FRACTION = 2.0**32
+
+
+def exact_parts(values: Tensor) -> Tensor:
+    """Return the integer part of each value, and its fraction rounded to a multiple of 2^-32: [2, n] float64.
+
+    Sums of parts have no rounding, so they have the same bits in every order: integer parts up to 2^53, and fractions of
+    up to a million values. A non-finite value has the fraction 0.
+
+    Args:
+        values: [n] float64.
+    """
+    whole = values.floor()
+    fraction = ((values - whole) * _FRACTION).round() / _FRACTION
+    return torch.stack([whole, torch.where(values.isfinite(), fraction, 0.0)])
+
 
 class Monitor:
     """Collects losses and statistics of steps on the device, and passes a `Report` to callbacks every few steps.
@@ -197,7 +213,8 @@ class Monitor:
     Every rank creates a monitor and calls it in every step. The callbacks run on global rank 0 only.
 
     Args:
-        registry: The process groups; losses and counts are reduced over all ranks.
+        registry: The process groups; losses and counts are reduced over all ranks. If each micro-batch is recorded, the
+            reported loss is bitwise equal for any number of data ranks, except on devices without float64.
         *callbacks: Each is called with every report, in this order. If a callback has a method ``begin(step)``, this
             method is called before the first report, and again before the first report after `load_state_dict`.
             ``step`` is the step from which the run continues, 0 in a new run. The callback should discard its data of
@@ -242,8 +259,7 @@ class Monitor:
         # device of the sums; `_follow` moves them to the GPU of the step's statistics or of the loss
         self._device = registry.device
         self._skipped = self._zero()
-        # sums of loss * count and of count in this accumulation window
-        self._window, self._window_count = self._zero(), 0.0
+        self._window: list[tuple[Tensor, Tensor]] = []  # loss * count, and count, per micro-batch since the last step
         self._start_over()
 
     def _zero(self) -> Tensor:
@@ -253,12 +269,14 @@ class Monitor:
         """Move the sums to the device of ``value``, if ``value`` is a tensor on a device other than the CPU."""
         if isinstance(value, Tensor) and value.device not in (self._device, torch.device("cpu")):
             self._device = value.device
-            for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out", "_clipped", "_skipped_before"):
+            for name in ("_skipped", "_loss", "_loss_count", "_left_out", "_clipped", "_skipped_before"):
                 setattr(self, name, getattr(self, name).to(self._device, accumulation_dtype(self._device)))
+            self._window = [(term.to(self._device), number.to(self._device)) for term, number in self._window]
 
     def _start_over(self) -> None:
-        # since the last report: sums of loss * count, of counts with a loss, and of counts whose loss was left out
-        self._loss, self._loss_count, self._left_out = self._zero(), self._zero(), self._zero()
+        # since the last report: sums of loss * count (see `exact_parts`), of counts with a loss, and of counts whose loss
+        # was left out
+        self._loss, self._loss_count, self._left_out = self._zero().repeat(2), self._zero(), self._zero()
         # number of clipped steps since the last report, and of skipped steps before the last report
         self._clipped, self._skipped_before = self._zero(), self._skipped.clone()
         self._count, self._steps = 0.0, 0
@@ -290,8 +308,8 @@ class Monitor:
             )
         self._follow(loss if stats is None else stats.found_inf)
         if loss is not None:
-            self._window += loss * count
-            self._window_count += count
+            number = self._zero() + count
+            self._window.append((number * loss, number))
         self._count += count
         if stats is None:
             return
@@ -308,15 +326,17 @@ class Monitor:
     def _close_window(self, stats: GradStats) -> None:
         """Add the losses of the step's micro-batches to the sums since the last report.
 
-        If both the gradients and the losses were non-finite, add only the count, to ``_left_out``: the losses would
-        make the mean non-finite.
+        If the gradients were non-finite, add of a micro-batch with a non-finite loss only the count, to ``_left_out``: the
+        loss would make the mean non-finite.
         """
-        left_out = stats.found_inf.bool() & ~self._window.isfinite()
-        count = self._window.new_full((), self._window_count)
-        self._loss += torch.where(left_out, 0.0, self._window)
-        self._loss_count += torch.where(left_out, 0.0, count)
-        self._left_out += torch.where(left_out, count, 0.0)
-        self._window, self._window_count = self._zero(), 0.0
+        if not self._window:
+            return
+        terms, counts = (torch.stack(column) for column in zip(*self._window, strict=True))
+        left_out = stats.found_inf.bool() & ~terms.isfinite()
+        self._loss += exact_parts(torch.where(left_out, 0.0, terms)).sum(1)
+        self._loss_count += torch.where(left_out, 0.0, counts).sum()
+        self._left_out += torch.where(left_out, counts, 0.0).sum()
+        self._window.clear()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -355,7 +375,7 @@ class Monitor:
             ) from None
         step, skipped = state["step"], state["skipped_steps"]
         self.step, self._skipped = step, self._zero() + skipped
-        self._window, self._window_count = self._zero(), 0.0
+        self._window.clear()
         self._begun, self._began_at = False, step
         self._start_over()
 
@@ -367,13 +387,14 @@ class Monitor:
         parts = [sums, self._skipped, self._skipped_before, self._clipped, stats.total_norm, stats.clip_coef, scale]
         parts += [stats.group_norms, *stats.parameter_norms.values(), *(() if measured is None else [measured.values])]
         numbers = torch.cat([part.to(sums).view(-1) for part in parts]).tolist()
-        loss, loss_count, left_out, count, skipped, before, clipped, norm, clip_coef, loss_scale, *rest = numbers
+        whole, rest_of_loss, loss_count, left_out, count, skipped, before, clipped, norm, *rest = numbers
+        clip_coef, loss_scale, *rest = rest
         groups = stats.group_norms.numel()
         figures = groups + len(stats.parameter_norms)
         per_second = count / (time.perf_counter() - self._since)
         report = Report(
             step=self.step,
-            loss=loss / loss_count if loss_count else nan if left_out else None,
+            loss=(whole + rest_of_loss) / loss_count if loss_count else nan if left_out else None,
             grad_norm=norm,
             clip_coef=clip_coef,
             loss_scale=None if stats.loss_scale is None else loss_scale,
@@ -407,7 +428,7 @@ class Monitor:
         self._begun = True
 
     def _sums(self) -> Tensor:
-        """Return sums over all ranks, [4]: loss * count, counts with a loss, counts with a left-out loss, all counts.
+        """Return sums over all ranks, [5]: loss * count (two parts), counts with and without a loss, all counts.
 
         The last sum includes the counts of each data coordinate once. The other sums include every rank that has a
         loss.
@@ -415,7 +436,7 @@ class Monitor:
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)
         count = self._loss.new_full((), self._count / sharers)
-        sums = torch.stack([self._loss, self._loss_count, self._left_out, count])
+        sums = torch.stack([*self._loss, self._loss_count, self._left_out, count])
         with in_call(self.registry, "Monitor"):
             if topology.world_size == 1 or self.registry.device.type != "cpu":
                 return world_sum(sums, self.registry)

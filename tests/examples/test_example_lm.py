@@ -52,6 +52,23 @@ def test_lm_example_on_each_layout_equals_one_process(
     assert printed[printed.index(written) :] == expected[expected.index(written) :]
 
 
+@pytest.mark.parametrize(("ranks", "zero"), [(2, 0), (4, 2), (8, 1)])
+def test_lm_example_prints_the_same_hash_and_losses_on_any_number_of_data_ranks(
+    world: World, ranks: int, zero: int, tmp_path: Path
+) -> None:
+    """Bitwise. Another number of micro-batches, the negative control, gives another hash."""
+    short = [*FLAGS[:4], "--steps", "4", "--width", "16", "--depth", "1"]
+    hashes, curves = list[str](), list[torch.Tensor]()
+    for count, micro_batches, flags in ((1, 8, []), (ranks, 8, ["--zero", str(zero)]), (1, 4, [])):
+        path = tmp_path / f"{len(curves)}.csv"
+        how = ["--curve", str(path), "--micro-batches", str(micro_batches), *flags, *short]
+        printed = world.run(count, printed_by_example, "accumulate_lm", how, f"data={count}")[0]
+        hashes += [line for line in printed.splitlines() if line.startswith("state hash:")]
+        curves.append(read_curve(path))
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert torch.equal(curves[0], curves[1])
+
+
 def too_few_heads() -> None:
     with (
         ProcessGroupRegistry(Topology(cp=2, tensor=1)) as registry,

@@ -201,7 +201,7 @@ def test_tensorboard_writer_without_package_raises(monkeypatch: pytest.MonkeyPat
 # Skipped steps, flush and resuming ------------------------------------------------------------------------------------
 
 
-def test_loss_of_skipped_step_is_excluded_from_report() -> None:
+def test_non_finite_loss_of_skipped_step_is_excluded_from_report() -> None:
     reports: list[Report] = []
     monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=6)
     losses = [1.0, 2.0, math.nan, 4.0, 5.0, 6.0, 7.0, math.nan, math.inf, 1.0, 1.0, 1.0]  # 2, 5, 8 and 11 are skipped
@@ -209,11 +209,37 @@ def test_loss_of_skipped_step_is_excluded_from_report() -> None:
         monitor(None, 0.5, count=2)
         with no_host_reads():
             monitor(stats_of(step), torch.tensor(loss), count=step + 1)
-    counted = [0, 1, 3, 4, 5]
-    total = sum(2 * 0.5 + losses[step] * (step + 1) for step in counted)
-    assert reports[0].loss == pytest.approx(total / sum(2 + step + 1 for step in counted))
+    counted = [0, 1, 3, 4, 5]  # of step 2, the micro-batch with a finite loss counts
+    total = 6 * 2 * 0.5 + sum(losses[step] * (step + 1) for step in counted)
+    assert reports[0].loss == pytest.approx(total / (6 * 2 + sum(step + 1 for step in counted)))
     assert reports[1].loss is not None
     assert math.isnan(reports[1].loss), "step 7 was applied, with a non-finite loss"
+
+
+def losses_of_micro_batches(data_ranks: int) -> list[float | None]:
+    """Report the losses of 24 micro-batches per step; in the second step, which is skipped, one of them is inf."""
+    reports: list[Report] = []
+    topology, per_rank = Topology(data=data_ranks) if data_ranks > 1 else Topology(), 24 // data_ranks
+    with ProcessGroupRegistry(topology) as registry:
+        monitor = Monitor(registry, reports.append, every=2)
+        for step in range(4):
+            for local in range(per_rank):
+                number = registry.global_rank * per_rank + local
+                loss = math.inf if (step, number) == (2, 7) else math.exp(number * 37 % 24 - 12.0) / (1 + step)
+                stats = stats_of(step) if local == per_rank - 1 else None
+                monitor(stats, torch.tensor(loss), count=1 + number * number)
+    return [report.loss for report in reports]
+
+
+def test_reported_loss_is_bitwise_equal_on_any_number_of_data_ranks(world: World) -> None:
+    found = [world.run(ranks, losses_of_micro_batches, ranks)[0] for ranks in (1, 2, 3, 4)]
+    assert found[0][1] is not None
+    assert math.isfinite(found[0][1])
+    assert len({*map(tuple, found)}) == 1
+    # The negative control: sums in float64 in the order of the ranks depend on the number of ranks.
+    terms = [torch.tensor(math.exp(number * 37 % 24 - 12.0)).double() * (1 + number * number) for number in range(24)]
+    sums = {float(sum(sum(terms[r * k : r * k + k]) for r in range(24 // k))) for k in (24, 12, 8, 6)}
+    assert len(sums) > 1
 
 
 def skipped_on_ranks() -> list[float | None]:

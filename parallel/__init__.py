@@ -1,5 +1,7 @@
 """Mesh topology, process groups, parameter layouts, parallel layers, launching and data loading."""
 
+from .adapters.declaration import declare_adapters
+from .adapters.lora import LoRA, add_lora
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
 from .interop.local_parameters import spec_of
@@ -42,6 +44,7 @@ __all__ = [
     "LayerNorm2D",
     "LayerNorm2p5D",
     "LayerNorm3D",
+    "LoRA",
     "Linear2D",
     "Linear2p5D",
     "Linear3D",
@@ -54,6 +57,7 @@ __all__ = [
     "ShardedDataLoader",
     "Topology",
     "VocabParallelEmbedding",
+    "add_lora",
     "all_gather_to",
     "all_to_all",
     "annotate",
@@ -63,6 +67,7 @@ __all__ = [
     "cross_entropy_2d",
     "cross_entropy_3d",
     "declare",
+    "declare_adapters",
     "full_shape",
     "gather_from",
     "gather_objects",

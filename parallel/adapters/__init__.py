@@ -1,0 +1,1 @@
+"""LoRA adapters on sharded layers: their layout, modules, and files."""

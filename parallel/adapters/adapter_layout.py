@@ -1,0 +1,459 @@
+"""The layout of the two factors of a LoRA adapter, derived from its base layer, and the collectives of their products.
+
+An adapter adds ``scaling * B @ A`` to a weight [out, in]; A has shape [r, in], B has shape [out, r]. On a sharded layer its
+forward has three steps, and only the middle one communicates about hidden features, of which there are r:
+
+    base layer            A                      between A and B                  B
+    replicated            P()                    nothing                          P()
+    column-parallel       P()                    `copy_to`                        P(axis), with the blocks of the base
+    ... sequence parallel P(partial=axis)        all-gather of the sequence       P(axis)
+    row-parallel          P(None, axis)          `reduce_from`                    P()
+    ... sequence parallel P(None, axis)          reduce-scatter of the sequence   P(partial=axis)
+    vocabulary-parallel   P(None, axis)          `reduce_from`                    P()
+    2-D                   P(None, col,           `reduce_from`, then `copy_to`,   P(col, partial=row)
+                            partial=row)         over col
+    3-D                   P(None, output,        all-gather over input,           P(input, partial=(weight, output))
+                            partial=(weight,     reduce-scatter over output
+                            input))
+
+With `copy_to` between A and B, the gradient of A's output is the sum over the axis, so the gradients of A and of the input
+are complete on every rank. Without it both would be partial, and `P(partial=axis)` would correct A only, not the layers
+before the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..interop.local_parameters import has_dtensors, spec_of
+from ..layers.embedding import Classifier2D, Embedding2D
+from ..layers.tensor_2d import Linear2D
+from ..layers.tensor_3d import DiagonalTable, Linear3D
+from ..layout.annotation import annotation_of
+from ..layout.shard import joined_in_order, local_index, local_shape, spans_of_pieces
+from ..layout.spec import P
+from ..mesh.collectives import (
+    Over,
+    all_gather,
+    all_gather_to,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+)
+from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.topology import Topology, axes_along
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """The specs of an adapter's factors, and the collectives of its forward on a replicated base layer.
+
+    Subclasses are for sharded base layers.
+
+    Args:
+        registry: The process groups.
+        in_features, out_features: Sizes of the full layer; for an embedding, the vocabulary and the embedding dim.
+        first, second: Specs of A [r, in] and B [out, r].
+        is_embedding: True if the input of the layer consists of ids, so that A is a table of r features per id.
+        is_transposed_weight: True if the base weight is [in, out], as in an embedding.
+        stacked: Axes along which ranks hold layers of different experts.
+    """
+
+    registry: ProcessGroupRegistry
+    in_features: int
+    out_features: int
+    first: P
+    second: P
+    is_embedding: bool = False
+    is_transposed_weight: bool = False
+    stacked: Axes = ()
+
+    @property
+    def communicating_axes(self) -> Axes:
+        """Return the axes of the collectives of the forward."""
+        return ()
+
+    @property
+    def magnitude(self) -> P:
+        """Return the spec of DoRA's magnitudes [out], which is that of B without its second dim."""
+        return P().with_dims([self.second.joint_dim_axes(0)], partial=self.second.partial, blocks=self.second.blocks)
+
+    @property
+    def reduced_axes(self) -> Axes | None:
+        """Return the axes over which the squares of a row of the weight must be summed; None if DoRA is not supported."""
+        return ()
+
+    def product(self, input: Tensor, a: Tensor, b: Tensor, output: Tensor) -> Tensor:
+        """Return ``B @ A @ input``, sharded like ``output``.
+
+        Args:
+            input, output: Input and output of the base layer on this rank.
+            a, b: This rank's shards of the factors.
+        """
+        hidden = self.look_up(input, a) if self.is_embedding else F.linear(self.enter(input).to(a.dtype), a)
+        return self.leave(F.linear(self.join(hidden), b), output)
+
+    def enter(self, input: Tensor) -> Tensor:
+        """Return this rank's features of the input, which are those of its shard of A."""
+        return input
+
+    def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
+        """Return A's columns of the ids, as [..., r]; zeros for ids whose columns other ranks hold."""
+        return F.embedding(ids, a.t())
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Return the input of B, from this rank's output of A."""
+        return hidden
+
+    def leave(self, output: Tensor, like: Tensor) -> Tensor:
+        """Return the adapter's output, sharded like the output ``like`` of the base layer."""
+        return output
+
+
+@dataclass(frozen=True)
+class ColumnLayout(AdapterLayout):
+    """The layout for a base layer whose output features are sharded over ``axes``.
+
+    Args:
+        axes: The axes.
+        sequence_dim: Dim along which the input is sharded over the axes too. None: the input is replicated.
+        completes_gradients: False if code outside the layer sums the gradient of the layer's input, as for Megatron's
+            experts. The gradient of A is then partial. Default: True.
+    """
+
+    axes: Axes = ()
+    sequence_dim: int | None = None
+    completes_gradients: bool = True
+
+    @property
+    def communicating_axes(self) -> Axes:
+        return self.axes
+
+    def join(self, hidden: Tensor) -> Tensor:
+        if self.sequence_dim is not None:
+            return all_gather_to(hidden, self.registry, *self.axes, dim=self.sequence_dim)
+        return copy_to(hidden, self.registry, *self.axes) if self.completes_gradients else hidden
+
+    def leave(self, output: Tensor, like: Tensor) -> Tensor:
+        if like.size(-1) == output.size(-1):
+            return output
+        output = gather_from(output, self.registry, *self.axes, dim=-1)
+        return joined_in_order(output, -1, spans_of_pieces(self.out_features, 0, self.second, self.registry.topology))
+
+
+@dataclass(frozen=True)
+class RowLayout(AdapterLayout):
+    """The layout for a base layer whose input features, or whose vocabulary, are sharded over ``axes``.
+
+    Args:
+        axes: The axes.
+        sequence_dim: Dim along which the output is sharded over the axes. None: the output is replicated.
+        sums_output: False if code outside the layer sums its output, as for Megatron's experts. Default: True.
+        exchanges_batch: True if an embedding exchanges batch and sequence of its output, as Megatron's does with sequence
+            parallelism. Default: False.
+    """
+
+    axes: Axes = ()
+    sequence_dim: int | None = None
+    sums_output: bool = True
+    exchanges_batch: bool = False
+
+    @property
+    def communicating_axes(self) -> Axes:
+        return self.axes
+
+    @property
+    def reduced_axes(self) -> Axes | None:
+        return None if self.is_embedding else self.axes
+
+    def enter(self, input: Tensor) -> Tensor:
+        (features,) = local_shape(
+            (self.in_features,),
+            P().with_dims([self.first.joint_dim_axes(1)], partial=(), blocks=self.first.blocks),
+            self.registry.topology,
+            self.registry.coordinate,
+        )
+        if input.size(-1) == features:
+            return input
+        return scatter_to(input, self.registry, *self.axes, dim=-1)
+
+    def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
+        if self.registry.size(*self.axes) == 1:
+            hidden = F.embedding(ids, a.t())
+        else:
+            index, is_remote = local_index(ids, self.in_features, self.registry, self.axes[0])
+            hidden = F.embedding(index, a.t()).masked_fill(is_remote.unsqueeze(-1), 0)
+        return hidden.transpose(0, 1) if self.exchanges_batch else hidden
+
+    def join(self, hidden: Tensor) -> Tensor:
+        if not self.sums_output:
+            return hidden
+        if self.sequence_dim is not None:
+            return reduce_scatter_to(hidden.contiguous(), self.registry, *self.axes, dim=self.sequence_dim)
+        return reduce_from(hidden, self.registry, *self.axes)
+
+
+@dataclass(frozen=True)
+class GridLayout(AdapterLayout):
+    """The layout for `Linear2D`, `Classifier2D` and `Embedding2D`: the batch over ``row``, the features over ``col``."""
+
+    row: str = "row"
+    col: str = "col"
+
+    @property
+    def communicating_axes(self) -> Axes:
+        return self.row, self.col
+
+    @property
+    def reduced_axes(self) -> Axes | None:
+        return None
+
+    def look_up(self, ids: Tensor, a: Tensor) -> Tensor:
+        if self.registry.size(self.row) == 1:
+            return F.embedding(ids, a.t())
+        ids = all_gather(ids, Over(self.registry, (self.row,), call="LoRA"))
+        index, is_remote = local_index(ids, self.in_features, self.registry, self.row)
+        return F.embedding(index, a.t()).masked_fill(is_remote.unsqueeze(-1), 0)
+
+    def join(self, hidden: Tensor) -> Tensor:
+        if self.is_embedding:
+            hidden = reduce_scatter_to(hidden, self.registry, self.row, dim=0)
+        else:
+            hidden = reduce_from(hidden, self.registry, self.col)
+        return copy_to(hidden, self.registry, self.col)
+
+
+@dataclass(frozen=True)
+class CubeLayout(AdapterLayout):
+    """The layout for `Linear3D`, with the names of its axes."""
+
+    input: str = "input"
+    output: str = "output"
+
+    @property
+    def communicating_axes(self) -> Axes:
+        return self.input, self.output
+
+    @property
+    def reduced_axes(self) -> Axes | None:
+        return None
+
+    def join(self, hidden: Tensor) -> Tensor:
+        hidden = all_gather_to(hidden, self.registry, self.input, dim=0)
+        return reduce_scatter_to(hidden, self.registry, self.output, dim=0)
+
+
+# From a base layer to its layout --------------------------------------------------------------------------------------
+
+
+def layout_of(
+    base: nn.Module,
+    registry: ProcessGroupRegistry,
+    *,
+    sequence_parallel: bool | None = None,
+    expert_axes: str | Axes = (),
+    name: str = "the base layer",
+) -> AdapterLayout:
+    """Return the layout of an adapter beside a linear layer or an embedding.
+
+    Args:
+        base: The layer. Its weight is declared, or it is a DTensor, or the mesh has one rank.
+        registry: The process groups.
+        sequence_parallel: True if the activations between layers are sharded along the sequence. None: the attribute of
+            this name of the layer, or else False. Default: None.
+        expert_axes: Axes along which ranks hold the layers of different experts. Default: none.
+        name: Name of the layer in errors. Default: "the base layer".
+    Raises:
+        ValueError: The layer is not supported, or its weight has no spec.
+    """
+    found = _grid_or_cube(base, registry)
+    if found is not None:
+        return found
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(base, DiagonalTable):
+        raise ValueError(
+            f"{name} is a {type(base).__name__} without a weight of two dims that every rank holds; adapt linear layers "
+            "and embeddings with LoRA, and tensors of several experts with ParameterLoRA"
+        )
+    topology = registry.topology
+    # `fully_shard` gathers weights for the forward, so the layer computes without the data axes of a DTensor.
+    stored = topology.data_axes if has_dtensors((weight,)) else ()
+    spec = without_axes(weight_spec(weight, topology, name), stored)
+    stacked = topology.expand_aliases(*([expert_axes] if isinstance(expert_axes, str) else expert_axes))
+    inner = _tensor_axes(base, spec, topology, stacked)
+    stacked = tuple(axis for axis in spec.dim_axes(0) if axis not in inner)
+    out_axes, in_axes = (tuple(a for a in spec.dim_axes(dim) if a in inner) for dim in (0, 1))
+    is_embedding = hasattr(base, "num_embeddings") and hasattr(base, "embedding_dim")
+    if is_embedding:  # a table is [vocabulary, features], so its first dim is the input
+        out_axes, in_axes = in_axes, out_axes
+    if out_axes and in_axes:
+        raise ValueError(
+            f"{name} is declared {spec}: both dims of its weight are sharded, and {type(base).__name__} is not a 2-D "
+            "or 3-D layer of meshstep, so the collectives of its adapter are unknown; write the adapter as a module of your own"
+        )
+    sizes = _features(base, weight, spec, topology, inner, is_embedding)
+    outer, inner_dim = (1, 0) if is_embedding else (0, 1)
+    first = _spec(spec, [(), inner_dim], inner, stacked)
+    second = _spec(spec, [outer, ()], inner, stacked)
+    common: dict[str, Any] = {
+        "is_embedding": is_embedding,
+        "is_transposed_weight": is_embedding,
+        "stacked": stacked,
+    }
+    if not out_axes and not in_axes:
+        return AdapterLayout(registry, *sizes, first, second, **common)
+    axes = out_axes or in_axes
+    _check_order(axes, topology, name)
+    sequence_dim, outside = _sequence_dim(base, sequence_parallel), bool(getattr(base, "explicit_expert_comm", False))
+    if out_axes:
+        if sequence_dim is not None or outside:
+            first = first.with_partial((*first.partial, *axes))
+        where = None if outside else sequence_dim
+        return ColumnLayout(
+            registry, *sizes, first, second, **common, axes=axes, sequence_dim=where, completes_gradients=not outside
+        )
+    if sequence_dim is not None or outside:
+        second = second.with_partial((*second.partial, *axes))
+    where = None if outside else sequence_dim
+    transposed = is_embedding and bool(getattr(base, "reduce_scatter_embeddings", False))
+    return RowLayout(
+        registry,
+        *sizes,
+        first,
+        second,
+        **common,
+        axes=axes,
+        sequence_dim=where,
+        sums_output=not outside,
+        exchanges_batch=transposed,
+    )
+
+
+def weight_spec(weight: Tensor, topology: Topology, name: str = "the base layer") -> P:
+    """Return the spec of the weight of a base layer.
+
+    Args:
+        weight: A declared parameter or a DTensor.
+        topology: Provides the axes. With one rank, an undeclared weight counts as replicated.
+        name: Name of the layer in errors. Default: "the base layer".
+    Raises:
+        ValueError: The weight has no spec, only some ranks hold it, or the spec does not fit the topology.
+    """
+    if annotation_of(weight) is None and topology.world_size == 1 and not has_dtensors((weight,)):
+        return P()
+    try:
+        spec = spec_of(weight, topology)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if spec.owned:
+        raise ValueError(f"{name}: its weight is declared {spec}, but an adapter needs a weight that every rank holds")
+    return spec
+
+
+def without_axes(spec: P, axes: Iterable[str]) -> P:
+    """Return the spec without ``axes``, and without tied stages, because each stage has an adapter of its own."""
+    axes = {*axes}
+    dims = [[part for part in spec.joint_dim_axes(dim) if axes.isdisjoint(part)] for dim in range(len(spec.entries))]
+    kept = {axis for parts in dims for part in parts for axis in part}
+    blocks = [pair for pair in spec.blocks if pair[0] in kept]
+    return P().with_dims(dims, partial=spec.partial, blocks=blocks)
+
+
+def _spec(spec: P, dims: Sequence[int | tuple[()]], inner: Axes, stacked: Axes) -> P:
+    """Return the spec of a factor: per dim the tensor axes of a dim of the weight; experts are stacked along dim 0."""
+    entries: list[list[tuple[str, ...]]] = []
+    for dim in dims:
+        parts = [] if dim == () else [part for part in spec.joint_dim_axes(dim) if {*part} <= {*inner}]  # type: ignore[arg-type]
+        entries.append(parts)
+    entries[0] = [*((axis,) for axis in stacked), *entries[0]]
+    kept = {axis for parts in entries for part in parts for axis in part}
+    return P().with_dims(entries, partial=spec.partial, blocks=[pair for pair in spec.blocks if pair[0] in kept])
+
+
+def _tensor_axes(base: nn.Module, spec: P, topology: Topology, stacked: Axes) -> Axes:
+    """Return the axes of the weight over which the layer itself is sharded; along other axes, experts differ."""
+    own = getattr(base, "axis", None)
+    if isinstance(own, str):  # a layer of meshstep
+        return tuple(topology.expand_aliases(own))
+    group = getattr(base, "tp_group", None)
+    if group is not None:  # a layer of Megatron
+        import torch.distributed as dist
+
+        return tuple(axes_along(tuple(sorted(dist.get_process_group_ranks(group))), topology) or ())
+    return tuple(axis for axis in spec.sharded_axes if axis not in stacked)
+
+
+def _features(
+    base: nn.Module, weight: Tensor, spec: P, topology: Topology, inner: Axes, is_embedding: bool
+) -> tuple[int, int]:
+    """Return the sizes of the full layer: (in, out)."""
+    if isinstance(getattr(base, "axis", None), str) or getattr(base, "tp_group", None) is not None:
+        if is_embedding:
+            return int(base.num_embeddings), int(base.embedding_dim)  # type: ignore[arg-type]
+        names = (("in_features", "input_size"), ("out_features", "output_size"))
+        found = [next(int(getattr(base, name)) for name in either if hasattr(base, name)) for either in names]
+        return found[0], found[1]
+    if has_dtensors((weight,)):
+        full = [*weight.shape]
+        meshed = {axis for dim in weight.device_mesh.mesh_dim_names or () for axis in topology.expand_aliases(dim)}  # type: ignore[attr-defined]
+    else:
+        annotation = annotation_of(weight)
+        if annotation is not None and annotation.full_shape is not None:
+            full, meshed = [*annotation.full_shape], {*topology.axes}
+        else:
+            full, meshed = [*weight.shape], set()
+    for dim in (0, 1):
+        full[dim] *= topology.size(*(axis for axis in spec.dim_axes(dim) if axis in inner and axis not in meshed))
+    return (full[0], full[1]) if is_embedding else (full[1], full[0])
+
+
+def _sequence_dim(base: nn.Module, sequence_parallel: bool | None) -> int | None:
+    if sequence_parallel is None:
+        names = ("sequence_parallel", "reduce_scatter_embeddings")
+        sequence_parallel = any(bool(getattr(base, name, False)) for name in names)
+    if not sequence_parallel:
+        return None
+    return 0 if hasattr(base, "tp_group") else 1  # activations of Megatron are [sequence, batch, features]
+
+
+def _check_order(axes: Axes, topology: Topology, name: str) -> None:
+    if axes != tuple(axis for axis in topology.axes if axis in axes):
+        raise ValueError(
+            f"{name} is sharded over {' x '.join(axes)}, in another order than that of {topology!r}; name the axes in the "
+            "order of the topology"
+        )
+
+
+def _grid_or_cube(base: nn.Module, registry: ProcessGroupRegistry) -> AdapterLayout | None:
+    if isinstance(base, Linear3D):
+        x, w, y = base.input, base.weight_axis, base.output
+        first, second = P(None, y, partial=(w, x)), P(x, partial=(w, y))
+        sizes = base.in_features, base.out_features
+        return CubeLayout(registry, *sizes, first, second, is_transposed_weight=True, input=x, output=y)
+    if not isinstance(base, Linear2D | Classifier2D | Embedding2D):
+        return None
+    spec = spec_of(base.weight, registry.topology)
+    if isinstance(base, Embedding2D):
+        row, col = base.row, base.col
+        first = P(None, row, partial=spec.partial)
+        second = P(col, partial=(row, *spec.partial))
+        sizes = base.num_embeddings, base.embedding_dim
+        return GridLayout(
+            registry, *sizes, first, second, is_embedding=True, is_transposed_weight=True, row=row, col=col
+        )
+    row, col = base._grid.row, base._grid.col
+    is_linear = isinstance(base, Linear2D)
+    sizes = base.in_features, base.out_features if isinstance(base, Linear2D) else base.classes
+    partial = (row, *spec.partial)
+    first = P(None, col, partial=partial)
+    second = P().with_dims([[(col,)]], partial=partial, blocks=[pair for pair in spec.blocks if pair[0] == col])
+    return GridLayout(registry, *sizes, first, second, is_transposed_weight=is_linear, row=row, col=col)

@@ -1,0 +1,348 @@
+"""Declare the layouts of the adapters in a model: `declare_adapters`.
+
+PEFT is not imported: its layers are found by their attributes ``lora_A``, ``lora_B``, ``lora_embedding_A``,
+``lora_embedding_B``, ``lora_magnitude_vector`` and ``modules_to_save``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..interop.inferred_registry import registry_for
+from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
+from ..layout.annotation import annotate, annotation_of, copy_annotation
+from ..layout.shard import local_shape
+from ..layout.spec import P
+from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.topology import Topology
+from .adapter_layout import AdapterLayout, ColumnLayout, RowLayout, layout_of, without_axes
+from .lora import LoRA, mark_factor
+
+_PAIRS = (("A", "B"), ("a", "b"), ("lora_a", "lora_b"), ("lora_A", "lora_B"))
+_INSTEAD = "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer"
+
+
+class Adapter(NamedTuple):
+    """An adapter in a model.
+
+    Attributes:
+        name: Name of the module that holds the adapter; for an adapter around a layer, the name of the layer.
+        module: This module.
+        base: The base layer.
+        first, second: The factors A and B, in the shapes [r, in] and [out, r].
+        magnitude: DoRA's magnitudes; None without DoRA.
+        names: Names of the factors in the model, in the order A, B, magnitude.
+        modules: The modules that multiply by A and by B; None if a factor is a parameter of ``module``.
+        key: PEFT's name of the adapter; None for other adapters.
+    """
+
+    name: str
+    module: nn.Module
+    base: nn.Module
+    first: Tensor
+    second: Tensor
+    magnitude: Tensor | None
+    names: tuple[str, ...]
+    modules: tuple[nn.Module | None, nn.Module | None]
+    key: str | None
+
+
+def declare_adapters(
+    model: nn.Module,
+    registry: ProcessGroupRegistry | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+    expert_axes: str | tuple[str, ...] = (),
+) -> dict[str, P]:
+    """Declare the layout of every adapter in a model, derived from the layout of its base layer.
+
+    It finds LoRA layers of PEFT (also rsLoRA, DoRA, and ``modules_to_save``), `LoRA` modules, and modules of your own that
+    have two parameters or linear layers ``A`` and ``B`` (or ``a`` and ``b``, ``lora_a`` and ``lora_b``) and one other layer
+    with a weight.
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"]))
+        declare_adapters(model)
+
+    In modules of your own, the forward must pass the output of A through `copy_to` on a column-parallel layer, and through
+    `reduce_from` on a row-parallel layer. `prove` checks this.
+
+    Args:
+        model: The model, after adapters were added. Weights of sharded base layers are declared or are DTensors.
+        registry: The process groups. None: the registry of a layer of meshstep in the model, or else one derived from the
+            model, as `ParallelOptimizer.for_model` does. Default: None.
+        sequence_parallel: As in `LoRA`. Default: None.
+        expert_axes: As in `LoRA`. Default: none.
+    Returns:
+        The specs by the names of the declared parameters.
+    Raises:
+        ValueError: The model has no adapter; a base layer is not supported or not declared; a factor has a shape that does
+            not fit its base layer; or PEFT's own forward or backward is wrong on this base layer. The text names the layer.
+            No layout is declared in these cases.
+    Collectives: none, unless the registry is derived from the model. Host synchronization: none.
+    """
+    registry = registry or _registry_in(model)
+    decided: dict[str, tuple[Tensor, P, str, tuple[int, ...] | None]] = {}
+    for adapter in adapters_of(model):
+        layout = _layout(adapter, registry, sequence_parallel, expert_axes)
+        _check_forward(adapter, layout)
+        r = local_tensor(adapter.first).size(0)
+        fulls = (r, layout.in_features), (layout.out_features, r), (layout.out_features,)
+        specs = layout.first, layout.second, layout.magnitude
+        params = [param for param in (adapter.first, adapter.second, adapter.magnitude) if param is not None]
+        for param, name, spec, full, kind in zip(params, adapter.names, specs, fulls, ("A", "B", "magnitude"), strict=False):
+            _check_shape(param, name, spec, full, layout, adapter)
+            decided[name] = (param, spec, kind, None if layout.stacked else full)
+    saved = list(_saved_modules(model))
+    if not decided and not saved:
+        raise ValueError(
+            f"{type(model).__name__} has no adapter: no module has lora_A and lora_B, or A and B beside one layer; add the "
+            "adapters before this call"
+        )
+    for name, (param, spec, kind, full_shape) in decided.items():
+        if not has_dtensors((param,)):
+            annotate(param, spec, name, full_shape=full_shape)
+        else:
+            annotate(param, _outside_mesh(param, spec, registry.topology), name)
+        mark_factor(param, kind)
+    declared = {name: spec for name, (_, spec, _, _) in decided.items()}
+    for name, original, copy in saved:
+        if annotation_of(original) is not None:
+            copy_annotation(original, copy)
+            declared[name] = spec_of(copy)
+    return declared
+
+
+# Finding adapters -----------------------------------------------------------------------------------------------------
+
+
+def adapters_of(model: nn.Module) -> Iterator[Adapter]:
+    """Iterate over the adapters in a model, in the order of its modules."""
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, LoRA):
+            names = tuple(f"{prefix}{factor}" for factor in ("lora_A", "lora_B", "lora_magnitude_vector"))
+            parts = module.lora_A, module.lora_B, module.lora_magnitude_vector
+            yield Adapter(name, module, module.base_layer, *parts, names, (None, None), None)
+        elif _is_of_peft(module):
+            yield from _peft_adapters(name, prefix, module)
+        else:
+            yield from _plain_pair(name, prefix, module)
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B"))
+
+
+def _peft_adapters(name: str, prefix: str, module: Any) -> Iterator[Adapter]:
+    base = module.get_base_layer() if hasattr(module, "get_base_layer") else module.base_layer
+    magnitudes: Mapping[str, Any] = getattr(module, "lora_magnitude_vector", None) or {}
+    for key in module.lora_A:
+        a, b = module.lora_A[key], module.lora_B[key]
+        names = (f"{prefix}lora_A.{key}.weight", f"{prefix}lora_B.{key}.weight")
+        yield _with_magnitude(name, prefix, module, base, a.weight, b.weight, magnitudes, names, (a, b), key)
+    for key in getattr(module, "lora_embedding_A", None) or {}:
+        a, b = module.lora_embedding_A[key], module.lora_embedding_B[key]
+        names = (f"{prefix}lora_embedding_A.{key}", f"{prefix}lora_embedding_B.{key}")
+        yield _with_magnitude(name, prefix, module, base, a, b, magnitudes, names, (None, None), key)
+
+
+def _with_magnitude(
+    name: str,
+    prefix: str,
+    module: nn.Module,
+    base: nn.Module,
+    a: Tensor,
+    b: Tensor,
+    magnitudes: Mapping[str, Any],
+    names: tuple[str, str],
+    modules: tuple[nn.Module | None, nn.Module | None],
+    key: str,
+) -> Adapter:
+    vector = magnitudes[key] if key in magnitudes else None
+    if isinstance(vector, nn.Module):
+        weight: Any = vector.weight
+        more: tuple[str, ...] = (f"{prefix}lora_magnitude_vector.{key}.weight",)
+    else:
+        weight, more = vector, (f"{prefix}lora_magnitude_vector.{key}",)
+    return Adapter(name, module, base, a, b, weight, (*names, *more), modules, key)
+
+
+def _plain_pair(name: str, prefix: str, module: nn.Module) -> Iterator[Adapter]:
+    for first, second in _PAIRS:
+        found = [_factor(module, attribute) for attribute in (first, second)]
+        if any(tensor is None or tensor.dim() != 2 for tensor, _ in found):
+            continue
+        others = [
+            child
+            for attribute, child in module.named_children()
+            if attribute not in (first, second) and isinstance(getattr(child, "weight", None), Tensor)
+        ]
+        if len(others) != 1:
+            continue
+        (a, a_module), (b, b_module) = found
+        assert a is not None and b is not None  # noqa: PT018
+        names = tuple(
+            f"{prefix}{attribute}{'' if part is None else '.weight'}"
+            for attribute, part in ((first, a_module), (second, b_module))
+        )
+        yield Adapter(name, module, others[0], a, b, None, names, (a_module, b_module), None)
+        return
+
+
+def _factor(module: nn.Module, attribute: str) -> tuple[Tensor | None, nn.Module | None]:
+    found = getattr(module, attribute, None)
+    if isinstance(found, nn.Parameter):
+        return found, None
+    weight = getattr(found, "weight", None)
+    return (weight, found) if isinstance(found, nn.Module) and isinstance(weight, nn.Parameter) else (None, None)
+
+
+def _saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Iterate over the parameters of PEFT's ``modules_to_save``: (name, parameter of the original module, parameter)."""
+    for name, module in model.named_modules():
+        copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
+        if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
+            originals = dict(original.named_parameters())
+            for key, copy in copies.items():
+                for inner, param in copy.named_parameters():
+                    if inner in originals:
+                        yield f"{name}.modules_to_save.{key}.{inner}", originals[inner], param
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def _registry_in(model: nn.Module) -> ProcessGroupRegistry:
+    for module in model.modules():
+        found = getattr(module, "registry", None)
+        if isinstance(found, ProcessGroupRegistry):
+            return found
+    return registry_for(model)
+
+
+def _layout(
+    adapter: Adapter, registry: ProcessGroupRegistry, sequence_parallel: bool | None, expert_axes: str | tuple[str, ...]
+) -> AdapterLayout:
+    if isinstance(adapter.module, LoRA):
+        return adapter.module._layout
+    name = f"{adapter.name}: the base layer" if adapter.name else "the base layer"
+    layout = layout_of(
+        adapter.base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name
+    )
+    conv = getattr(adapter.module, "fan_in_fan_out", False)
+    if conv and not layout.is_transposed_weight and type(layout) is not AdapterLayout:
+        raise ValueError(f"{name} stores its weight as [in, out] (fan_in_fan_out) and is sharded, which is not supported")
+    if conv:
+        layout = replace(layout, in_features=layout.out_features, out_features=layout.in_features)
+    return layout
+
+
+def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
+    """Raise ValueError if the adapter is of PEFT, and PEFT's forward or backward is wrong for this base layer."""
+    if adapter.key is None or not isinstance(layout, ColumnLayout | RowLayout):
+        return
+    over = " x ".join(f"{axis}={layout.registry.size(axis)}" for axis in layout.axes)
+    if layout.registry.size(*layout.axes) == 1:
+        return
+    first, second = adapter.modules
+    if layout.is_embedding:
+        raise ValueError(
+            f"{adapter.name}: PEFT's LoRA looks up all ids in this rank's columns of lora_embedding_A, but the table is "
+            f"sharded over {over}, and it sums nothing; {_INSTEAD}"
+        )
+    if any(hasattr(module, "tp_group") for module in (first, second)):
+        raise ValueError(
+            f"{adapter.name}: PEFT's LoRA for Megatron layers multiplies the result of a factor, but Megatron's layers "
+            f"return a tuple of output and bias, so its forward fails; {_INSTEAD}"
+        )
+    if isinstance(layout, ColumnLayout):
+        if not _communicates(second):
+            raise ValueError(
+                f"{adapter.name}: the output features of this layer are sharded over {over}, but PEFT's lora_B does not sum "
+                "the gradient of its input over it, so the gradients of lora_A and of all earlier layers would be partial; "
+                + _INSTEAD
+            )
+        return
+    if not _communicates(first):
+        raise ValueError(
+            f"{adapter.name}: the input features of this layer are sharded over {over}, but PEFT's lora_A does not sum its "
+            f"output over it, so each rank would add another output; {_INSTEAD}"
+        )
+    given = getattr(first, "in_features", layout.in_features)
+    if given != layout.in_features:
+        raise ValueError(
+            f"{adapter.name}: the {layout.in_features} input features of this row-parallel layer are sharded over {over}, but "
+            f"PEFT's lora_A has in_features={given}, so its forward fails with an error about shapes; {_INSTEAD}"
+        )
+
+
+def _communicates(module: nn.Module | None) -> bool:
+    """Return True if the forward of a factor's module is not that of `nn.Linear` alone."""
+    if module is None:
+        return True
+    has_hooks = bool(module._forward_pre_hooks or module._forward_hooks)
+    return type(module).forward is not nn.Linear.forward or "forward" in vars(module) or has_hooks
+
+
+def _check_shape(
+    param: Tensor, name: str, spec: P, full: tuple[int, ...], layout: AdapterLayout, adapter: Adapter
+) -> None:
+    """Raise ValueError unless this rank's shard of a factor has the shape that ``spec`` gives to the full shape ``full``."""
+    registry = layout.registry
+    topology, coordinate = registry.topology, registry.coordinate
+    single = without_axes(spec, layout.stacked)
+    if has_dtensors((param,)):
+        stored = [axis for axis in _meshed(param, topology) if topology.role(axis) == "data"]
+        placed = spec_of(param, topology)
+        meshed = {*_meshed(param, topology)} - {*stored}
+        if {a for a in placed.sharded_axes if a in meshed} != {a for a in single.sharded_axes if a in meshed}:
+            raise ValueError(
+                f"{name} is a DTensor with the layout {placed}, but the layout of its base layer requires {single}; "
+                + _INSTEAD
+            )
+        outer = _outside_mesh(param, spec, topology)
+        dims = range(max(len(placed.entries), len(outer.entries)))
+        single = P().with_dims(
+            [
+                (*(part for part in outer.joint_dim_axes(dim) if part not in placed.joint_dim_axes(dim)), *placed.joint_dim_axes(dim))
+                for dim in dims
+            ],
+            blocks=[*placed.blocks],
+        )
+        single = without_axes(single, layout.stacked)
+    expected = local_shape(full, single, topology, coordinate)
+    found = tuple(local_tensor(param).shape)
+    if found != expected:
+        raise ValueError(
+            f"{name} has shape {found} on this rank, but its base layer {adapter.name or type(adapter.base).__name__} needs "
+            f"{expected}, the shard of {full} with {single}; {_INSTEAD}"
+        )
+
+
+def _meshed(param: Any, topology: Topology) -> tuple[str, ...]:
+    annotation = annotation_of(param)
+    from ..interop.dtensor import check_mesh, mesh_axes
+
+    known = check_mesh(param, topology)
+    del annotation
+    return tuple(
+        axis for dim in mesh_axes(param) for axis in (known[dim] if dim in known else topology.expand_aliases(dim))
+    )
+
+
+def _outside_mesh(param: Tensor, spec: P, topology: Topology) -> P:
+    """Return ``spec`` without the axes of the DTensor's mesh, which its placements describe."""
+    meshed = {*_meshed(param, topology)}
+    outer = without_axes(spec, meshed)
+    return outer.with_partial(tuple(axis for axis in spec.partial if axis not in {*spec_of_mesh(param)}))
+
+
+def spec_of_mesh(param: Any) -> tuple[str, ...]:
+    """Return the axes over which the placements of a DTensor shard it."""
+    from ..interop.dtensor import placement_spec
+
+    return placement_spec(param).sharded_axes

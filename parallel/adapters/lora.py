@@ -1,0 +1,390 @@
+"""LoRA adapters on sharded layers: `LoRA` beside a linear layer or an embedding, `ParameterLoRA` on tensors of experts.
+
+References: Hu et al. 2021 (LoRA), arXiv:2106.09685; Kalajdzievski 2023 (rsLoRA), arXiv:2312.03732; Liu et al. 2024 (DoRA),
+arXiv:2402.09353.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
+from ..layers.initialization import draw_embedding, draw_linear, keep_shard
+from ..layout.annotation import annotate
+from ..layout.shard import unshard
+from ..layout.spec import P, Span
+from ..mesh.collectives import Over, all_reduce
+from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.text import some
+from ..mesh.topology import Topology
+from .adapter_layout import AdapterLayout, layout_of, weight_spec, without_axes
+
+FACTOR = "_meshstep_adapter"
+"""Attribute of a parameter that is a factor of an adapter: "A", "B" or "magnitude"."""
+
+
+def mark_factor(param: Tensor, kind: str) -> None:
+    """Mark a parameter as a factor of an adapter, so that `prove` also checks it at random values of a zero factor."""
+    setattr(param, FACTOR, kind)
+
+
+def factor_of(param: Tensor) -> str | None:
+    """Return "A", "B" or "magnitude" for a factor of an adapter; None for other parameters."""
+    found: Any = getattr(param, FACTOR, None)
+    return found if isinstance(found, str) else None
+
+
+class LoRA(nn.Module):
+    """A linear layer or an embedding with a low-rank adapter: the layer's output plus ``scaling * B @ A @ input``.
+
+    The base layer is called unchanged and is frozen. It may be replicated, a 1-D, 2-D or 3-D layer of meshstep, a linear
+    layer or embedding of Megatron-core, or a layer whose weight is a DTensor, as `parallelize_module`, `fully_shard` and
+    Transformers create. A and B get their shards, specs and collectives from the base layer.
+
+        model.up = LoRA(model.up, r=8, alpha=16)
+
+    Args:
+        base: The layer. Its weight must be declared, unless the mesh has one rank.
+        r: Rank of the adapter.
+        alpha: The adapter's output is multiplied by ``alpha / r``.
+        registry: The process groups. None: those of a layer of meshstep, or one rank if ``torch.distributed`` is not
+            initialised. Default: None.
+        use_rslora: If True, the output is multiplied by ``alpha / sqrt(r)`` instead. Default: False.
+        use_dora: If True, each row of the adapted weight is rescaled to a trained magnitude (DoRA). Not supported on
+            embeddings, 2-D and 3-D layers. Default: False.
+        sequence_parallel: True if the activations between layers are sharded along the sequence. None: the attribute of
+            this name of the base layer, or else False. Default: None.
+        expert_axes: Axes along which ranks hold layers of different experts. Default: none.
+        generator: Random generator for A, in the same state on all ranks. None: torch's default generator.
+        dtype: Of the factors. None: the dtype of the base layer's weight.
+
+    Attributes:
+        base_layer: The base layer.
+        lora_A, lora_B: This rank's shards of A [r, in] and B [out, r]. B is zero at first; on an embedding, A is.
+        lora_magnitude_vector: This rank's magnitudes [out]; None without DoRA.
+        scaling: Factor of the adapter's output.
+        is_merged: True between `merge` and `unmerge`.
+
+    Shapes: input and output as in the base layer. If it returns a tuple, the first tensor is adapted.
+    Raises:
+        ValueError: ``r`` is not positive; the layer is not supported or not declared; or DoRA is not supported on it.
+    Collectives: on a column-parallel layer an all-reduce of r features per token in backward; on a row-parallel layer, or a
+    vocabulary-parallel embedding, one in forward; see the table in `meshstep.parallel.adapters.adapter_layout`.
+    Host synchronization: none in forward and backward.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        r: int,
+        alpha: float,
+        registry: ProcessGroupRegistry | None = None,
+        *,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        sequence_parallel: bool | None = None,
+        expert_axes: str | tuple[str, ...] = (),
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        name: str = "the base layer",
+    ) -> None:
+        super().__init__()
+        if type(r) is not int or r < 1:
+            raise ValueError(f"{name}: r={r!r} must be a positive integer; write the rank of the adapter, such as r=8")
+        registry = _registry_for(base, registry, name)
+        layout = layout_of(base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name)
+        if use_dora and layout.reduced_axes is None:
+            raise ValueError(
+                f"{name}: DoRA is not supported on a {type(base).__name__} with the weight {spec_of(base.weight)}; "  # type: ignore[arg-type]
+                "leave out use_dora=True for this layer"
+            )
+        self.base_layer = base.requires_grad_(False)
+        self.r, self.alpha, self.use_rslora, self.use_dora = r, alpha, use_rslora, use_dora
+        self.scaling = alpha / (math.sqrt(r) if use_rslora else r)
+        self.is_merged = False
+        self._layout = layout
+        registry.create_groups(*layout.communicating_axes)
+        weight: Any = base.weight
+        drawn: dict[str, Any] = {"device": weight.device, "dtype": dtype or weight.dtype}
+        experts = registry.size(*layout.stacked) if layout.stacked else 1
+        pairs = [_draw_factors(layout, r, generator, drawn) for _ in range(experts)]
+        a, b = (torch.cat(factors) if experts > 1 else factors[0] for factors in zip(*pairs, strict=True))
+        self.lora_A = _factor(a, layout.first, registry, "A")
+        self.lora_B = _factor(b, layout.second, registry, "B")
+        self.lora_magnitude_vector: nn.Parameter | None = None
+        if use_dora:
+            self.lora_magnitude_vector = nn.Parameter(self._row_norms().to(drawn["dtype"]))
+            full_shape = None if layout.stacked else (layout.out_features,)
+            annotate(self.lora_magnitude_vector, layout.magnitude, full_shape=full_shape)
+            mark_factor(self.lora_magnitude_vector, "magnitude")
+        self._merged_scale: Tensor | None = None
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = self.base_layer(input, *args, **kwargs)
+        if self.is_merged:
+            return result
+        output = result[0] if isinstance(result, tuple) else result
+        if has_dtensors((input, output)):
+            raise TypeError(
+                f"LoRA of {type(self.base_layer).__name__} got a DTensor, but needs this rank's tensors; give the base "
+                "layer use_local_output=True, and pass it to_local() of the input"
+            )
+        layout = self._layout
+        product = self.scaling * layout.product(input, self.lora_A, self.lora_B, output)
+        if self.lora_magnitude_vector is None:
+            adapted = output + product.to(output.dtype)
+        else:
+            scale = self.lora_magnitude_vector / self._row_norms().to(self.lora_magnitude_vector.dtype)
+            bias = self._added_bias(result, output)
+            linear = output if bias is None else output - bias
+            adapted = layout.leave(scale, output).to(output.dtype) * (linear + product.to(output.dtype))
+            adapted = adapted if bias is None else adapted + bias
+        return (adapted, *result[1:]) if isinstance(result, tuple) else adapted
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the base layer if the adapter has none of this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "base_layer":
+                raise
+            return getattr(super().__getattr__("base_layer"), name)
+
+    def extra_repr(self) -> str:
+        options = [text for text, used in (("rsLoRA", self.use_rslora), ("DoRA", self.use_dora)) if used]
+        return ", ".join([f"r={self.r}", f"alpha={self.alpha}", *options])
+
+    @torch.no_grad()
+    def _row_norms(self) -> Tensor:
+        """Return the norms of the rows of the adapted weight that this rank computes with: [out on this rank].
+
+        Collectives: for a row-parallel layer, an all-reduce over its axes.
+        """
+        a, b = local_tensor(self.lora_A), local_tensor(self.lora_B)
+        weight = _computed_weight(self._weight, (b.size(0), a.size(1)), self._layout)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        squares = (weight.to(dtype) + self.scaling * b.to(dtype) @ a.to(dtype)).square().sum(1)
+        axes = self._layout.reduced_axes
+        if axes and self._layout.registry.size(*axes) > 1:
+            squares = all_reduce(squares, Over(self._layout.registry, axes, call="LoRA"))
+        return squares.sqrt()
+
+    def _added_bias(self, result: Any, output: Tensor) -> Tensor | None:
+        """Return the bias that the base layer has added to its output, in the layout of the output; None without one."""
+        bias = getattr(self.base_layer, "bias", None)
+        if bias is None or (isinstance(result, tuple) and len(result) > 1 and result[1] is not None):
+            return None
+        return self._layout.leave(local_tensor(bias), output).to(output.dtype)
+
+    @property
+    def _weight(self) -> Tensor:
+        weight: Tensor = self.base_layer.weight  # type: ignore[assignment]
+        return weight
+
+    # Merging ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapter to this rank's shard of the base weight. Forward then calls the base layer only.
+
+        The sum is computed in float64 and rounded once. Call it on all ranks.
+
+            model.up.merge()
+
+        Collectives: all-gathers of the factors over the axes that shard them; with DoRA also an all-reduce over the axes
+        that shard the rows of the weight. Host synchronization: yes, if there are collectives.
+        """
+        if self.is_merged:
+            return
+        weight = local_tensor(self._weight)
+        merged = weight.double() + self._change()
+        if self.lora_magnitude_vector is not None:
+            self._merged_scale = self._scale(merged)
+            merged = merged * self._merged_scale
+        weight.copy_(merged)
+        self.is_merged = True
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Subtract the adapter from this rank's shard of the base weight, computed in float64 and rounded once.
+
+        The weight may differ from its value before `merge` in the last bit. Call it on all ranks.
+
+            model.up.unmerge()
+
+        Collectives, host synchronization: as in `merge`.
+        """
+        if not self.is_merged:
+            return
+        weight = local_tensor(self._weight)
+        before = weight.double()
+        if self._merged_scale is not None:
+            before = before / self._merged_scale
+        weight.copy_(before - self._change())
+        self._merged_scale, self.is_merged = None, False
+
+    def _change(self) -> Tensor:
+        """Return ``scaling * B @ A`` for this rank's elements of the base weight, in the shape of its shard, in float64."""
+        factors = full_factors(self)
+        out_spans, in_spans = self._weight_spans()
+        change = self.scaling * _rows(factors["B"].double(), out_spans) @ _rows(factors["A"].double().t(), in_spans).t()
+        return change.t() if self._layout.is_transposed_weight else change
+
+    def _weight_spec(self) -> P:
+        """Return the current spec of the base weight, without the axes along which experts differ."""
+        return without_axes(weight_spec(self._weight, self._layout.registry.topology), self._layout.stacked)
+
+    def _weight_spans(self) -> tuple[Sequence[Span], Sequence[Span]]:
+        """Return the spans of the output features, and of the input features, of this rank's shard of the base weight."""
+        layout, spec = self._layout, self._weight_spec()
+        where = layout.registry.topology, layout.registry.coordinate
+        dims = (1, 0) if layout.is_transposed_weight else (0, 1)
+        return (
+            spec.spans(dims[0], layout.out_features, *where),
+            spec.spans(dims[1], layout.in_features, *where),
+        )
+
+    def _scale(self, adapted: Tensor) -> Tensor:
+        """Return magnitude / norm of each row of this rank's shard ``adapted`` of the adapted weight: [rows, 1]."""
+        squares, registry = adapted.square().sum(1, keepdim=True), self._layout.registry
+        axes = self._weight_spec().dim_axes(1)
+        if axes and registry.size(*axes) > 1:
+            squares = all_reduce(squares, Over(registry, axes, call="LoRA.merge"))
+        magnitudes = _rows(full_factors(self)["magnitude"].double(), self._weight_spans()[0])
+        return magnitudes.unsqueeze(1) / squares.sqrt()
+
+
+def add_lora(
+    model: nn.Module,
+    targets: str | Iterable[str],
+    r: int,
+    alpha: float,
+    registry: ProcessGroupRegistry | None = None,
+    *,
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, LoRA]:
+    """Freeze a model, and replace layers in it by `LoRA` of these layers.
+
+        adapters = add_lora(model, ["q_proj", "v_proj", "layers.*.down"], r=8, alpha=16)
+
+    The initial factors depend on ``seed`` and the layer's name only, so they are equal on every layout of the model.
+
+    Args:
+        model: The model. All its parameters are frozen.
+        targets: Names of layers: a full name, the end of a name after a dot, or a glob pattern for full names.
+        r, alpha, registry: As in `LoRA`.
+        seed: Seed of the initial factors. Default: 0.
+        **options: More arguments of `LoRA`, such as ``use_dora=True``.
+    Returns:
+        The adapters by the full names of their layers.
+    Raises:
+        ValueError: A target is the name of no layer, or as in `LoRA`. The model is unchanged in the first case.
+    Collectives: none; with DoRA all-reduces over the axes of row-parallel layers. Host synchronization: none.
+    """
+    wanted = [targets] if isinstance(targets, str) else [*targets]
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for target in wanted:
+        matching = {name: module for name, module in modules.items() if name and _is_target(name, target)}
+        if not matching:
+            raise ValueError(
+                f"target {target!r} is the name of no module of {type(model).__name__}; its modules are {some(modules)}"
+            )
+        found.update(matching)
+    model.requires_grad_(False)
+    adapters = {}
+    for name in (name for name in modules if name in found):
+        generator = torch.Generator(_device_of(found[name])).manual_seed(seed + zlib.crc32(name.encode()))
+        adapter = LoRA(found[name], r, alpha, registry, generator=generator, name=name, **options)
+        parent, _, child = name.rpartition(".")
+        setattr(modules[parent], child, adapter)
+        adapters[name] = adapter
+    return adapters
+
+
+def _is_target(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}") or (bool(re.search(r"[*?\[]", target)) and fnmatchcase(name, target))
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((param.device for param in module.parameters()), torch.device("cpu"))
+
+
+def full_factors(adapter: LoRA) -> dict[str, Tensor]:
+    """Return the full factors of an adapter on every rank: "A" [r, in], "B" [out, r], with DoRA "magnitude" [out].
+
+    Collectives: all-gathers over the axes that shard the factors, except axes along which experts differ.
+    Host synchronization: yes, if there are collectives.
+    """
+    layout = adapter._layout
+    params = {"A": adapter.lora_A, "B": adapter.lora_B, "magnitude": adapter.lora_magnitude_vector}
+    found = {}
+    for kind, param in params.items():
+        if param is not None:
+            spec = without_axes(spec_of(param, layout.registry.topology), layout.stacked)
+            found[kind] = unshard(local_tensor(param), spec, layout.registry)
+    return found
+
+
+def _rows(tensor: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Return the rows of ``tensor`` in ``spans``, concatenated."""
+    return torch.cat([tensor.narrow(0, offset, length) for offset, length in spans])
+
+
+def _computed_weight(weight: Tensor, shape: tuple[int, int], layout: AdapterLayout) -> Tensor:
+    """Return the shard of a weight [out, in] with which the layer computes, whose shape is ``shape``.
+
+    Collectives: if `fully_shard` has sharded the weight further, an all-gather.
+    """
+    local = local_tensor(weight)
+    if tuple(local.shape) == shape:
+        return local
+    registry = layout.registry
+    full = unshard(local, without_axes(weight_spec(weight, registry.topology), layout.stacked), registry)
+    places = [(layout.second, 0), (layout.first, 1)]
+    for dim, (spec, of_factor) in enumerate(places):
+        spans = without_axes(spec, layout.stacked).spans(
+            of_factor, full.size(dim), registry.topology, registry.coordinate
+        )
+        full = _rows(full.transpose(0, dim), spans).transpose(0, dim)
+    return full
+
+
+def _draw_factors(
+    layout: AdapterLayout, r: int, generator: torch.Generator | None, drawn: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the initial full factors A [r, in] and B [out, r]: A as in `nn.Linear` and B zero; on an embedding, A zero."""
+    if layout.is_embedding:
+        b = draw_embedding(layout.out_features, r, generator=generator, **drawn)
+        return torch.zeros(r, layout.in_features, **drawn), b
+    a, _ = draw_linear(layout.in_features, r, bias=False, generator=generator, **drawn)
+    return a, torch.zeros(layout.out_features, r, **drawn)
+
+
+def _factor(full: Tensor, spec: P, registry: ProcessGroupRegistry, kind: str) -> nn.Parameter:
+    param = keep_shard(full, spec, registry)
+    mark_factor(param, kind)
+    return param
+
+
+def _registry_for(base: nn.Module, registry: ProcessGroupRegistry | None, name: str) -> ProcessGroupRegistry:
+    if registry is not None:
+        return registry
+    own = getattr(base, "registry", None)
+    if isinstance(own, ProcessGroupRegistry):
+        return own
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"{name} is a {type(base).__name__}, which has no registry; pass the registry of the model as registry="
+        )
+    return ProcessGroupRegistry(Topology())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...parallel.adapters.declaration import random_factors
 from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.layout.spec import P
 from ...parallel.mesh.deprecation import renamed_fields, renamed_members
@@ -151,7 +152,8 @@ def prove(
 
     Call it on every rank, in a test, at the start of training or between two steps. Don't call it between a backward
     with ``overlap=True`` and its step: the step would reject the gradients. Dropout gets the same random numbers in
-    every forward. Gradients, buffers, parameters and random states are restored before the call returns.
+    every forward. A factor of a LoRA adapter that is zero gets random values, because the gradient of the other factor
+    would be zero too. Gradients, buffers, parameters and random states are restored before the call returns.
 
     Args:
         model: A model whose parameters are declared with `declare`. Parallel layers and DTensors declare themselves.
@@ -427,7 +429,7 @@ def examine(
         raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
     if most is not None and most < 1:
         raise ValueError(f"max_parameters={most}: give a number >= 1, or None to check all parameters")
-    with in_float64(model) if dtype is not None else nullcontext():
+    with in_float64(model) if dtype is not None else nullcontext(), random_factors(model, registry, seed):
         objective = Objective(model, loss_fn, registry)
         try:
             return _Examination(model, objective, registry, most, seed, contracts_of).run()

@@ -298,7 +298,8 @@ def layout_of(
     if out_axes and in_axes:
         raise ValueError(
             f"{name} is declared {spec}: both dims of its weight are sharded, and {type(base).__name__} is not a 2-D "
-            "or 3-D layer of meshstep, so the collectives of its adapter are unknown; write the adapter as a module of your own"
+            "or 3-D layer of meshstep, so the collectives of its adapter are unknown; write the adapter as a module of "
+            "your own"
         )
     sizes = _features(base, weight, spec, topology, inner, is_embedding)
     outer, inner_dim = (1, 0) if is_embedding else (0, 1)

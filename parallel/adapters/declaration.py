@@ -6,10 +6,13 @@ PEFT is not imported: its layers are found by their attributes ``lora_A``, ``lor
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..interop.inferred_registry import registry_for
@@ -17,10 +20,11 @@ from ..interop.local_parameters import has_dtensors, local_tensor, spec_of
 from ..layout.annotation import annotate, annotation_of, copy_annotation
 from ..layout.shard import local_shape
 from ..layout.spec import P
+from ..mesh.agreement import gather_objects
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
 from .adapter_layout import AdapterLayout, ColumnLayout, RowLayout, layout_of, without_axes
-from .lora import LoRA, mark_factor
+from .lora import LoRA
 
 _PAIRS = (("A", "B"), ("a", "b"), ("lora_a", "lora_b"), ("lora_A", "lora_B"))
 _INSTEAD = "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer"
@@ -85,30 +89,29 @@ def declare_adapters(
     Collectives: none, unless the registry is derived from the model. Host synchronization: none.
     """
     registry = registry or _registry_in(model)
-    decided: dict[str, tuple[Tensor, P, str, tuple[int, ...] | None]] = {}
+    decided: dict[str, tuple[Tensor, P, tuple[int, ...] | None]] = {}
     for adapter in adapters_of(model):
         layout = _layout(adapter, registry, sequence_parallel, expert_axes)
         _check_forward(adapter, layout)
-        r = local_tensor(adapter.first).size(0)
+        r = adapter.first.size(0)  # of a DTensor, the global size
         fulls = (r, layout.in_features), (layout.out_features, r), (layout.out_features,)
         specs = layout.first, layout.second, layout.magnitude
         params = [param for param in (adapter.first, adapter.second, adapter.magnitude) if param is not None]
-        for param, name, spec, full, kind in zip(params, adapter.names, specs, fulls, ("A", "B", "magnitude"), strict=False):
-            _check_shape(param, name, spec, full, layout, adapter)
-            decided[name] = (param, spec, kind, None if layout.stacked else full)
+        for param, name, spec, full in zip(params, adapter.names, specs, fulls, strict=False):
+            _check_shape(param, name, spec, full, layout)
+            decided[name] = (param, spec, None if layout.stacked else full)
     saved = list(_saved_modules(model))
     if not decided and not saved:
         raise ValueError(
             f"{type(model).__name__} has no adapter: no module has lora_A and lora_B, or A and B beside one layer; add the "
             "adapters before this call"
         )
-    for name, (param, spec, kind, full_shape) in decided.items():
+    for name, (param, spec, full_shape) in decided.items():
         if not has_dtensors((param,)):
             annotate(param, spec, name, full_shape=full_shape)
         else:
-            annotate(param, _outside_mesh(param, spec, registry.topology), name)
-        mark_factor(param, kind)
-    declared = {name: spec for name, (_, spec, _, _) in decided.items()}
+            annotate(param, without_axes(spec, _mesh_axes(param, registry.topology)), name)
+    declared = {name: spec for name, (_, spec, _) in decided.items()}
     for name, original, copy in saved:
         if annotation_of(original) is not None:
             copy_annotation(original, copy)
@@ -162,7 +165,7 @@ def _with_magnitude(
     modules: tuple[nn.Module | None, nn.Module | None],
     key: str,
 ) -> Adapter:
-    vector = magnitudes[key] if key in magnitudes else None
+    vector = magnitudes[key] if key in magnitudes else None  # noqa: SIM401 (a ModuleDict has no get)
     if isinstance(vector, nn.Module):
         weight: Any = vector.weight
         more: tuple[str, ...] = (f"{prefix}lora_magnitude_vector.{key}.weight",)
@@ -213,6 +216,59 @@ def _saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
                         yield f"{name}.modules_to_save.{key}.{inner}", originals[inner], param
 
 
+# Random values of zero factors ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def random_factors(model: nn.Module, registry: ProcessGroupRegistry, seed: int = 0) -> Iterator[tuple[str, ...]]:
+    """Context manager that sets the zero factors of all adapters to random values, and sets them to zero at its end.
+
+    One factor of a LoRA adapter is zero at first, so the gradient of the other factor is zero, and a check of gradients
+    cannot find that it is not summed. `prove` uses this context by itself.
+
+        with random_factors(model, registry):
+            loss_of(model).backward()
+            print(audit(model, registry))
+
+    Replicas get equal values, shards get distinct values. The context yields the names of the factors that were zero on all
+    ranks. Every rank must enter it.
+
+    Args:
+        model: A model with adapters (`declare_adapters`). Without adapters the context does nothing.
+        registry: The process groups.
+        seed: Seed of the values. Default: 0.
+    Collectives: an object all-gather over the world. Host synchronization: yes.
+    """
+    factors = {
+        name: param
+        for adapter in adapters_of(model)
+        for name, param in zip(adapter.names, (adapter.first, adapter.second), strict=False)
+    }
+    zero = {name: not bool(local_tensor(param).detach().any()) for name, param in factors.items()}
+    by_rank = gather_objects(zero, registry)
+    names = tuple(name for name in factors if all(of_rank.get(name, True) for of_rank in by_rank))
+    try:
+        for name in names:
+            _fill(factors[name], name, registry, seed)
+        yield names
+    finally:
+        with torch.no_grad():
+            for name in names:
+                local_tensor(factors[name]).zero_()
+
+
+@torch.no_grad()
+def _fill(param: Tensor, name: str, registry: ProcessGroupRegistry, seed: int) -> None:
+    """Set a factor to random values that depend on its name and on this rank's shard."""
+    annotation = annotation_of(param)
+    spec = P() if annotation is None and not has_dtensors((param,)) else spec_of(param, registry.topology)
+    shards = [f"{axis}={registry.coordinate[axis]}" for axis in spec.distinct_axes(registry.topology)]
+    number = zlib.crc32(" ".join([name, *shards]).encode())
+    local = local_tensor(param)
+    generator = torch.Generator(local.device).manual_seed(seed + number)
+    local.normal_(0.0, max(min(param.shape), 1) ** -0.5, generator=generator)
+
+
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -230,12 +286,12 @@ def _layout(
     if isinstance(adapter.module, LoRA):
         return adapter.module._layout
     name = f"{adapter.name}: the base layer" if adapter.name else "the base layer"
-    layout = layout_of(
-        adapter.base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name
-    )
+    layout = layout_of(adapter.base, registry, sequence_parallel=sequence_parallel, expert_axes=expert_axes, name=name)
     conv = getattr(adapter.module, "fan_in_fan_out", False)
     if conv and not layout.is_transposed_weight and type(layout) is not AdapterLayout:
-        raise ValueError(f"{name} stores its weight as [in, out] (fan_in_fan_out) and is sharded, which is not supported")
+        raise ValueError(
+            f"{name} stores its weight as [in, out] (fan_in_fan_out) and is sharded, which is not supported"
+        )
     if conv:
         layout = replace(layout, in_features=layout.out_features, out_features=layout.in_features)
     return layout
@@ -254,17 +310,12 @@ def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
             f"{adapter.name}: PEFT's LoRA looks up all ids in this rank's columns of lora_embedding_A, but the table is "
             f"sharded over {over}, and it sums nothing; {_INSTEAD}"
         )
-    if any(hasattr(module, "tp_group") for module in (first, second)):
-        raise ValueError(
-            f"{adapter.name}: PEFT's LoRA for Megatron layers multiplies the result of a factor, but Megatron's layers "
-            f"return a tuple of output and bias, so its forward fails; {_INSTEAD}"
-        )
     if isinstance(layout, ColumnLayout):
         if not _communicates(second):
             raise ValueError(
-                f"{adapter.name}: the output features of this layer are sharded over {over}, but PEFT's lora_B does not sum "
-                "the gradient of its input over it, so the gradients of lora_A and of all earlier layers would be partial; "
-                + _INSTEAD
+                f"{adapter.name}: the output features of this layer are sharded over {over}, but PEFT's lora_B does not "
+                "sum the gradient of its input over it, so the gradients of lora_A and of all earlier layers would be "
+                f"partial; {_INSTEAD}"
             )
         return
     if not _communicates(first):
@@ -275,8 +326,8 @@ def _check_forward(adapter: Adapter, layout: AdapterLayout) -> None:
     given = getattr(first, "in_features", layout.in_features)
     if given != layout.in_features:
         raise ValueError(
-            f"{adapter.name}: the {layout.in_features} input features of this row-parallel layer are sharded over {over}, but "
-            f"PEFT's lora_A has in_features={given}, so its forward fails with an error about shapes; {_INSTEAD}"
+            f"{adapter.name}: the {layout.in_features} input features of this row-parallel layer are sharded over {over}, "
+            f"but PEFT's lora_A has in_features={given}, so its forward fails with an error about shapes; {_INSTEAD}"
         )
 
 
@@ -288,61 +339,33 @@ def _communicates(module: nn.Module | None) -> bool:
     return type(module).forward is not nn.Linear.forward or "forward" in vars(module) or has_hooks
 
 
-def _check_shape(
-    param: Tensor, name: str, spec: P, full: tuple[int, ...], layout: AdapterLayout, adapter: Adapter
-) -> None:
-    """Raise ValueError unless this rank's shard of a factor has the shape that ``spec`` gives to the full shape ``full``."""
-    registry = layout.registry
-    topology, coordinate = registry.topology, registry.coordinate
+def _check_shape(param: Tensor, name: str, spec: P, full: tuple[int, ...], layout: AdapterLayout) -> None:
+    """Raise ValueError unless this rank's shard of a factor has the shape that ``spec`` gives to the shape ``full``."""
+    topology, coordinate = layout.registry.topology, layout.registry.coordinate
     single = without_axes(spec, layout.stacked)
+    expected, found = local_shape(full, single, topology, coordinate), tuple(local_tensor(param).shape)
     if has_dtensors((param,)):
-        stored = [axis for axis in _meshed(param, topology) if topology.role(axis) == "data"]
+        meshed = _mesh_axes(param, topology)
         placed = spec_of(param, topology)
-        meshed = {*_meshed(param, topology)} - {*stored}
-        if {a for a in placed.sharded_axes if a in meshed} != {a for a in single.sharded_axes if a in meshed}:
+        stored = [axis for axis in placed.sharded_axes if axis in meshed and topology.role(axis) == "data"]
+        outside = [axis for axis in (*placed.sharded_axes, *single.sharded_axes) if axis not in meshed]
+        given, wanted = without_axes(placed, [*stored, *outside]), without_axes(single, outside)
+        if (given.entries, given.blocks) != (wanted.entries, wanted.blocks):
             raise ValueError(
-                f"{name} is a DTensor with the layout {placed}, but the layout of its base layer requires {single}; "
-                + _INSTEAD
+                f"{name} is a DTensor with the layout {placed}, but beside its base layer it must be {single}; {_INSTEAD}"
             )
-        outer = _outside_mesh(param, spec, topology)
-        dims = range(max(len(placed.entries), len(outer.entries)))
-        single = P().with_dims(
-            [
-                (*(part for part in outer.joint_dim_axes(dim) if part not in placed.joint_dim_axes(dim)), *placed.joint_dim_axes(dim))
-                for dim in dims
-            ],
-            blocks=[*placed.blocks],
-        )
-        single = without_axes(single, layout.stacked)
-    expected = local_shape(full, single, topology, coordinate)
-    found = tuple(local_tensor(param).shape)
+        if stored:  # `fully_shard` has sharded the factor further, so only its global shape can be compared
+            expected, found = local_shape(full, without_axes(single, meshed), topology, coordinate), tuple(param.shape)
     if found != expected:
         raise ValueError(
-            f"{name} has shape {found} on this rank, but its base layer {adapter.name or type(adapter.base).__name__} needs "
-            f"{expected}, the shard of {full} with {single}; {_INSTEAD}"
+            f"{name} has shape {found} on this rank, but its base layer needs {expected}, the shard of {full} with "
+            f"{single}; {_INSTEAD}"
         )
 
 
-def _meshed(param: Any, topology: Topology) -> tuple[str, ...]:
-    annotation = annotation_of(param)
+def _mesh_axes(param: Any, topology: Topology) -> set[str]:
+    """Return the axes of the topology of which the mesh of a DTensor consists."""
     from ..interop.dtensor import check_mesh, mesh_axes
 
     known = check_mesh(param, topology)
-    del annotation
-    return tuple(
-        axis for dim in mesh_axes(param) for axis in (known[dim] if dim in known else topology.expand_aliases(dim))
-    )
-
-
-def _outside_mesh(param: Tensor, spec: P, topology: Topology) -> P:
-    """Return ``spec`` without the axes of the DTensor's mesh, which its placements describe."""
-    meshed = {*_meshed(param, topology)}
-    outer = without_axes(spec, meshed)
-    return outer.with_partial(tuple(axis for axis in spec.partial if axis not in {*spec_of_mesh(param)}))
-
-
-def spec_of_mesh(param: Any) -> tuple[str, ...]:
-    """Return the axes over which the placements of a DTensor shard it."""
-    from ..interop.dtensor import placement_spec
-
-    return placement_spec(param).sharded_axes
+    return {axis for dim in mesh_axes(param) for axis in (known[dim] if dim in known else topology.expand_aliases(dim))}

@@ -28,20 +28,6 @@ from ..mesh.text import some
 from ..mesh.topology import Topology
 from .adapter_layout import AdapterLayout, layout_of, weight_spec, without_axes
 
-FACTOR = "_meshstep_adapter"
-"""Attribute of a parameter that is a factor of an adapter: "A", "B" or "magnitude"."""
-
-
-def mark_factor(param: Tensor, kind: str) -> None:
-    """Mark a parameter as a factor of an adapter, so that `prove` also checks it at random values of a zero factor."""
-    setattr(param, FACTOR, kind)
-
-
-def factor_of(param: Tensor) -> str | None:
-    """Return "A", "B" or "magnitude" for a factor of an adapter; None for other parameters."""
-    found: Any = getattr(param, FACTOR, None)
-    return found if isinstance(found, str) else None
-
 
 class LoRA(nn.Module):
     """A linear layer or an embedding with a low-rank adapter: the layer's output plus ``scaling * B @ A @ input``.
@@ -118,14 +104,13 @@ class LoRA(nn.Module):
         experts = registry.size(*layout.stacked) if layout.stacked else 1
         pairs = [_draw_factors(layout, r, generator, drawn) for _ in range(experts)]
         a, b = (torch.cat(factors) if experts > 1 else factors[0] for factors in zip(*pairs, strict=True))
-        self.lora_A = _factor(a, layout.first, registry, "A")
-        self.lora_B = _factor(b, layout.second, registry, "B")
+        self.lora_A = keep_shard(a, layout.first, registry)
+        self.lora_B = keep_shard(b, layout.second, registry)
         self.lora_magnitude_vector: nn.Parameter | None = None
         if use_dora:
             self.lora_magnitude_vector = nn.Parameter(self._row_norms().to(drawn["dtype"]))
             full_shape = None if layout.stacked else (layout.out_features,)
             annotate(self.lora_magnitude_vector, layout.magnitude, full_shape=full_shape)
-            mark_factor(self.lora_magnitude_vector, "magnitude")
         self._merged_scale: Tensor | None = None
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +260,7 @@ def add_lora(
 ) -> dict[str, LoRA]:
     """Freeze a model, and replace layers in it by `LoRA` of these layers.
 
-        adapters = add_lora(model, ["q_proj", "v_proj", "layers.*.down"], r=8, alpha=16)
+        adapters = add_lora(model, ["up", "head"], r=8, alpha=16)
 
     The initial factors depend on ``seed`` and the layer's name only, so they are equal on every layout of the model.
 
@@ -313,7 +298,8 @@ def add_lora(
 
 
 def _is_target(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}") or (bool(re.search(r"[*?\[]", target)) and fnmatchcase(name, target))
+    is_pattern = re.search(r"[*?\[]", target) is not None
+    return name == target or name.endswith(f".{target}") or (is_pattern and fnmatchcase(name, target))
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -369,12 +355,6 @@ def _draw_factors(
         return torch.zeros(r, layout.in_features, **drawn), b
     a, _ = draw_linear(layout.in_features, r, bias=False, generator=generator, **drawn)
     return a, torch.zeros(layout.out_features, r, **drawn)
-
-
-def _factor(full: Tensor, spec: P, registry: ProcessGroupRegistry, kind: str) -> nn.Parameter:
-    param = keep_shard(full, spec, registry)
-    mark_factor(param, kind)
-    return param
 
 
 def _registry_for(base: nn.Module, registry: ProcessGroupRegistry | None, name: str) -> ProcessGroupRegistry:

@@ -15,6 +15,7 @@ from test_import_layers import FOLDERS, ROOT, ImportEdge, library, own_import_ed
 
 # Packages and modules that the core does not need. They may import each other.
 PERIPHERY = (
+    "parallel/adapters",
     "parallel/layers",
     "parallel/data",
     "parallel/ranks",
@@ -46,6 +47,7 @@ ALLOWED = {
     ("parallel/interop/inferred_registry.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
 }
 DELETED = (
+    "parallel/adapters",
     "parallel/layers",
     "parallel/data",
     "amp/fp8_linear",

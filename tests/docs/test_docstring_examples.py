@@ -47,6 +47,7 @@ NOT_RUN = {  # they need another package, a launcher's processes, or code that o
     "RanksError": "a function in a file, for other processes",
     "run_ranks": "a function in a file, for other processes",
     "registry_of": "a model of Transformers; tests/interop run it",
+    "declare_adapters": "peft; tests/interop run it",
 }
 WITHOUT = {  # exported names without an example, and why
     "BiasLayout": "names of options",
@@ -72,6 +73,8 @@ RECORDED = (
     "        optimizer.backward(model(x).square().mean()); optimizer.step()"
 )
 SETUP = {
+    "LoRA.merge": "model.up = LoRA(model.up, r=2, alpha=4)",
+    "LoRA.unmerge": "model.up = LoRA(model.up, r=2, alpha=4)",
     "Classifier2D": "embedding = Embedding2D(32000, 512, registry)\n"
     "hidden = torch.randn(4, 512); target = torch.randint(32000, (4,))",
     "Classifier3D": "hidden = torch.randn(4, 64); target = torch.randint(32000, (4,))",

@@ -32,6 +32,7 @@ LAYERS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"mesh", "launch"}),
         frozenset({"layout", "data", "ranks"}),
         frozenset({"interop", "layers"}),
+        frozenset({"adapters"}),
         frozenset({"__main__"}),
     ),
     "amp": (

@@ -22,6 +22,7 @@ from meshstep.parallel import (
     VocabParallelEmbedding,
     add_lora,
     cross_entropy_2d,
+    declare,
     gather_from,
     scatter_to,
     shard,
@@ -57,6 +58,9 @@ class Options(NamedTuple):
     def inner(self) -> int:
         """Return the number of input features of the layer ``down``."""
         return HIDDEN // 3 if self.blocks == 3 else HIDDEN
+
+
+DEFAULT = Options()
 
 
 class Lm(nn.Module):
@@ -180,8 +184,6 @@ def _cube(registry: ProcessGroupRegistry, options: Options) -> nn.Module:
     down = Linear3D(options.inner, WIDTH, registry, input="output", output="input", **kwargs)
     model = _Cube(embed, up, down, nn.Linear(WIDTH, VOCAB, **kwargs))
     model.registry = registry
-    from meshstep.parallel import declare
-
     declare(model, {"*": P()})
     return model
 
@@ -217,7 +219,7 @@ def randomize(model: nn.Module) -> None:
                 param.copy_(shard(full, spec, layout.registry, uneven=True))
 
 
-def adapted(layout: str, registry: ProcessGroupRegistry, options: Options = Options(), zero: bool = False) -> nn.Module:
+def adapted(layout: str, registry: ProcessGroupRegistry, options: Options = DEFAULT, zero: bool = False) -> nn.Module:
     model: Any = LAYOUTS[layout].build(registry, options)
     model.fused = 3 if options.blocks == 3 else 1
     add_lora(model, options.names, R, ALPHA, registry, seed=4, **options.adapters)
@@ -235,7 +237,7 @@ def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
 
 
 def trained(
-    layout: str, options: Options = Options(), steps: int = STEPS, start: int = 0, zero: bool = False, **more: Any
+    layout: str, options: Options = DEFAULT, steps: int = STEPS, start: int = 0, zero: bool = False, **more: Any
 ) -> tuple[Weights, list[float], Weights]:
     """Return full adapter weights before, norms, and weights after clipped steps."""
     with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
@@ -267,7 +269,7 @@ def one_step(layout: str, model: nn.Module, optimizer: ParallelOptimizer, step: 
 
 
 def reference(
-    first: Weights, options: Options = Options(), steps: int = STEPS, start: int = 0
+    first: Weights, options: Options = DEFAULT, steps: int = STEPS, start: int = 0
 ) -> tuple[list[float], Weights]:
     """Train the dense model from the factors ``first``, and return norms and weights."""
     base, factors = dense_model(options), {name: value.clone().requires_grad_() for name, value in first.items()}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from lora_models import LAYERS, LAYOUTS, MAX_NORM, Options, reference, trained
+from lora_models import DEFAULT, LAYERS, LAYOUTS, MAX_NORM, Options, reference, trained
 from world import World
 
 LINEAR = ("up", "down", "head")
 CASES = {
-    **{layout: (layout, Options(blocks=3 if layout in ("tensor", "data and tensor", "grid") else 1)) for layout in LAYOUTS},
+    **{
+        layout: (layout, Options(blocks=3 if layout in ("tensor", "data and tensor", "grid") else 1))
+        for layout in LAYOUTS
+    },
     "sequence parallel": ("tensor", Options(sequence_parallel=True)),
     "rsLoRA": ("data and tensor", Options(adapters={"use_rslora": True})),
     "DoRA": ("data and tensor", Options(LINEAR, {"use_dora": True})),
@@ -24,8 +29,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) -> None:
     layout, options = CASES[case]
-    ranks = torch.tensor([*LAYOUTS[layout].topology.values()]).prod().item()
-    for first, norms, weights in world.run(int(ranks), trained, layout, options):
+    ranks = math.prod(LAYOUTS[layout].topology.values())
+    for first, norms, weights in world.run(ranks, trained, layout, options):
         expected_norms, expected = reference(first, options)
         assert min(expected_norms) > MAX_NORM, "every step should clip"
         assert weights.keys() == expected.keys()
@@ -37,8 +42,8 @@ def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) 
 def test_initial_factors_are_equal_in_every_layout(world: World) -> None:
     starts = []
     for layout in ("tensor", "grid", "gathered outputs", "wide grid"):
-        ranks = torch.tensor([*LAYOUTS[layout].topology.values()]).prod().item()
-        starts += [first for first, _, _ in world.run(int(ranks), trained, layout, Options(), 0, 0, True)]
+        ranks = math.prod(LAYOUTS[layout].topology.values())
+        starts += [first for first, _, _ in world.run(ranks, trained, layout, DEFAULT, 0, 0, True)]
     for start in starts:
         assert start.keys() == {f"{layer}.lora_{factor}" for layer in LAYERS for factor in "AB"}
         for name, value in start.items():

@@ -1,0 +1,199 @@
+"""LoRA on sharded models of Transformers trains like PEFT's LoRA on the unsharded model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import add_lora, declare_adapters, registry_of, shard, spec_of, unshard
+from meshstep.parallel.interop.local_parameters import local_tensor
+from torch import Tensor, nn
+from transformers_models import Mesh, loaded, loss_of, made, tokens_of
+from world import World
+
+pytest.importorskip("transformers", reason="needs transformers (the extra 'interop')")
+pytest.importorskip("peft", reason="needs peft (the extra 'interop')")
+
+Weights = dict[str, Tensor]
+MESHES = [(1, 2), (2, 2)]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+R, ALPHA, STEPS, MAX_NORM = 2, 4.0, 10, 0.01
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A function that returns the path of the float64 checkpoint of a model."""
+
+    def path_of(kind: str) -> str:
+        path = tmp_path_factory.getbasetemp() / f"peft-{kind}"
+        if not path.exists():
+            made(kind).double().save_pretrained(path)
+        return str(path)
+
+    return path_of
+
+
+def with_peft(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=R, lora_alpha=int(ALPHA), target_modules=targets, **options)
+        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def plain(name: str) -> str:
+    """Return the name of a factor without PEFT's additions."""
+    name = name.replace("lora_embedding_", "lora_")
+    for text in ("base_model.model.", ".default", ".weight"):
+        name = name.replace(text, "")
+    return name
+
+
+def randomized(shape: tuple[int, ...], name: str) -> Tensor:
+    seed = sum(map(ord, plain(name)))
+    return 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def own_run(path: str, mesh: Mesh, targets: list[str], **options: Any) -> tuple[list[float], Weights]:
+    """Train LoRA of meshstep, and return norms and full adapter weights."""
+    model = loaded(path, mesh)
+    with registry_of(model) as registry:
+        adapters = add_lora(model, targets, R, ALPHA, registry, **options)
+        for name, adapter in adapters.items():
+            layout = adapter._layout
+            fulls = {"lora_A": (R, layout.in_features), "lora_B": (layout.out_features, R)}
+            for factor, shape in fulls.items():
+                param = getattr(adapter, factor)
+                full = randomized(shape, f"{name}.{factor}")
+                param.data.copy_(shard(full, spec_of(param), registry))
+        return run(model, registry, mesh)
+
+
+def run(model: nn.Module, registry: Any, mesh: Mesh) -> tuple[list[float], Weights]:
+    optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, tokens_of(step)[registry.rank("fsdp") :: mesh[0]]))
+        norms.append(float(optimizer.step().total_norm))
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    specs = {name: spec_of(param, registry.topology) for name, param in trained.items()}
+    return norms, {plain(name): unshard(local_tensor(trained[name]), spec, registry) for name, spec in specs.items()}
+
+
+def peft_run(path: str, targets: list[str], **options: Any) -> tuple[list[float], Weights]:
+    """Train PEFT's LoRA on the unsharded model with torch."""
+    model = with_peft(loaded(path, None), targets, **options)
+    for name, param in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name or "lora_embedding" in name:
+            param.data.copy_(randomized(tuple(param.shape), name))
+    optimizer, norms = adamw(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, tokens_of(step)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return norms, {plain(name): param.detach() for name, param in model.named_parameters() if param.requires_grad}
+
+
+def assert_equal(found: tuple[list[float], Weights], expected: tuple[list[float], Weights]) -> None:
+    assert min(expected[0]) > MAX_NORM, "every step should clip"
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1].keys() == expected[1].keys()
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llama", {}), ("qwen3", {"use_rslora": True}), ("llama", {"use_dora": True})],
+    ids=["llama", "qwen3-rslora", "llama-dora"],
+)
+def test_lora_on_sharded_transformers_trains_like_peft(
+    world: World, saved: Callable[[str], str], kind: str, options: dict[str, Any], mesh: Mesh
+) -> None:
+    path = saved(kind)
+    expected = peft_run(path, ALL, **options)
+    for found in world.run(mesh[0] * mesh[1], own_run_with, path, mesh, ALL, options):
+        assert_equal(found, expected)
+
+
+def own_run_with(path: str, mesh: Mesh, targets: list[str], options: dict[str, Any]) -> tuple[list[float], Weights]:
+    return own_run(path, mesh, targets, **options)
+
+
+def test_lora_on_sharded_embedding_and_head_trains_like_peft(world: World, saved: Callable[[str], str]) -> None:
+    path, targets = saved("llama"), ["embed_tokens", "lm_head", "o_proj"]
+    expected = peft_run(path, targets)
+    for found in world.run(2, own_run_with, path, (1, 2), targets, {}):
+        assert_equal(found, expected)
+
+
+# PEFT's own adapters --------------------------------------------------------------------------------------------------
+
+
+def with_peft_run(path: str, mesh: Mesh, targets: list[str], options: dict[str, Any]) -> Any:
+    """Train PEFT's LoRA on the sharded model after `declare_adapters`; return its error if it raises."""
+    model = with_peft(loaded(path, mesh), targets, **options)
+    with registry_of(model) as registry:
+        try:
+            declared = declare_adapters(model, registry)
+        except ValueError as error:
+            return str(error)
+        for name in declared:
+            param = model.get_parameter(name)
+            if "lora_A" in name or "lora_B" in name:
+                full = randomized((R, 16) if "lora_A" in name else (param.size(0), R), name)
+                value = shard(full, spec_of(param, registry.topology), registry)
+                local_tensor(param).data.copy_(value)
+        return run(model, registry, mesh)
+
+
+COLUMNS = ["q_proj", "k_proj", "up_proj"]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"modules_to_save": ["q_norm", "k_norm"]}])
+def test_peft_on_column_parallel_layers_trains_like_unsharded(
+    world: World, saved: Callable[[str], str], options: dict[str, Any]
+) -> None:
+    path = saved("qwen3")
+    expected = peft_run(path, COLUMNS, **options)
+    for found in world.run(2, with_peft_run, path, (1, 2), COLUMNS, options):
+        assert not isinstance(found, str), found
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "targets", "text"),
+    [
+        (
+            (1, 2),
+            ["q_proj", "o_proj"],
+            "o_proj: the 16 input features of this row-parallel layer are sharded over tp=2, ",
+        ),
+        ((2, 2), ["q_proj"], "lora_B.default.weight has shape (4, 2) on this rank, but its base layer needs (8, 2)"),
+        ((1, 2), ["embed_tokens"], "PEFT's LoRA looks up all ids in this rank's columns of lora_embedding_A"),
+        (
+            (1, 2),
+            ["lm_head"],
+            "lm_head: the output features of this layer are sharded over tp=2, but PEFT's lora_B does not",
+        ),
+    ],
+)
+def test_peft_adapter_with_wrong_forward_is_named(
+    world: World, saved: Callable[[str], str], mesh: Mesh, targets: list[str], text: str
+) -> None:
+    for found in world.run(mesh[0] * mesh[1], with_peft_run, saved("llama"), mesh, targets, {}):
+        assert text in found
+        assert "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer" in found

@@ -1,0 +1,210 @@
+"""`declare_adapters` derives the layout of adapters of other modules, and `prove` and `audit` find their mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lora_models import MAX_NORM, Options, adapted, full_weights, one_step, optimizer_of, reference
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    LoRA,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    blocks,
+    copy_to,
+    declare,
+    declare_adapters,
+    reduce_from,
+    shard,
+    spec_of,
+    unshard,
+)
+from meshstep.parallel.adapters.declaration import random_factors
+from meshstep.parallel.interop.audit import audit
+from meshstep.parallel.interop.dtensor import keep_specs
+from meshstep.parallel.interop.local_parameters import local_tensor
+from meshstep.testing import Proof, prove
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import linear
+from world import World
+
+R = 3
+
+
+class Pair(nn.Module):
+    """An adapter as users write it: two parameters beside a layer.
+
+    Args:
+        wrong: A mistake in the forward: "no sum" or "summed twice".
+    """
+
+    def __init__(self, layer: Any, registry: ProcessGroupRegistry, a: tuple[int, int], b: tuple[int, int], wrong: str):
+        super().__init__()
+        self.layer, self.registry, self.wrong = layer.requires_grad_(False), registry, wrong
+        kwargs: Any = {"dtype": torch.float64}
+        column = isinstance(layer, ColumnParallelLinear)
+        self.column = column
+        spec_a, spec_b = (P(), layer.spec) if column else (P(None, "tensor"), P())
+        self.A = nn.Parameter(shard(torch.randn(*a, **kwargs) / 2, spec_a, registry))
+        self.B = nn.Parameter(shard(torch.zeros(*b, **kwargs), spec_b, registry))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = linear(x, self.A)
+        if self.wrong != "no sum":
+            hidden = (copy_to if self.column else reduce_from)(hidden, self.registry, "tensor")
+        if self.wrong == "summed twice":
+            hidden = copy_to(hidden, self.registry, "tensor")
+        result: Tensor = self.layer(x) + linear(hidden, self.B)
+        return result
+
+
+def pairs(registry: ProcessGroupRegistry, wrong: tuple[str, str] = ("", "")) -> nn.Module:
+    torch.manual_seed(2)
+    kwargs: Any = {"dtype": torch.float64}
+    up = ColumnParallelLinear(8, 12, registry, blocks=(2, 1), **kwargs)
+    down = RowParallelLinear(12, 8, registry, **kwargs)
+    first = nn.Linear(8, 8, **kwargs).requires_grad_(False)
+    declare(first, {"*": P()})
+    model = nn.Sequential(
+        LoRA(first, R, 3.0, registry),
+        Pair(up, registry, (R, 8), (12, R), wrong[0]),
+        nn.Tanh(),
+        Pair(down, registry, (R, 12), (8, R), wrong[1]),
+    )
+    declare_adapters(model)
+    return model
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    x = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return (model(x) - torch.ones(8, dtype=torch.float64)).square().mean()
+
+
+def proved(wrong: tuple[str, str]) -> tuple[dict[str, P], Proof, str, bool]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = pairs(registry, wrong)
+        specs = {name: spec_of(param) for name, param in model.named_parameters() if param.requires_grad}
+        proof = prove(model, loss_of, registry)
+        with random_factors(model, registry) as names:
+            loss_of(model).backward()
+            audited = str(audit(model, registry))
+        zero = all(not model.get_parameter(name).any() for name in names) and len(names) == 3
+        return specs, proof, audited, zero
+
+
+def test_pairs_beside_sharded_layers_are_declared_and_proved(world: World) -> None:
+    for specs, proof, audited, zero in world.run(2, proved, ("", "")):
+        assert specs == {
+            "0.lora_A": P(),
+            "0.lora_B": P(),
+            "1.A": P(),
+            "1.B": P(blocks("tensor", (2, 1))),
+            "3.A": P(None, "tensor"),
+            "3.B": P(),
+        }
+        assert proof.is_correct, proof
+        assert {*proof.proved} == {*specs}, proof
+        assert audited.endswith("match their declared layouts")
+        assert zero, "the factors must be zero again"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "cause"),
+    [
+        (("no sum", ""), "1.A", "a sum is missing"),
+        (("summed twice", ""), "1.A", "counted several times"),
+        (("", "summed twice"), "3.A", "counted several times"),
+    ],
+)
+def test_prove_names_factors_with_wrong_sums(world: World, wrong: tuple[str, str], name: str, cause: str) -> None:
+    """Planted mistakes of published adapters: a replicated factor that is never summed, a factor that is summed twice."""
+    for _, proof, audited, _ in world.run(2, proved, wrong):
+        found = {finding.name: finding for finding in proof.findings}
+        assert name in found, proof
+        assert found[name].cause == cause, proof
+        assert found[name].axes == ("tensor",), proof
+        if cause == "a sum is missing":
+            assert f"{name}: declared P(), replicated over 'tensor', but the gradients differ" in audited
+
+
+def test_prove_finds_row_factor_that_is_never_summed(world: World) -> None:
+    for _, proof, _, _ in world.run(2, proved, ("", "no sum")):
+        assert [finding.cause for finding in proof.findings] == ["forward differs"], proof
+        assert proof.findings[0].axes == ("tensor",)
+
+
+# fully_shard ----------------------------------------------------------------------------------------------------------
+
+FULLY_SHARDED = Options(("up", "down", "head"), blocks=1)
+
+
+def fully_sharded() -> Any:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        model: Any = adapted("data and tensor", registry, FULLY_SHARDED)
+        first = full_weights(model, registry)
+        with keep_specs(model):
+            for layer in (model.up, model.down):
+                fully_shard(layer, mesh=registry.device_mesh("data"))
+            fully_shard(model, mesh=registry.device_mesh("data"))
+        declare_adapters(model, registry)
+        optimizer = optimizer_of(model, registry, data_parallel=model)
+        norms = [one_step("data and tensor", model, optimizer, step) for step in range(10)]
+        weights = {
+            name: unshard(local_tensor(param), spec_of(param, registry.topology), registry)
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        }
+        return first, norms, weights
+
+
+def test_fully_sharded_adapters_train_like_dense_lora(world: World) -> None:
+    for first, norms, weights in world.run(4, fully_sharded):
+        expected_norms, expected = reference(first, FULLY_SHARDED)
+        assert min(expected_norms) > MAX_NORM
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def errors() -> list[str]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        linear = nn.Linear(4, 4)
+        calls: list[Callable[[], Any]] = [
+            lambda: LoRA(linear, 2, 4.0, registry),
+            lambda: LoRA(linear, 2, 4.0),
+            lambda: LoRA(ColumnParallelLinear(4, 4, registry), 0, 4.0),
+            lambda: LoRA(nn.LayerNorm(4), 2, 4.0, registry),
+            lambda: declare_adapters(nn.Sequential(nn.Linear(4, 4)), registry),
+            lambda: LoRA(_owned(nn.Linear(4, 4, bias=False)), 2, 4.0, registry),
+        ]
+        found = []
+        for call in calls:
+            with pytest.raises(ValueError, match=r".") as error:
+                call()
+            found.append(str(error.value))
+        return found
+
+
+def _owned(layer: nn.Module) -> nn.Module:
+    declare(layer, {"weight": P(owned={"tensor": 0})})
+    return layer
+
+
+def test_layers_without_derivable_layout_are_rejected(world: World) -> None:
+    for texts in world.run(2, errors):
+        undeclared, without_registry, rank, kind, none, owned = texts
+        assert "the base layer: a parameter of shape (4, 4) has no spec; declare its layout" in undeclared
+        assert "is a Linear, which has no registry; pass the registry of the model as registry=" in without_registry
+        assert "r=0 must be a positive integer" in rank
+        assert "is a LayerNorm without a weight of two dims" in kind
+        assert "Sequential has no adapter: no module has lora_A and lora_B" in none
+        assert "but an adapter needs a weight that every rank holds" in owned

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lora_models import DEFAULT, LAYERS, LAYOUTS, MAX_NORM, Options, reference, trained
+from lora_models import (
+    DEFAULT,
+    LAYERS,
+    LAYOUTS,
+    MAX_NORM,
+    Options,
+    Weights,
+    adapted,
+    batch,
+    full_weights,
+    one_step,
+    optimizer_of,
+    reference,
+    trained,
+)
+from meshstep.optim import load_checkpoint, save_checkpoint
+from meshstep.parallel import LoRA, ProcessGroupRegistry, Topology, spec_of, unshard
 from world import World
 
 LINEAR = ("up", "down", "head")
@@ -26,11 +44,14 @@ CASES = {
 }
 
 
+def ranks_of(layout: str) -> int:
+    return math.prod(LAYOUTS[layout].topology.values())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) -> None:
     layout, options = CASES[case]
-    ranks = math.prod(LAYOUTS[layout].topology.values())
-    for first, norms, weights in world.run(ranks, trained, layout, options):
+    for first, norms, weights in world.run(ranks_of(layout), trained, layout, options):
         expected_norms, expected = reference(first, options)
         assert min(expected_norms) > MAX_NORM, "every step should clip"
         assert weights.keys() == expected.keys()
@@ -42,9 +63,96 @@ def test_lora_on_sharded_layers_trains_like_dense_lora(world: World, case: str) 
 def test_initial_factors_are_equal_in_every_layout(world: World) -> None:
     starts = []
     for layout in ("tensor", "grid", "gathered outputs", "wide grid"):
-        ranks = math.prod(LAYOUTS[layout].topology.values())
-        starts += [first for first, _, _ in world.run(ranks, trained, layout, DEFAULT, 0, 0, True)]
+        starts += [first for first, _, _ in world.run(ranks_of(layout), trained, layout, DEFAULT, 0, 0, True)]
     for start in starts:
         assert start.keys() == {f"{layer}.lora_{factor}" for layer in LAYERS for factor in "AB"}
         for name, value in start.items():
             assert torch.equal(value, starts[0][name]), name
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def run_part(
+    layout: str, options: Options, folder: str, start: int, steps: int
+) -> tuple[Weights, list[float], Weights]:
+    """Train some steps, from the checkpoint in ``folder`` unless ``start`` is 0, and save a checkpoint there."""
+    with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
+        model = adapted(layout, registry, options)
+        first = full_weights(model, registry)
+        optimizer = optimizer_of(model, registry)
+        if start:
+            load_checkpoint(folder, model, optimizer)
+        norms = [one_step(layout, model, optimizer, step) for step in range(start, start + steps)]
+        save_checkpoint(folder, model, optimizer)
+        return first, norms, full_weights(model, registry)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("tensor", "data and tensor"), ("data and tensor", "gathered outputs"), ("grid", "wide grid")]
+)
+def test_training_continues_on_another_layout(world: World, tmp_path: Path, before: str, after: str) -> None:
+    folder, options = str(tmp_path / "saved"), Options(blocks=1)
+    first, norms, _ = world.run(ranks_of(before), run_part, before, options, folder, 0, 5)[0]
+    _, more, weights = world.run(ranks_of(after), run_part, after, options, folder, 5, 5)[0]
+    expected_norms, expected = reference(first, options)
+    assert [*norms, *more] == pytest.approx(expected_norms, rel=1e-12)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+# Merging --------------------------------------------------------------------------------------------------------------
+
+
+def merged(layout: str, options: Options, dtype: torch.dtype) -> tuple[Weights, Weights, Weights, float]:
+    """Return the full base weights before, while and after the adapters are merged, and the change of the loss."""
+    with ProcessGroupRegistry(Topology(**LAYOUTS[layout].topology)) as registry:
+        model = adapted(layout, registry, options)
+        ids, targets = batch(0)
+        before = LAYOUTS[layout].loss(model, ids, targets, registry)
+        adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
+        for adapter in adapters.values():
+            adapter.base_layer.to(dtype)
+
+        def weights() -> Weights:
+            found = {}
+            for name, adapter in adapters.items():
+                weight = adapter.base_layer.weight
+                found[name] = unshard(weight.detach(), spec_of(weight), registry)
+            return found
+
+        states = [weights()]
+        for adapter in adapters.values():
+            adapter.merge()
+        states.append(weights())
+        change = 0.0
+        if dtype == torch.float64:
+            change = float((LAYOUTS[layout].loss(model, ids, targets, registry) - before).abs())
+        for adapter in adapters.values():
+            adapter.unmerge()
+        return (*states, weights(), change)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layout", "adapters"),
+    [("data and tensor", {}), ("grid", {}), ("cube", {}), ("data and tensor", {"use_dora": True})],
+)
+def test_merged_weights_equal_dense_merge(
+    world: World, layout: str, adapters: dict[str, Any], dtype: torch.dtype
+) -> None:
+    options = Options(LINEAR if adapters else LAYERS, adapters, blocks=1)
+    first = world.run(ranks_of(layout), trained, layout, options, 0)[0][0]
+    for before, during, after, change in world.run(ranks_of(layout), merged, layout, options, dtype):
+        assert change < 1e-12
+        for name in options.names:
+            weight = before[name].double()
+            is_out_in = layout not in ("grid", "cube") or name == "head"
+            dense = 2.0 * first[f"{name}.lora_B"] @ first[f"{name}.lora_A"]
+            dense = weight + (dense if is_out_in and name != "embed" else dense.t())
+            if adapters:
+                magnitude = first[f"{name}.lora_magnitude_vector"]
+                dense = dense * (magnitude / dense.norm(dim=1)).unsqueeze(1)
+            ulp = torch.finfo(dtype).eps
+            torch.testing.assert_close(during[name].double(), dense, rtol=ulp, atol=1e-14)
+            torch.testing.assert_close(after[name].double(), weight, rtol=2 * ulp, atol=8 * ulp)

@@ -93,7 +93,7 @@ class Layout(NamedTuple):
         loss: Function of (model, ids, targets, registry), on the rows of this data rank.
     """
 
-    topology: dict[str, int]
+    topology: dict[str, Any]
     build: Callable[[ProcessGroupRegistry, Options], nn.Module]
     loss: Callable[[nn.Module, Tensor, Tensor, ProcessGroupRegistry], Tensor]
 
@@ -225,7 +225,8 @@ def adapted(layout: str, registry: ProcessGroupRegistry, options: Options = DEFA
     add_lora(model, options.names, R, ALPHA, registry, seed=4, **options.adapters)
     if not zero:
         randomize(model)
-    return model
+    adapted_model: nn.Module = model
+    return adapted_model
 
 
 def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
@@ -262,7 +263,9 @@ def one_step(layout: str, model: nn.Module, optimizer: ParallelOptimizer, step: 
         ids, targets = (shard(full, P("data"), registry) for full in (ids, targets))
     optimizer.zero_grad()
     optimizer.backward(LAYOUTS[layout].loss(model, ids, targets, registry))
-    return float(optimizer.step().total_norm)
+    stats = optimizer.step()
+    assert stats is not None
+    return float(stats.total_norm)
 
 
 # The dense reference, which adds the product of the factors to the weights ------------------------------------------------

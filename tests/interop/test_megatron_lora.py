@@ -47,7 +47,8 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def trained(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Weights, Weights, list[float], Weights]:
     """Return all weights of the base model, adapter weights before and after the steps, and norms."""
     with megatron(**sizes), registry_of() as registry:
-        model = gpt(**sizes, **options).double()
+        given: dict[str, Any] = {**sizes, **options}
+        model = gpt(**given).double()
         declare_by_flags(model, registry)
         base = {name: unshard(param.detach(), spec_of(param), registry) for name, param in model.named_parameters()}
         adapters = add_lora(model, LAYERS, R, ALPHA, registry)

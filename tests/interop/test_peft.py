@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -38,12 +39,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 def with_peft(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
-    import peft
-
+    peft: Any = importlib.import_module("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(r=R, lora_alpha=int(ALPHA), target_modules=targets, **options)
-        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
+        adapted: nn.Module = peft.get_peft_model(model, config)
+        return adapted
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -83,7 +83,8 @@ def pairs(registry: ProcessGroupRegistry, wrong: tuple[str, str] = ("", "")) -> 
 
 def loss_of(model: nn.Module) -> Tensor:
     x = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return (model(x) - torch.ones(8, dtype=torch.float64)).square().mean()
+    result: Tensor = model(x)
+    return (result - torch.ones(8, dtype=torch.float64)).square().mean()
 
 
 def proved(wrong: tuple[str, str]) -> tuple[dict[str, P], Proof, str, bool]:

@@ -117,7 +117,7 @@ def merged(layout: str, options: Options, dtype: torch.dtype) -> tuple[Weights, 
         def weights() -> Weights:
             found = {}
             for name, adapter in adapters.items():
-                weight = adapter.base_layer.weight
+                weight = adapter.base_layer.get_parameter("weight")
                 found[name] = unshard(weight.detach(), spec_of(weight), registry)
             return found
 

@@ -1,6 +1,6 @@
 """Mesh topology, process groups, parameter layouts, parallel layers, launching and data loading."""
 
-from .adapters.declaration import declare_adapters
+from .adapters.declaration import declare_adapters, random_factors
 from .adapters.lora import LoRA, add_lora
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
@@ -78,6 +78,7 @@ __all__ = [
     "mark_model_parallel",
     "on_all_ranks",
     "prepare_dataloader",
+    "random_factors",
     "reduce_from",
     "reduce_scatter_to",
     "registry_of",

@@ -73,6 +73,8 @@ RECORDED = (
     "        optimizer.backward(model(x).square().mean()); optimizer.step()"
 )
 SETUP = {
+    "random_factors": "from meshstep.parallel.interop.audit import audit\n"
+    "loss_of = lambda model: model(x).square().mean()",
     "LoRA.merge": "model.up = LoRA(model.up, r=2, alpha=4)",
     "LoRA.unmerge": "model.up = LoRA(model.up, r=2, alpha=4)",
     "Classifier2D": "embedding = Embedding2D(32000, 512, registry)\n"

@@ -25,6 +25,7 @@ HOWTO = ROOT / "docs" / "howto"
 RANKS = {  # page -> the number of ranks that its snippets run on
     "PARAMETER_GROUPS.md": 2,
     "FINE_TUNING.md": 2,
+    "LORA.md": 2,
     "ZERO.md": 2,
     "TENSOR_PARALLEL.md": 4,
     "PIPELINES.md": 2,

@@ -32,6 +32,7 @@ ELSEWHERE = {  # page -> the test files that run its Python blocks, directly or 
     "docs/howto/CLUSTERS.md": "docs/test_clusters.py",
     "docs/howto/PARAMETER_GROUPS.md": "docs/test_howto.py",
     "docs/howto/FINE_TUNING.md": "docs/test_howto.py",
+    "docs/howto/LORA.md": "docs/test_howto.py",
     "docs/howto/LOGGING.md": "docs/test_howto.py",
     "docs/howto/ZERO.md": "docs/test_howto.py",
     "docs/howto/TENSOR_PARALLEL.md": "docs/test_howto.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,3 +199,25 @@ def test_peft_adapter_with_wrong_forward_is_named(
     for found in world.run(mesh[0] * mesh[1], with_peft_run, saved("llama"), mesh, targets, {}):
         assert text in found
         assert "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer" in found
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def run_recipe(path: str) -> list[str]:
+    """Run the snippet about LoRA of docs/integrations/TRANSFORMERS.md and a step; return the trained parameters."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "TRANSFORMERS.md").read_text()
+    codes = [part.partition("```")[0] for part in page.split("```python\n")[1:3]]
+    names: dict[str, Any] = {"path": path}
+    exec(compile("\n".join([codes[0].rpartition("\nmodel =")[0], codes[1]]), "TRANSFORMERS.md", "exec"), names)
+    model, optimizer = names["model"], names["optimizer"]
+    with optimizer.registry as registry:
+        optimizer.backward(loss_of(model, tokens_of(0)[registry.rank("fsdp") :: 2]))
+        assert not bool(optimizer.step().skipped)
+        return [name for name, param in model.named_parameters() if param.requires_grad]
+
+
+def test_transformers_page_lora_recipe_trains_only_the_factors(world: World, saved: Callable[[str], str]) -> None:
+    for names in world.run(4, run_recipe, saved("llama")):
+        assert len(names) == 2 * 4 * 2
+        assert all("lora_" in name for name in names)

@@ -19,12 +19,12 @@ from meshstep.parallel import (
     copy_to,
     declare,
     declare_adapters,
+    random_factors,
     reduce_from,
     shard,
     spec_of,
     unshard,
 )
-from meshstep.parallel.adapters.declaration import random_factors
 from meshstep.parallel.interop.audit import audit
 from meshstep.parallel.interop.dtensor import keep_specs
 from meshstep.parallel.interop.local_parameters import local_tensor

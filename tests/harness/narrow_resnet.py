@@ -22,7 +22,7 @@ class NarrowResNet(ResNet):  # type: ignore[misc]
     """One plain block, and four blocks with a convolution in the shortcut: 320,000 parameters.
 
     The 21 million parameters of ResNet-34 would take most of the time, and further blocks of the same kinds add
-        nothing that depends on topology or precision.
+    nothing that depends on topology or precision.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -95,7 +95,7 @@ class Net(nn.Module):
         return y.sum()
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the param groups: parameters that are not matrices, if any, have their own weight decay."""
+        """Return two param groups, one per linear layer."""
         return [{"params": list(self.layers[0].parameters())}, {"params": list(self.layers[2:].parameters())}]
 
 

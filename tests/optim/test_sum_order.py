@@ -140,7 +140,7 @@ def test_fixed_order_with_tensor_and_pipeline_axes_gives_equal_weights(states: s
 
 
 def test_weights_do_not_depend_on_the_state_placement(world: World) -> None:
-    """The hash of all placements on 2 and on 3 ranks; 3 ranks exchange several partial sums each."""
+    """The hash is the same for each placement, on 2 and on 3 ranks; each of 3 ranks exchanges several partial sums."""
     runs = [FixedRun(states=states, weighted=True) for states in ("whole", "zero1", "zero2", "zero1 offloaded")]
     assert len({world.run(ranks, trained, run, ranks)[0] for ranks in (2, 3) for run in runs}) == 1
 
@@ -234,7 +234,7 @@ def test_hundred_steps_in_fixed_order_have_one_hash_on_up_to_eight_data_ranks(na
 
 
 def test_hash_differs_for_other_sum_order_step_count_and_clip_threshold(world: World) -> None:
-    """These negative controls use the usual sum order, one more step, and another threshold."""
+    """These negative controls use the usual sum order, one step fewer, and no clipping."""
     run = FixedRun(clip="norm")
     plain = [world.run(ranks, trained, replace(run, order="any"), ranks)[0] for ranks in (1, 3)]
     assert plain[0][0] != plain[1][0]

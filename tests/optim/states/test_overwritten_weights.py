@@ -136,7 +136,11 @@ def test_write_to_weights_without_master_or_offloaded_copy_does_not_raise(world:
 
 
 def undisturbed(case: str) -> tuple[list[str], list[int]]:
-    """Return the errors and object all-gathers of 17 steps, including an overflow, a state load and an added group."""
+    """Return the errors of 20 steps, and the object all-gathers of the first 17.
+
+    The first step overflows, then a state is loaded. Before step 18 a group is added, and before step 19 other code writes
+    to the stepped tensors.
+    """
     errors = []
     with training(case) as run:
         for index in range(1, 18):

@@ -58,7 +58,7 @@ def test_bypassing_optimizer_backward_in_first_step_raises(world: World, mode: M
 
 
 def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> list[Any]:
-    """Return [error, steps after the first bypass] for bypasses on one rank after three correct windows."""
+    """Return [error, steps after the first bypass] for bypasses on one rank after four correct windows."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)

@@ -217,7 +217,7 @@ def test_non_finite_loss_of_skipped_step_is_excluded_from_report() -> None:
 
 
 def losses_of_micro_batches(data_ranks: int) -> list[float | None]:
-    """Report the losses of 24 micro-batches per step; in the second step, which is skipped, one of them is inf."""
+    """Report the losses of 24 micro-batches per step; in the third step, which is skipped, one of them is inf."""
     reports: list[Report] = []
     topology, per_rank = Topology(data=data_ranks) if data_ranks > 1 else Topology(), 24 // data_ranks
     with ProcessGroupRegistry(topology) as registry:

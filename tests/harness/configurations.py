@@ -513,8 +513,10 @@ def case_of(number: int) -> Case:
 
 
 def _frozen(rng: random.Random, added: int | None) -> tuple[str, int, int | None]:
-    """Draw which parameter is frozen and when. One frozen at construction or when a param group is added stays
-    frozen."""
+    """Draw the frozen parameter, the step before which it is frozen, and the step before which it is unfrozen, or None.
+
+    A parameter that is frozen at construction or when a param group is added stays frozen.
+    """
     name = rng.choice([name for name in MODEL if name not in (*ALWAYS_USED, *UNEVEN) and not _is_added(name)])
     start, end = rng.randrange(STEPS), rng.choice([None, *range(1, STEPS)])
     stays = end is None or end <= start or start == 0 or (added is not None and start <= added <= end)

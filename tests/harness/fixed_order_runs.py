@@ -161,7 +161,10 @@ def trained(run: FixedRun, data_ranks: int) -> tuple[str, int, float, int]:
 
 
 def resumed(run: FixedRun, data_ranks: int, path: Path, first: int, stop: int) -> tuple[str, int, float, int]:
-    """Run the steps from ``first`` to ``stop`` (excluded). Load a checkpoint unless ``first`` is 0, and save one."""
+    """Run the steps from ``first`` to ``stop`` (excluded), and return the `Training.result`.
+
+    Load a checkpoint before, unless ``first`` is 0, and save one after.
+    """
     training = Training(run, data_ranks)
     if first:
         load_checkpoint(path / str(first), training.model, training.optimizer)

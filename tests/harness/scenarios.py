@@ -286,7 +286,7 @@ def train_dense(
     max_norm: float | None,
     norm_type: float,
 ) -> tuple[Full, Full, list[float]]:
-    """Train the dense model in one process, in float64: final parameters, last gradients, norms."""
+    """Train the dense model in one process, in float64. Return final parameters, last gradients, and norms."""
     params = {key: value.double().requires_grad_() for key, value in start.items()}
     optimizer = make(list(params.values()))
     norms = []

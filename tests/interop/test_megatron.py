@@ -115,7 +115,7 @@ def stepped_by_megatron(options: dict[str, Any], broken: str = "") -> tuple[list
 
 
 def dense(first: Weights, options: dict[str, Any], steps: int = STEPS) -> tuple[list[float], Weights]:
-    """Train with the same steps in one process in float64."""
+    """Train with the same steps in one process in float64. Return norms and final weights."""
     with megatron():
         model = gpt(**{**options, "sequence_parallel": False}).double()
         params = dict(model.named_parameters())

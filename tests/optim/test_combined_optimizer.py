@@ -115,7 +115,7 @@ def test_two_optimizers_match_one_with_two_groups_bitwise_in_every_precision(
 
 
 def dense(make: Make) -> tuple[list[float], dict[str, Tensor]]:
-    """Train in float64 with separate optimizers, clipped by the global norm."""
+    """Train in float64 with separate optimizers, clipped by the global norm. Return norms and final parameters."""
     with ProcessGroupRegistry(Topology(roles=None, data=1, tensor=1)) as registry:
         model = build(SCENARIO, registry, torch.float64)
         assert model is not None

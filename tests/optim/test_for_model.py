@@ -101,7 +101,10 @@ def test_ranks_with_different_parameters_become_pipeline_stages(world: World) ->
 
 
 def weighted_error(names: tuple[str, ...] | None, role: str | None) -> tuple[float, str]:
-    """Train `fully_shard` layers with a token weight per rank that differs from the second step on."""
+    """Train `fully_shard` layers with a token weight per rank that differs from the second step on.
+
+    Return the largest difference from the dense parameters, and the topology.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

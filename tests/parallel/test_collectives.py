@@ -198,7 +198,7 @@ def test_collectives_over_several_axes_use_topology_order(world: World) -> None:
 
 
 def uneven(axes: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """Rank i sends i * j rows to rank j, so rank 0 sends and receives nothing."""
+    """Send i * j rows from rank i to rank j, so rank 0 sends and receives nothing. Return both rows of the result."""
     with ProcessGroupRegistry(Topology(row=2, col=2, aliases={"grid": ("row", "col")})) as registry:
         rank, sizes = registry.rank(*axes), [registry.rank(*axes) * other for other in range(registry.size(*axes))]
         rows = torch.tensor([10.0 * rank + other for other, size in enumerate(sizes) for _ in range(size)])

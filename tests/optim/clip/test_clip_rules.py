@@ -571,7 +571,10 @@ def test_rule_can_be_changed_between_steps(world: World, name: str) -> None:
 
 
 def groups_with_thresholds(config: Config, first: Clip | float, norm_type: float) -> tuple[list[Told], str]:
-    """Give group 1 its own threshold and group 0 none; then change the threshold of group 1."""
+    """Give group 1 its own threshold and group 0 none; then change the threshold of group 1.
+
+    Return the results for each threshold, and the rule in ``optimizer.max_norm`` as text.
+    """
     layout = LAYOUTS[config.layout]
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)

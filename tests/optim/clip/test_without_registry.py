@@ -74,7 +74,7 @@ def test_torch_norm_raises_for_dtensors_on_several_meshes(world: World, name: st
 
 
 def stages() -> tuple[float, float]:
-    """Measure the norm of two pipeline stages, each with its own mesh; only the last stage has experts."""
+    """Return the norm of two pipeline stages, each with its own mesh, and the dense norm; only the last one has experts."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -97,7 +97,10 @@ def test_norm_without_registry_covers_pipeline_stages_with_separate_meshes(world
 
 
 def equal_stages(named: bool) -> tuple[float, float, tuple[str, ...]]:
-    """Measure the norm of two pipeline stages on slices of one mesh, with parameters of equal shapes and placements."""
+    """Return the norm of two pipeline stages on slices of one mesh, the dense norm, and the pipeline axes.
+
+    The parameters of both stages have equal shapes and placements.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = mesh_of((2, 2), ("pp", "fsdp"))
@@ -118,7 +121,10 @@ def test_pipeline_stages_of_equal_shapes_are_distinguished_by_dim_of_root_mesh(w
 
 
 def experts_on_slice(declared: bool) -> tuple[float | str, float]:
-    """Give each rank of `ep` its own experts, as DTensors on a slice that lacks `ep`."""
+    """Give each rank of `ep` its own experts, as DTensors on a slice that lacks `ep`.
+
+    Return the norm or the error, and the dense norm.
+    """
     from meshstep.parallel import P, annotate
     from torch.distributed.tensor import Shard, distribute_tensor
 

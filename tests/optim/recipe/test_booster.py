@@ -246,7 +246,10 @@ def test_fully_shard_of_parameters_with_two_dtypes_matches_unsharded_step(world:
 
 
 def train_in_parts(path: str, mode: Any, stop: int | None, axes: dict[str, int]) -> tuple[Tensor, Any]:
-    """Train 8 steps over 2 epochs; with ``stop`` save after that step, otherwise load first."""
+    """Train 8 steps over 2 epochs; with ``stop`` save after that step, otherwise load first.
+
+    Return the full weights, and the loaded extra value, or 0.
+    """
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         model = make_model(registry, seed=3 if stop else 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

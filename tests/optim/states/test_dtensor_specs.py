@@ -166,7 +166,10 @@ def test_dims_of_unnamed_mesh_are_matched_to_axes_by_their_ranks(world: World) -
 
 
 def stepped_with_pending(op: str) -> tuple[list[float], float]:
-    """Step a replicated weight with a partial gradient: 1 on the first tensor rank, 4 on the second."""
+    """Step a replicated weight with a partial gradient: 1 on the first tensor rank, 4 on the second.
+
+    Return the weight and the norm.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
     with registry_of(GRID) as registry:

@@ -82,7 +82,7 @@ def test_fsdp2_in_float32_matches_dense_model(world: World) -> None:
 
 
 def train_tensor(sequence: bool) -> tuple[list[float], Full, list[str]]:
-    """Train meshstep's tensor-parallel layers with fully_shard on top."""
+    """Apply fully_shard to tensor-parallel layers of meshstep and train them. Return norms, full parameters, and specs."""
     with registry_of((("data", 2), ("tensor", 2))) as registry:
         torch.manual_seed(11)
         model = Tensor1D(registry, torch.float64, sequence)
@@ -158,7 +158,10 @@ def test_fsdp2_mixed_precision_policy_matches_dense_model(world: World) -> None:
 
 
 def train_half(how: str) -> tuple[list[float], Full, bool]:
-    """Train a bf16 model with float32 master weights, sharded by fully_shard or averaged by the optimizer."""
+    """Train a bf16 model with float32 master weights, sharded by fully_shard or averaged by the optimizer.
+
+    Return norms, full parameters, and whether all master weights are float32.
+    """
     with registry_of((("data", 2),)) as registry:
         mode = precision_of("bf16")
         net = Net()

@@ -168,7 +168,10 @@ def test_steps_without_overwritten_weights_do_not_raise(world: World, case: str)
 
 
 def masters_on_one_stage() -> tuple[list[int], str]:
-    """Give the first stage a half-precision weight with master weights, and the second stage a float32 weight."""
+    """Give the first stage a half-precision weight with master weights, and the second stage a float32 weight.
+
+    Return the distinct values of the weight, times 8, and the error.
+    """
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         dtype = torch.float32 if registry.global_rank else torch.bfloat16
         param = nn.Parameter(torch.ones(8, dtype=dtype))

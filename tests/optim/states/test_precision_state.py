@@ -56,7 +56,7 @@ def file_of(directory: Path, mode: str) -> Path:
 
 
 def start(directory: Path) -> tuple[int, dict[str, End]]:
-    """Train 3 steps, save, and train 6 more."""
+    """Train 3 steps, save, and train 6 more. Return the process id, and the `End` of each mode."""
     ends = {}
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
         for name, mode in ALL.items():
@@ -72,7 +72,7 @@ def start(directory: Path) -> tuple[int, dict[str, End]]:
 
 
 def go_on(directory: Path) -> tuple[int, dict[str, End]]:
-    """Load the state saved by `start` into models with other weights, and train the same 6 steps."""
+    """Load the state saved by `start` into models with other weights, and train the same 6 steps. Return as `start`."""
     ends = {}
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
         for name, mode in ALL.items():

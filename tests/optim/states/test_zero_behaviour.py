@@ -75,7 +75,10 @@ def test_stepped_tensors_match_model_and_cover_each_parameter(world: World, opti
 
 
 def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
-    """Return the skip flags of three steps; in the second, one element of one rank's slice is not finite."""
+    """Run three steps; in the second, one element of one rank's slice is not finite.
+
+    Return the skip flags, whether only the second step changed nothing, and the number of skipped steps.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model, mode = Odd(registry, torch.float16), NaiveFp16(init_scale=4.0)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **options))

@@ -105,7 +105,10 @@ def test_too_many_skipped_steps_in_a_row_raise_on_every_rank(world: World) -> No
 
 
 def skip_in_two_rows(most: int) -> tuple[str, int]:
-    """Skip three steps, apply one, skip three more, and run enough steps for the counts to arrive."""
+    """Skip three steps, apply one, skip three more, and run enough steps for the counts to arrive.
+
+    Return the error, and the number of skipped steps.
+    """
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model, optimizer = optimizer_for("tensor", registry, max_skips_in_a_row=most)
         try:

@@ -346,7 +346,7 @@ def test_hyper_parameters_that_differ_between_ranks_skip_steps_and_raise(
 
 
 def own_plateau() -> tuple[list[tuple[int, str]], float]:
-    """Give each rank's plateau schedule its own loss; the loss of rank 1 never decreases."""
+    """Give each rank's plateau schedule its own loss; the loss of rank 1 never decreases. Return errors and weight sum."""
     rates: list[Any] = []
 
     def every(run: Run, step: int) -> None:
@@ -402,7 +402,10 @@ def test_in_place_change_of_betas_list_on_one_rank_raises_on_every_rank(world: W
 
 
 def group_of_some_ranks(differs: bool) -> tuple[list[str], int]:
-    """Use a group owned by tensor=1, which is empty on tensor=0 and has another lr there."""
+    """Use a group owned by tensor=1, which is empty on tensor=0 and has another lr there.
+
+    Return the errors, and the number of skipped steps.
+    """
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         w, owned = parameter("w", value=1.0), nn.Parameter(torch.ones(3))
         annotate(owned, P(owned={"tensor": 1}), "owned")
@@ -649,7 +652,7 @@ def test_steps_with_equal_clip_thresholds_on_all_ranks_are_not_skipped(world: Wo
 
 
 def managed_clips() -> tuple[list[str], float]:
-    """Call an explicit clip inside a window on rank 1 only."""
+    """Call an explicit clip inside a window on rank 1 only. Return the errors, and the number of skipped steps."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w, texts = parameter("w", value=1.0), []
         optimizer = ParallelOptimizer(adamw(w), registry, accumulation_steps=2, on_nonfinite="raise")

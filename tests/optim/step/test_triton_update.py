@@ -48,7 +48,10 @@ class Rows:
 
 
 def steps(name: str) -> tuple[Stepped, int, bool]:
-    """Run five steps; one is skipped, and one gradient is missing in one step."""
+    """Run five steps; one is skipped, and one gradient is missing in one step.
+
+    Return states and parameters, the number of stepped tensors, and whether the optimizer steps on the device.
+    """
     model = model_of()
     optimizer = of(model, MAKE[name])
     with Rows() as rows:
@@ -148,7 +151,7 @@ def gradient(name: str, step: int, data_rank: int | None) -> Tensor:
 
 
 def dense(precision: str) -> tuple[dict[str, Tensor], list[float]]:
-    """Train the dense model in float64."""
+    """Train the dense model in float64. Return final parameters and norms."""
     values = {
         name: full(name, 1).to(torch.bfloat16 if precision == "bf16" else torch.float32).double() for name in FULL
     }

@@ -140,7 +140,10 @@ def test_monitor_rejects_invalid_interval(every: Any) -> None:
 
 
 def train_on_ranks(topology: Topology) -> tuple[list[Report], float]:
-    """Train with 3 + d samples per step and loss 10 + d on data coordinate d; only the last stage has the loss."""
+    """Train with 3 + d samples per step and loss 10 + d on data coordinate d; only the last stage has the loss.
+
+    Return the reports, and the last norm.
+    """
     reports: list[Report] = []
     with ProcessGroupRegistry(topology) as registry:
         model = nn.Linear(4, 3)

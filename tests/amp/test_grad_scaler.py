@@ -97,7 +97,10 @@ def test_grad_scaler_of_torch_lets_ranks_diverge_after_overflow(world: World, ki
 
 
 def steps_without_gradients(kind: str, bad: bool) -> list[Any]:
-    """Step with a first pipeline stage whose ranks have no loss and no gradients, and never call `scale`."""
+    """Step three times. Ranks of the first pipeline stage have no loss and no gradients, and never call `scale`.
+
+    Return the scale after each step.
+    """
     with ProcessGroupRegistry(MESH) as registry:
         scaler, params, seen = GradScaler(registry, SCALE, growth_interval=2), parameters(), []
         optimizer = optimizer_of(kind, params)
@@ -143,7 +146,10 @@ def test_overflow_of_one_optimizer_skips_only_its_step_on_all_ranks(world: World
 
 
 def dtensor_steps(bad_rank: int) -> list[bool]:
-    """Step a DTensor over `tensor`: the scaler of torch shares overflows over the mesh of the gradient, not over `data`."""
+    """Step a DTensor over `tensor`: the scaler of torch shares overflows over the mesh of the gradient, not over `data`.
+
+    Return which steps were made.
+    """
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         full, mesh = torch.ones(4, 2), registry.device_mesh("tensor")
         stepped = []

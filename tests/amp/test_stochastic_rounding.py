@@ -355,7 +355,10 @@ def test_peak_memory_of_a_step_is_bounded_by_the_bucket() -> None:
 
 
 def rounded_on_a_mesh(named: bool) -> dict[str, list[float]]:
-    """Round four weights on tensor=2, pipe=2: owned by coordinate 0, replicated, sharded, and tied over the stages."""
+    """Round four weights on tensor=2, pipe=2: owned by coordinate 0, replicated, sharded, and tied over the stages.
+
+    Return the values.
+    """
     topology = Topology(pipe=2, tensor=2)
     with ProcessGroupRegistry(topology) as registry:
         specs = {

@@ -355,7 +355,10 @@ def _another(what: str, value: Any) -> Any:
 
 
 def _other_weights(rank: Rank, other: bool) -> list[str]:
-    """Change the initial values of one replica."""
+    """Change the initial values of one replica.
+
+    Return the problems, unless this rank raises an error and keeps its weights.
+    """
     copies = rank.setting.at.topology.size(*rank.setting.at.spec("vector").replica_axes(rank.setting.at.topology))
     spec = rank.setting.at.spec("vector")
     if rank.setting.check_replicas is False or copies == 1 or "vector" in rank.setting.at.stages or spec.owned:

@@ -206,7 +206,7 @@ class Run:
         self.start = weights_of(self.model)
 
     def close_later(self, registry: ProcessGroupRegistry) -> ProcessGroupRegistry:
-        """Close another registry at the end of the script."""
+        """Close another registry at the end of the script. Return it."""
         self.stack.enter_context(registry)
         return registry
 
@@ -373,7 +373,7 @@ class Result(NamedTuple):
 
 
 def attempt(script: Script, topology: str, mode: str | Precision, folder: str) -> Result:
-    """Run a script on this rank."""
+    """Run a script on this rank. Return its `Result`."""
     registry = ProcessGroupRegistry(Topology.parse(topology), timeout=timedelta(seconds=20), exclusive_groups=True)
     with ExitStack() as stack, listening() as said:
         stack.enter_context(registry)

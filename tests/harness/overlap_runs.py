@@ -162,7 +162,10 @@ class Windows:
 
 
 def train_dense(ranks: int, steps: int = STEPS) -> dict[str, Tensor]:
-    """Train with the same windows in one process, in float64, on the mean of all ranks' losses."""
+    """Train with the same windows in one process, in float64, on the mean of all ranks' losses.
+
+    Return the final parameters.
+    """
     model = Replica(torch.float64)
     # Start from the initial values of the float32 model, which are rounded.
     for param, rounded in zip(model.parameters(), Replica().parameters(), strict=True):

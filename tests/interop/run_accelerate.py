@@ -70,7 +70,10 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def replicated(how: str, folder: Path) -> Run:
-    """Train a replicated model; ``resumed`` runs only the second epoch, from a checkpoint of the run ``ours``."""
+    """Train a replicated model; ``resumed`` runs only the second epoch, from a checkpoint of the run ``ours``.
+
+    Return norms and full weights.
+    """
     accelerator, norms = new_accelerator(), list[float]()
     x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, x[:, :3]), batch_size=3)

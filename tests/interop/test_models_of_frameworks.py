@@ -242,7 +242,10 @@ def torchs_answer(kind: str, layout: str) -> str | None:
 
 
 def clip_without_last_dim(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip by a wrong norm: the powers of each parameter are not summed over the last dim of its mesh."""
+    """Clip by a wrong norm: the powers of each parameter are not summed over the last dim of its mesh.
+
+    Return the norm.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for param in model.parameters():
         grad: Any = param.grad

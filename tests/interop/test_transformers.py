@@ -190,7 +190,10 @@ def test_registry_of_removes_hook_that_reduces_accumulated_gradients_twice(
 
 
 def trained(path: str, max_grad_norm: float, directory: str, port: int, ours: dict[str, float] | None) -> Trained | str:
-    """Train on fsdp=2 with the Trainer; ``ours``: options of the `ParallelOptimizer`, None for the stock Trainer."""
+    """Train on fsdp=2 with the Trainer; ``ours``: options of the `ParallelOptimizer`, None for the stock Trainer.
+
+    Return norms and weights, or the error.
+    """
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     rank = torch.distributed.get_rank()

@@ -48,7 +48,7 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def with_checkpointing(model: Any) -> nn.Module:
-    """Wrap each block, so that names change within the model that has the plan."""
+    """Wrap each block, so that names change within the model that has the plan. Return the model."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     layers = model.model.layers

@@ -229,7 +229,7 @@ def test_capturing_first_gradient_of_parameter_raises(options: dict[str, Any], m
 
 
 def undecided() -> str:
-    """Capture on two ranks after only skipped steps, when replicas have not been compared yet."""
+    """Capture on two ranks after only skipped steps, when replicas have not been compared yet. Return the error."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         run = Run(Setting(NaiveFp16(init_scale=2.0**8), {"max_norm": 0.5}), CPU, registry)
         run.steps(range(9, 11))

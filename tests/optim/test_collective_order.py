@@ -42,8 +42,11 @@ def test_recorded_collectives_of_random_meshes_cannot_deadlock(drawn: Drawn) -> 
 
 
 def step_with_gaps(gaps: str, states: str) -> list[float]:
-    """Compute gradients before two ranks communicate in the model; in the second step, some gradients are missing
-    on some ranks."""
+    """Compute gradients before two ranks communicate in the model; in the second step, some gradients are missing on
+    some ranks.
+
+    Return the first element of each parameter.
+    """
     options: dict[str, Any] = {"overlap": True, "bucket_bytes": 16}
     if states == "sharded":
         options = {"states": Sharded("data", gradients=True)}

@@ -39,7 +39,10 @@ def wrap() -> Iterator[Wrap]:
 
 
 def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[Any]:
-    """Run seven steps: one without gradients, and two with a frozen layer."""
+    """Run seven steps: one without gradients, and two with a frozen layer.
+
+    Return parameters and states after each step.
+    """
     model = Net(kind.name, dtype)
     optimizer = kind.plain(model.parameters())
     optimizer = optimizer if wrapped is None else wrapped(optimizer)

@@ -55,7 +55,10 @@ def error_of(call: Call) -> tuple[str, str, float]:
 
 
 def at_once(calls: Mapping[str, tuple[Any, ...]]) -> Ended:
-    """Run functions, given with their arguments, at the same time: they mostly wait for a timeout."""
+    """Run functions, given with their arguments, at the same time: they mostly wait for a timeout.
+
+    Return the results by name.
+    """
     with ThreadPoolExecutor(len(calls)) as threads:
         started = {name: threads.submit(*call) for name, call in calls.items()}
         wait(started.values())
@@ -86,7 +89,10 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def in_a_model(name: str, path: Path) -> tuple[str, str, float]:
-    """Rank 0 is in a collective of the model, in forward or backward; rank 1 is in other code."""
+    """Rank 0 is in a collective of the model, in forward or backward; rank 1 is in other code.
+
+    Return what `error_of` returns.
+    """
     mark = path / "mark"
     with ProcessGroupRegistry(Topology(tensor=2), exclusive_groups=True) as registry:
         gather_objects(None, registry)

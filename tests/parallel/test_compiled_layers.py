@@ -48,7 +48,10 @@ IN_ONE_GRAPH = ("column and row", "sequence parallel", "vocabulary", "Embedding2
 
 
 def differences(name: str, backend: str, fullgraph: bool) -> list[float]:
-    """Compare output and gradients of a compiled and an ordinary layer, with process groups that were not used before."""
+    """Compare output and gradients of a compiled and an ordinary layer, with process groups that were not used before.
+
+    Return the largest difference of each.
+    """
     import torch._dynamo
 
     torch._dynamo.reset()

@@ -71,7 +71,10 @@ def test_async_checkpoint_holds_state_at_save_call_not_at_write(
 
 
 def busy_group(path: Path) -> list[float]:
-    """Train while checkpoints are written. Ranks run at different speeds and issue collectives of their own."""
+    """Train while checkpoints are written. Ranks run at different speeds and issue collectives of their own.
+
+    Return the losses.
+    """
     run = Run((("tensor", 2),), "fp32")
     losses = []
     with AsyncSaver(path, run.registry, keep=2) as saver:

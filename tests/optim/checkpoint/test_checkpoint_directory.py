@@ -98,7 +98,10 @@ def test_save_raises_if_another_run_saves_to_directory_meanwhile(
 
 
 def replaced_while_read(path: Path, place: str) -> Any:
-    """Replace the checkpoint while it is being loaded, at a point that all ranks reach together."""
+    """Replace the checkpoint while it is being loaded, at a point that all ranks reach together.
+
+    Return what was loaded.
+    """
     writer, reader = Run(TENSOR, "fp32"), Run(TENSOR, "fp32")
     save_checkpoint(path, writer.model, writer.optimizer, extra=1)
     real = getattr(load, place)

@@ -256,7 +256,10 @@ def test_random_states_are_restored_on_same_mesh_only(world: World, tmp_path: Pa
 
 def wrapped(path: Path, how: str, save: bool) -> list[list[float]]:
     """Run two steps of a model in `DistributedDataParallel`, `fully_shard` or neither, with a checkpoint before the
-    second."""
+    second.
+
+    Return the full parameters.
+    """
     registry = registry_of(ONE if how == "one process" else DATA)
     torch.manual_seed(5 if save else 6)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))

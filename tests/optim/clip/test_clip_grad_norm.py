@@ -76,7 +76,10 @@ def test_norm_type_below_one_is_rejected_with_reason(norm_type: float) -> None:
 
 
 def lists_that_change_on_one_rank(reduction: Reduction, norm_type: float) -> list[float]:
-    """Pass the same list in every call on rank 0 and a new list on rank 1; both are empty in the third call."""
+    """Pass the same list in every call on rank 0 and a new list on rank 1; both are empty in the third call.
+
+    Return the norms.
+    """
     found = []
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         kept = nn.Parameter(torch.zeros(2))
@@ -106,7 +109,10 @@ def test_global_norm_allows_parameter_list_to_change_on_one_rank(
 
 
 def wrong_on_one_rank(norm_type: float) -> str:
-    """Pass a complex gradient on rank 1 in the second call; the third call is valid again."""
+    """Pass a complex gradient on rank 1 in the second call; the third call is valid again.
+
+    Return the error of the second call, or "skip" or "step".
+    """
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         weight = split_weight(None, registry.global_rank)
         good = clip_grad_norm_([weight], 1e6, registry, norm_type)

@@ -382,7 +382,10 @@ def test_clip_grad_norm_accepts_every_rule_and_matches_optimizer(world: World, n
 
 
 def another_list() -> str:
-    """Pass another list on rank 1 in the third call; the fourth call is valid again."""
+    """Pass another list on rank 1 in the third call; the fourth call is valid again.
+
+    Return the error, or else the state.
+    """
     layout = LAYOUTS["tensor"]
     with ProcessGroupRegistry(layout.topology) as registry:
         model, clip, said = Planted(layout, registry.global_rank), ClipState(AdaGC(warm_up=1)), ""

@@ -518,7 +518,7 @@ class Clipped:
 
 
 def clipped(model: Model, clip: Callable[[], float]) -> Clipped:
-    """Clip, compare all full gradients with what they were before, and restore them."""
+    """Clip, compare all full gradients with what they were before, and restore them. Return the result."""
     with torch.no_grad():
         before = [local(one).clone() for one in gradients(model.parameters())]
         norm = clip()

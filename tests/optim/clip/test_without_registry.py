@@ -226,7 +226,10 @@ def test_gradient_declared_partial_must_be_summed_by_caller(world: World) -> Non
 
 
 def plain_differs(of: str) -> str:
-    """Change a plain parameter, or its gradient, on the last rank. The first call on a mesh compares replicas."""
+    """Change a plain parameter, or its gradient, on the last rank. The first call on a mesh compares replicas.
+
+    Return the error.
+    """
     model = net()
     shard_layers(model, mesh_of((4,), (f"tensor_{of}",)))
     model(batch()).square().mean().backward()

@@ -76,7 +76,7 @@ def test_equal_shards_check_accepts_unequal_or_inconclusive_shards(world: World,
 
 
 def owned_experts() -> str:
-    """Give each tensor rank an expert with equal values, sharded over data by its spec."""
+    """Give each tensor rank an expert with equal values, sharded over data by its spec. Return "stepped"."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         param = nn.Parameter(torch.tensor(VARYING))
         rank = registry.coordinate["tensor"]

@@ -124,7 +124,7 @@ def test_plans_of_all_ranks_have_equal_counts_and_parameter_names(
 
 
 def regrouped(swap: bool) -> str:
-    """Put "b" into the group of "a" on rank 1, or swap the groups there."""
+    """Put "b" into the group of "a" on rank 1, or swap the groups there. Return the error."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         a, b, c = ((name, nn.Parameter(torch.ones(2))) for name in "abc")
         groups = [[a, c], [b]] if registry.global_rank == 0 else [[b], [a, c]] if swap else [[a, b, c], []]

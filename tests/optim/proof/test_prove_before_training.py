@@ -136,7 +136,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 
 def both(options: dict[str, Any], dtype: torch.dtype, micro: int) -> list[Proof]:
-    """Train with and without proofs; the runs must be bitwise identical."""
+    """Train with and without proofs; the runs must be bitwise identical. Return the proofs."""
     expected, _ = run(options, dtype, False, micro)
     found, proofs = run(options, dtype, True, micro)
     where = {type(None), int}  # ids and addresses differ between runs
@@ -178,7 +178,10 @@ def test_prove_between_overlapped_backward_and_step_makes_step_raise(world: Worl
 
 
 def raises_on_one_rank(when: int) -> list[str]:
-    """Raise on one rank in call number ``when`` of the loss function; then prove without an error."""
+    """Raise on one rank in call number ``when`` of the loss function; then prove without an error.
+
+    Return the type and the text of the first error.
+    """
     with ProcessGroupRegistry(TOPOLOGY) as registry:
         model, calls = Model(registry), 0
         before = everything(model)

@@ -78,7 +78,10 @@ Run = tuple[Tensor, list[float], list[float]]  # weights, learning rates, norms
 
 
 def plain_run() -> Run:
-    """Train with torch only in one process, on full windows of two batches and a last window of one."""
+    """Train with torch only in one process, on full windows of two batches and a last window of one.
+
+    Return parameters, rates and norms.
+    """
     model = make_model(ProcessGroupRegistry(Topology())).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch_lr.CosineAnnealingLR(optimizer, 6)
@@ -96,7 +99,10 @@ def plain_run() -> Run:
 
 
 def boosted_run(mode: Any, axes: dict[str, int], windows: str) -> Run:
-    """Train on a mesh, per micro-batch. Data ranks start with different weights, which `boost` must synchronize."""
+    """Train on a mesh, per micro-batch. Data ranks start with different weights, which `boost` must synchronize.
+
+    Return full parameters, rates and norms.
+    """
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
         data_rank, data_ranks = registry.rank(*registry.topology.data_axes), registry.size(*registry.topology.data_axes)
         model = make_model(registry, seed=3 + data_rank).double()

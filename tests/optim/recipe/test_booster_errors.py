@@ -32,7 +32,7 @@ def size() -> int:
 
 
 def boost(*_: object, **changes: Any) -> Any:
-    """Boost a small model; ``changes`` are arguments of boost or of Booster."""
+    """Boost a small model; ``changes`` are arguments of boost or of Booster. Return the result of boost."""
     model = changes.pop("model", None) or classifier()
     optimizer = changes.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
     given = {name: changes.pop(name) for name in ("criterion", "dataloader", "lr_scheduler") if name in changes}

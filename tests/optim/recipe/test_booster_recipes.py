@@ -20,7 +20,7 @@ from world import World
 
 
 def gradient_clipping(precision: Mode, data_parallel: Any) -> list[float]:
-    """Clip by norm, with one schedule step per iteration and the model's own zero_grad."""
+    """Clip by norm, with one schedule step per iteration and the model's own zero_grad. Return the losses."""
     model = classifier()
     criterion = nn.CrossEntropyLoss()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=5e-4)
@@ -48,7 +48,7 @@ def gradient_clipping(precision: Mode, data_parallel: Any) -> list[float]:
 
 
 def mixed_precision(precision: Mode, data_parallel: Any) -> list[float]:
-    """Use a warm-up stepped once per epoch, and pass arguments by name."""
+    """Use a warm-up stepped once per epoch, and pass arguments by name. Return the losses."""
     model = classifier()
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.03)
     lr_scheduler = LinearWarmupLR(optimizer, warmup_steps=1, total_steps=3)
@@ -75,7 +75,7 @@ def mixed_precision(precision: Mode, data_parallel: Any) -> list[float]:
 
 
 def gradient_accumulation(precision: Mode, data_parallel: Any) -> list[float]:
-    """Accumulate windows of 4 explicitly, without a schedule."""
+    """Accumulate windows of 4 explicitly, without a schedule. Return the losses."""
     GRADIENT_ACCUMULATION = 4
     model = classifier()
     criterion = nn.CrossEntropyLoss()

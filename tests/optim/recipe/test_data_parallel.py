@@ -103,7 +103,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
 
 
 def compared(before: list[Values], after: list[Values], topology: Topology) -> str:
-    """Check that each shard equals the shard of the first rank that holds it."""
+    """Check that each shard equals the shard of the first rank that holds it. Return the first difference, or ""."""
     for rank, pieces in enumerate(after):
         for key, tensors in pieces.items():
             pipe = topology.pipe_axes and key[0] != "tied"
@@ -119,7 +119,7 @@ def compared(before: list[Values], after: list[Values], topology: Topology) -> s
 
 
 def equal_in(model: list[dict[str, Tensor]], topology: Topology) -> str:
-    """Check that replicated parameters of the model are equal."""
+    """Check that replicated parameters of the model are equal. Return the first difference, or ""."""
     for rank, params in enumerate(model):
         for name, param in params.items():
             along = [axis for axis in topology.axes if axis == "tensor" and name.startswith("split")]

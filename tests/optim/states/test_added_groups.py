@@ -69,7 +69,10 @@ def test_added_param_group_is_stepped_and_frozen_parameter_is_unchanged(world: W
 
 def added_on_some(named: bool, starts_empty: bool, states: tuple[StatePlacement, ...]) -> dict[str, Tensor]:
     """Add a group that only the second of two stages holds; with ``starts_empty`` the second stage holds no first
-    group."""
+    group.
+
+    Return the parameters after a step.
+    """
     with ProcessGroupRegistry(Topology(pipe=2, data=2)) as registry:
         model = nn.ParameterDict({name: torch.linspace(0.5, 2, 6) for name in "ac"})
         declare(model, {"*": P()})

@@ -78,7 +78,10 @@ def test_partial_gradients_that_contradict_specs_or_are_unreduced_raise(world: W
 
 
 def loaded() -> str:
-    """Change DTensor weights after the optimizer was made; master weights must not overwrite the change silently."""
+    """Change DTensor weights after the optimizer was made; master weights must not overwrite the change silently.
+
+    Return the error, or else the rank.
+    """
     with registry_of((("tensor", 2),)) as registry:
         block = parallel_block(registry).bfloat16()
         declare(block, {"norm.*": P(partial="tensor"), "*": P()})

@@ -146,7 +146,10 @@ def saved_by(registry: ProcessGroupRegistry, mode: str) -> dict[str, Any]:
 
 
 def cross() -> dict[tuple[str, str], tuple[str, list[str]]]:
-    """Load every mode's state into every other mode's optimizer."""
+    """Load every mode's state into every other mode's optimizer.
+
+    Return the result of `attempt` for each pair of modes.
+    """
     with ProcessGroupRegistry(SCENARIO.topology) as registry:
         states = {mode: saved_by(registry, mode) for mode in ALL}
         results = {}

@@ -634,7 +634,10 @@ def test_written_weights_in_captured_step_raise() -> None:
 
 
 def tied_masters(path: str, is_split: bool) -> Tensor:
-    """Save float32 master weights halfway between two bfloat16 values, or load them as split master weights."""
+    """Save float32 master weights halfway between two bfloat16 values, or load them as split master weights.
+
+    Return the master weights.
+    """
     with ProcessGroupRegistry(Topology()) as registry:
         model = Bf16().prepare(nn.Linear(2, 1, bias=False))
         declare(model, {"*": P()})

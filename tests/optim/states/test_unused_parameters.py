@@ -78,7 +78,7 @@ def test_used_rarely_used_and_frozen_parameters_do_not_warn(world: World, how: s
 
 
 def experts(used: bool) -> list[str]:
-    """Train two experts, one owned by each tensor rank; the second one only if ``used``."""
+    """Train two experts, one owned by each tensor rank; the second one only if ``used``. Return the warnings."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rank = registry.global_rank

@@ -201,7 +201,10 @@ def test_zero1_and_zero2_with_dtensors_match_replicated_steps(world: World) -> N
 
 
 def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
-    """Train windows of three micro-batches. DDP does not synchronize the last window, which has only two."""
+    """Train windows of three micro-batches. DDP does not synchronize the last window, which has only two.
+
+    Return the final parameters.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = wide_model()
         if by_ddp:

@@ -111,7 +111,10 @@ def test_overflow_in_gradient_slice_of_one_rank_skips_step_on_all_ranks(world: W
 
 
 def resume(mode: str, options: dict[str, Any]) -> bool:
-    """Compare six steps with three steps, a reload into new objects, and three more steps."""
+    """Compare six steps with three steps, a reload into new objects, and three more steps.
+
+    Return whether all parameters are bitwise equal.
+    """
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
     with ProcessGroupRegistry(Topology(data=2)) as registry:
 
@@ -145,7 +148,10 @@ def test_zero1_and_zero2_resume_bitwise_identically(world: World, mode: str, opt
 
 
 def restored_model(mode: str) -> bool:
-    """Load only the optimizer state; its master weights must be copied to the model on all ranks."""
+    """Load only the optimizer state; its master weights must be copied to the model on all ranks.
+
+    Return whether they were copied.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Odd(registry, torch.bfloat16)
         optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **ZERO1))
@@ -164,7 +170,10 @@ def test_loaded_master_weights_are_copied_to_model_on_all_ranks(world: World) ->
 
 
 def late(options: dict[str, Any]) -> dict[str, Tensor]:
-    """Wrap an optimizer that has already stepped, and add a param group later."""
+    """Wrap an optimizer that has already stepped, and add a param group later.
+
+    Return the parameters, and their norms.
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Odd(registry)
         first = [param for name, param in model.named_parameters() if not name.startswith("head")]

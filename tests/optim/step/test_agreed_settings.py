@@ -190,7 +190,10 @@ def test_first_step_finds_wrong_specs_missing_all_reduce_and_different_batches(
 
 
 def one_tensor_rank_without_a_loss() -> str:
-    """Call backward with a loss on one tensor rank only; each rank should compute the complete replicated gradient."""
+    """Call backward with a loss on one tensor rank only; each rank should compute the complete replicated gradient.
+
+    Return the error.
+    """
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         w = parameter("w", 3, value=2.0)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=0.1), registry, max_norm=0.5)

@@ -164,7 +164,10 @@ def test_frozen_parameters_and_those_of_other_optimizers_do_not_count_as_missing
 
 
 def gathered(unused: bool) -> str:
-    """Step while `fully_shard` has gathered parameters, in a module whose last call had no backward."""
+    """Step while `fully_shard` has gathered parameters, in a module whose last call had no backward.
+
+    Return "stepped".
+    """
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Net()
         for part in (model.body, model.head, model):

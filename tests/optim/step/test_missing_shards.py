@@ -156,7 +156,7 @@ def steps_without_counts(kind: str) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def muon_steps(topology: Topology) -> Tensor:
-    """Step grouped matrices by Muon; some get no tokens on a rank."""
+    """Step grouped matrices by Muon; some get no tokens on a rank. Return the weights."""
     with ProcessGroupRegistry(topology) as registry:
         size, index = topology.world_size, registry.global_rank
         full = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(1))

@@ -168,6 +168,8 @@ def one_more_for_tensor_rank() -> list[tuple[int, str]]:
     """Run one more micro-batch on one of the two ranks with data coordinate 1.
 
     With weights, ranks with different data coordinates may have different numbers of micro-batches.
+
+    Return the errors.
     """
 
     def every(run: Run, step: int) -> None:
@@ -367,7 +369,10 @@ def test_plateau_schedule_with_rank_local_metric_raises_on_every_rank(world: Wor
 
 
 def same_schedule(mesh: dict[str, int]) -> tuple[Any, ...]:
-    """Change hyper-parameters equally on all ranks of a stage; stages have different learning rates."""
+    """Change hyper-parameters equally on all ranks of a stage; stages have different learning rates.
+
+    Return errors, disagreements and skipped steps.
+    """
 
     def every(run: Run, step: int) -> None:
         stage = run.registry.rank("pipe") if "pipe" in mesh else 0
@@ -625,7 +630,10 @@ def test_explicit_clips_that_differ_between_ranks_skip_step_and_raise(
 
 
 def equal_clips() -> tuple[Any, ...]:
-    """Change thresholds in every step to values that are equal on both ranks, but of different types and in new objects."""
+    """Change thresholds in every step to values that are equal on both ranks, but of different types and in new objects.
+
+    Return errors, disagreements and skipped steps.
+    """
 
     def number(run: Run, value: float) -> Any:
         return numpy.float64(value) if run.rank else value
@@ -769,7 +777,7 @@ def test_backward_none_on_ranks_without_owned_parameter_gives_norm_of_owner(
 
 
 def mean_with_gaps(steps: int | None, weighted: bool) -> list[float]:
-    """Use losses 3 and 6 on rank 0, 12 and none on rank 1, each a sum over two samples."""
+    """Use losses 3 and 6 on rank 0, 12 and none on rank 1, each a sum over two samples. Return the weight."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = parameter("w", 1)
         optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=1.0), registry, accumulation_steps=steps)
@@ -795,7 +803,7 @@ def test_micro_batch_weights_give_mean_over_all_samples(world: World, steps: int
 
 
 def weights_of_last_stage(steps: int | None) -> list[float]:
-    """Give weights, smaller than the number of micro-batches, only on the last of two stages."""
+    """Give weights, smaller than the number of micro-batches, only on the last of two stages. Return the weight."""
     with ProcessGroupRegistry(Topology(pipe=2, data=2)) as registry:
         w, last = nn.Parameter(torch.zeros(1)), registry.coordinate["pipe"] == 1
         annotate(w, P(), f"w{int(last)}")

@@ -220,7 +220,10 @@ def test_non_finite_loss_of_skipped_step_is_excluded_from_report() -> None:
 
 
 def losses_of_micro_batches(data_ranks: int) -> list[float | None]:
-    """Report the losses of 24 micro-batches per step; in the third step, which is skipped, one of them is inf."""
+    """Report the losses of 24 micro-batches per step; in the third step, which is skipped, one of them is inf.
+
+    Return the reported losses.
+    """
     reports: list[Report] = []
     topology, per_rank = Topology(data=data_ranks) if data_ranks > 1 else Topology(), 24 // data_ranks
     with ProcessGroupRegistry(topology) as registry:
@@ -246,7 +249,7 @@ def test_reported_loss_is_bitwise_equal_on_any_number_of_data_ranks(world: World
 
 
 def skipped_on_ranks() -> list[float | None]:
-    """Give a non-finite loss on rank 1 only in a step that both ranks skip."""
+    """Give a non-finite loss on rank 1 only in a step that both ranks skip. Return the reported losses."""
     reports: list[Report] = []
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         monitor = Monitor(registry, reports.append, every=3)

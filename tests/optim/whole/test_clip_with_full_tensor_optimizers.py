@@ -46,7 +46,7 @@ def clipped_alone(layout: Layout, make: Make, clip: Callable[[Full, Full], Full]
 
 
 def in_two(matrices: float, others: float, gradients: Full, weights: Full) -> Full:
-    """Clip matrices by their norm, and the other parameters by theirs."""
+    """Clip matrices by their norm, and the other parameters by theirs. Return the clipped gradients."""
     found: Full = {}
     for longest, is_matrix in ((matrices, True), (others, False)):
         own = {key: value for key, value in gradients.items() if (key[0] in MATRICES) == is_matrix}
@@ -56,7 +56,7 @@ def in_two(matrices: float, others: float, gradients: Full, weights: Full) -> Fu
 
 
 def by_unit(clipping: float, eps: float, gradients: Full, weights: Full) -> Full:
-    """Clip rows of matrices, and vectors as a whole."""
+    """Clip rows of matrices, and vectors as a whole. Return the clipped gradients."""
 
     def clipped(gradient: Tensor, weight: Tensor) -> Tensor:
         dims = tuple(range(1, gradient.dim())) if gradient.dim() > 1 else None

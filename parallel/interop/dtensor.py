@@ -734,7 +734,7 @@ class _Seen(NamedTuple):
     grad_layout: object
 
 
-_LOCAL_TENSOR, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
+_LOCAL_TENSOR, _SPEC, _MEMBERS = attrgetter("_local_tensor"), attrgetter("_spec"), attrgetter("__dict__")
 
 
 LocalLists = tuple[list[Tensor], list[Tensor | None], list[Annotation | None], tuple[int, ...] | None]
@@ -756,44 +756,48 @@ def of_each(params: Iterable[Tensor], topology: Topology, *, sum_partial: bool =
     Collectives: with ``sum_partial``, those of `sum_partial_gradient` for each partial gradient; else none.
     """
     params = list(params)
-    seen: list[_Seen | None] = [param.__dict__.get(SEEN) for param in params]
+    members = [*map(_MEMBERS, params)]
+    seen: list[_Seen | None] = [of_param.get(SEEN) for of_param in members]
     grads = [param.grad for param in params]
-    if all(seen) and _are_valid(params, grads, seen, topology):
-        pieces, annotations, sizes, *_ = zip(*seen, strict=True)
-        return list(pieces), [*map(_LOCAL_TENSOR, grads)], list(annotations), sizes
+    if all(seen) and (valid := _valid_columns(params, members, grads, seen, topology)) is not None:
+        return valid
     found = [
-        (cached.piece, grad._local_tensor, cached.annotation)  # type: ignore[union-attr]
-        if cached is not None and _are_valid([param], [grad], [cached], topology)
+        (one[0][0], one[1][0], one[2][0])
+        if cached is not None and (one := _valid_columns([param], [own], [grad], [cached], topology)) is not None
         else _look_up(param, topology, sum_partial)
-        for param, grad, cached in zip(params, grads, seen, strict=True)
+        for param, own, grad, cached in zip(params, members, grads, seen, strict=True)
     ]
     return [piece for piece, _, _ in found], [grad for _, grad, _ in found], [noted for _, _, noted in found], None
 
 
-def _are_valid(params: list[Any], grads: list[Any], seen: list[Any], topology: Topology) -> bool:
-    """Return True if the cached results of all parameters are valid.
+def _valid_columns(
+    params: list[Any], members: list[Any], grads: list[Any], seen: list[Any], topology: Topology
+) -> LocalLists | None:
+    """Return the cached results of all parameters with their present local gradients; None if a result is not valid.
 
     The checks are passes over lists in C, because Python code per parameter would be slow.
 
     Args:
         params: DTensor parameters.
-        grads: The gradient of each parameter; None or a plain tensor makes the result False.
+        members: The ``__dict__`` of each parameter.
+        grads: The gradient of each parameter; None or a plain tensor makes the results invalid.
         seen: The cached result (`_Seen`) of each parameter.
         topology: The topology for which the results must be valid.
     """
     try:
         local_grads, grad_layouts = [*map(_LOCAL_TENSOR, grads)], map(_SPEC, grads)
     except AttributeError:
-        return False  # a gradient is missing or is a plain tensor
-    _, _, _, locals_, layouts, declared, topologies, cached_grad_layouts = zip(*seen, strict=True)
-    return (
+        return None  # a gradient is missing or is a plain tensor
+    pieces, annotations, sizes, locals_, layouts, declared, topologies, cached_grad_layouts = zip(*seen, strict=True)
+    is_valid = (
         {*map(type, local_grads)} == {Tensor}
         and {*map(id, topologies)} == {id(topology)}
         and all(map(is_, grad_layouts, cached_grad_layouts))
         and all(map(is_, map(_LOCAL_TENSOR, params), locals_))
         and all(map(is_, map(_SPEC, params), layouts))
-        and all(map(is_, [param.__dict__.get(ATTRIBUTE) for param in params], declared))
+        and all(map(is_, [of_param.get(ATTRIBUTE) for of_param in members], declared))
     )
+    return (list(pieces), local_grads, list(annotations), sizes) if is_valid else None
 
 
 def _look_up(param: Tensor, topology: Topology, sum_partial: bool) -> tuple[Tensor, Tensor | None, Annotation | None]:

@@ -329,7 +329,7 @@ class Saving:
         lr_scheduler: LRScheduler | None = None,
         dataloader: ShardedDataLoader[Any] | None = None,
     ) -> Any:
-        """Load a checkpoint of `save` into the objects that `boost` returned, and return its ``extra``.
+        """Load a checkpoint of `save` or `save_checkpoint` into the objects that `boost` returned; return its ``extra``.
 
         Every rank must call it. The checkpoint may come from another mesh. The next ``for`` loop over the loader
         continues the saved epoch after the batches that were already used.
@@ -339,7 +339,8 @@ class Saving:
             model: The model that `boost` returned. If it returned a `Pipeline`, a module with all of this rank's stages.
             optimizer: The optimizer that `boost` returned.
             lr_scheduler: The schedule that `boost` returned. None (default): the run was saved without a schedule.
-            dataloader: The loader that `boost` returned. None (default): no position is loaded.
+            dataloader: The loader that `boost` returned. None (default), or for a checkpoint without a position, such as
+                one of `save_checkpoint`: no position is loaded.
         Returns:
             The ``extra`` value that was saved.
 
@@ -354,6 +355,8 @@ class Saving:
         from ..checkpoint import load_checkpoint
 
         own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler)
+        if not (isinstance(own, dict) and own.keys() == {"extra", "dataloader"}):  # saved by `save_checkpoint`
+            return own
         if dataloader is not None and own["dataloader"] is not None:
             dataloader.load_state_dict(own["dataloader"])
         return own["extra"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.amp import ApexFp16, Mode
-from meshstep.optim import Booster, LinearWarmupLR
+from meshstep.optim import Booster, LinearWarmupLR, save_checkpoint
 from meshstep.parallel import (
     ColumnParallelLinear,
     P,
@@ -366,3 +366,18 @@ def test_two_optimizers_match_one_with_two_groups_bitwise(world: World, mode: An
         assert norms == expected
         assert min(norms) > 0.1  # so the steps were clipped
         assert torch.equal(mine, its)
+
+
+def test_booster_loads_a_checkpoint_of_save_checkpoint(tmp_path: Path) -> None:
+    """It returns the saved ``extra``, also one that looks a little like that of `Booster.save`."""
+    registry = ProcessGroupRegistry(Topology())
+    for number, extra in enumerate((None, 7, {"extra": 1, "step": 2})):
+        saved, loaded = (nn.Linear(3, 2) for _ in range(2))
+        boosters = [Booster("fp32", registry) for _ in range(2)]
+        (_, first, *_), (_, second, *_) = (
+            booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for booster, model in zip(boosters, (saved, loaded), strict=True)
+        )
+        save_checkpoint(tmp_path / str(number), saved, first, extra=extra)
+        assert boosters[1].load(tmp_path / str(number), loaded, second) == extra
+        assert torch.equal(saved.weight, loaded.weight)

@@ -150,7 +150,7 @@ class Setup:
                 switch.check_groups(self.registry)
                 switch.check_layouts(plan.entries, topology)
             if self.sum_order == "fixed":
-                check_fixed_order(plan.entries, topology)
+                check_fixed_order(plan.entries, [param for group in groups for _, param in group], topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
             dtypes, names = {entry.dtype for entry in entries}, topology.world_size > 1 or self.per_parameter_norms
             filled = frozenset(index for index, group in enumerate(groups) if group)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...amp.capture import is_captured
+from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import is_whole
@@ -83,12 +84,22 @@ SumOrder = Literal["any", "fixed"]
 """The order of sums over micro-batches and data ranks: the fastest one, or one that does not depend on their numbers."""
 
 
-def check_fixed_order(entries: Iterable[ParameterEntry], topology: Topology) -> None:
+def check_fixed_order(entries: Sequence[ParameterEntry], params: Sequence[Tensor], topology: Topology) -> None:
     """Raise ValueError if the gradient of a trained parameter can't be summed with ``sum_order="fixed"``.
 
-    These are parameters that a data axis shards, and DTensors of which `fully_shard` averages gradients.
+    These are DTensors, and parameters that a data axis shards.
+
+    Args:
+        entries: The layouts of ``params``.
+        params: The model's parameters.
+        topology: The topology.
     """
-    for entry in entries:
+    for entry, param in zip(entries, params, strict=True):
+        if entry.trained and has_dtensors((param,)):
+            raise ValueError(
+                f"{entry.name} is a DTensor, and sum_order='fixed' sums gradients of plain tensors only: leave "
+                "sum_order='fixed' out, or use plain tensors with declared layouts"
+            )
         over = [axis for axis in topology.data_axes if axis in entry.spec.named_axes or axis in entry.averaged]
         if entry.trained and over:
             raise ValueError(

@@ -324,3 +324,25 @@ def error_of_sharded_parameter() -> bool:
 
 def test_runs_use_every_clip_rule() -> None:
     assert {run.clip for run in RUNS.values()} >= CLIPS.keys() - {"none"}
+
+
+def test_dtensor_is_an_error_with_fixed_order_on_every_rank(world: World) -> None:
+    assert all(world.run(2, error_of_dtensor))
+
+
+def error_of_dtensor() -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    with pytest.raises(
+        ValueError, match="weight is a DTensor, and sum_order='fixed' sums gradients of plain tensors only"
+    ):
+        ParallelOptimizer(
+            torch.optim.SGD([("weight", weight)], lr=0.1),
+            ProcessGroupRegistry(Topology(tensor=2)),
+            accumulation_steps=1,
+            sum_order="fixed",
+        )
+    return True

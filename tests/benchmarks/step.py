@@ -4,17 +4,25 @@
 
 Rounds of all contenders are interleaved, so that other load affects all of them. Each row is the median over the rounds of
 (contender / bare) in the same round. On one CPU thread it is CPU time, which is independent of other load; else wall time.
+
+The last column is the share of the memory bandwidth: the least bytes that such a step must read and write, divided by the
+time, relative to a multiplication of the parameters in place in the same rounds, which reads and writes each element once.
+(A copy would be a wrong reference: before a CPU writes to memory that is not in its cache, it reads it.) AdamW reads each
+gradient, and reads and writes the parameter and two states: 28 bytes per float32 element. The norm, which must be known
+first, reads the gradient once more.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
@@ -22,6 +30,7 @@ import torch
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.amp.modes import Precision
 from meshstep.optim import ParallelOptimizer, clip_grad_norm_
+from meshstep.optim.kernels.choice import chosen
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from stepped_sizes import transformer_parameters
 from torch import nn
@@ -29,6 +38,29 @@ from torch.distributed.device_mesh import init_device_mesh
 
 Step = Callable[[], object]
 MakeParams = Callable[[], list[nn.Parameter]]
+SCALED = "parameters times a number, in place"
+
+
+class Contender(NamedTuple):
+    """A function that makes one step, and the least bytes per element that such a step reads and writes; 0: not known."""
+
+    step: Step
+    least_bytes: int = 0
+
+
+def scaled(make: MakeParams) -> Contender:
+    """Return the multiplication of all parameters by 1, in place."""
+    tensors = [param.detach() for param in make()]
+    return Contender(lambda: torch._foreach_mul_(tensors, 1.0), 8)
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def tiny_parameters(device: torch.device, count: int = 1000) -> list[nn.Parameter]:
@@ -48,8 +80,8 @@ def alone() -> ProcessGroupRegistry:
     return ProcessGroupRegistry(Topology())
 
 
-def full_precision(make: MakeParams) -> dict[str, Step]:
-    """Return the contenders in float32 by name: functions that make one step, each on its own parameters and gradients."""
+def full_precision(make: MakeParams) -> dict[str, Contender]:
+    """Return the contenders in float32 by name, each on its own parameters and gradients."""
     torch_params = make()
     torch_adamw = fused_adamw(torch_params)
 
@@ -58,30 +90,32 @@ def full_precision(make: MakeParams) -> dict[str, Step]:
         torch_adamw.step()
 
     return {
-        "bare fused AdamW": fused_adamw(make()).step,
-        "torch clip_grad_norm_ + fused AdamW": torch_recipe,
-        "meshstep, clipping": ParallelOptimizer(fused_adamw(make()), alone(), max_norm=0.7).step,
-        "meshstep, measuring only": ParallelOptimizer(fused_adamw(make()), alone()).step,
+        "bare fused AdamW": Contender(fused_adamw(make()).step, 28),
+        "torch clip_grad_norm_ + fused AdamW": Contender(torch_recipe, 32),
+        "meshstep, clipping": Contender(ParallelOptimizer(fused_adamw(make()), alone(), max_norm=0.7).step, 32),
+        "meshstep, measuring only": Contender(ParallelOptimizer(fused_adamw(make()), alone()).step, 32),
+        SCALED: scaled(make),
     }
 
 
-def mixed_precision(make: MakeParams) -> dict[str, Step]:
+def mixed_precision(make: MakeParams) -> dict[str, Contender]:
     """Return the contenders in mixed precision by name, with masters and clipping.
 
-    Each makes one step from half-precision gradients to half-precision weights.
+    Each makes one step from half-precision gradients to half-precision weights. The least bytes are 24 for master weights
+    and states, 2 for the half-precision weight, and twice the size of the gradient.
     """
-    steps: dict[str, Step] = {"bare fused fp32 AdamW": fused_adamw(make()).step}
+    steps = {"bare fused fp32 AdamW": Contender(fused_adamw(make()).step, 28)}
     modes: dict[str, tuple[type[Bf16] | type[NaiveFp16], torch.dtype]] = {
         "bf16": (Bf16, torch.bfloat16),
         "fp16_naive": (NaiveFp16, torch.float16),
     }
     for name, (mode, dtype) in modes.items():
-        steps[f"{name}, classic chain"] = classic_chain(make, dtype)
-        steps[f"{name}, main_grads=False"] = with_masters(make, dtype, mode(main_grads=False))
-        steps[f"{name}, from main grads"] = with_masters(make, dtype, mode())
-        steps[f"{name}, the cast to main grads too"] = with_masters(make, dtype, mode(), cast=True)
-    steps["bf16, split masters, from main grads"] = with_masters(make, torch.bfloat16, Bf16(split_masters=True))
-    return steps
+        steps[f"{name}, classic chain"] = Contender(classic_chain(make, dtype), 30)
+        steps[f"{name}, main_grads=False"] = Contender(with_masters(make, dtype, mode(main_grads=False)), 30)
+        steps[f"{name}, from main grads"] = Contender(with_masters(make, dtype, mode()), 34)
+        steps[f"{name}, the cast to main grads too"] = Contender(with_masters(make, dtype, mode(), cast=True), 40)
+    split = with_masters(make, torch.bfloat16, Bf16(split_masters=True))
+    return {**steps, "bf16, split masters, from main grads": Contender(split, 32), SCALED: scaled(make)}
 
 
 def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
@@ -133,7 +167,7 @@ def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cas
     return step
 
 
-def norm_of_dtensors(make: MakeParams) -> dict[str, Step]:
+def norm_of_dtensors(make: MakeParams) -> dict[str, Contender]:
     """Return functions by name that measure and clip gradients of DTensors, and of plain tensors with equal shapes."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -151,37 +185,42 @@ def norm_of_dtensors(make: MakeParams) -> dict[str, Step]:
     fused_adamw(plain)
     of_mesh = ProcessGroupRegistry(Topology(tensor=1))
     return {
-        "torch clip_grad_norm_ of DTensors": lambda: nn.utils.clip_grad_norm_(torchs, 0.7),
-        "meshstep clip_grad_norm_ of DTensors": lambda: clip_grad_norm_(ours, 0.7, of_mesh),
-        "meshstep clip_grad_norm_, plain": lambda: clip_grad_norm_(plain, 0.7, registry),
+        "torch clip_grad_norm_ of DTensors": Contender(lambda: nn.utils.clip_grad_norm_(torchs, 0.7)),
+        "meshstep clip_grad_norm_ of DTensors": Contender(lambda: clip_grad_norm_(ours, 0.7, of_mesh)),
+        "meshstep clip_grad_norm_, plain": Contender(lambda: clip_grad_norm_(plain, 0.7, registry)),
     }
 
 
 def time_rounds(
-    steps: dict[str, Step], seconds: float, synchronize: Callable[[], object], clock: Callable[[], float]
+    contenders: dict[str, Contender], seconds: float, synchronize: Callable[[], object], clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Return seconds of each contender in each round after one warm-up round."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for contender in contenders.values():
+        contender.step()
     end = time.perf_counter() + seconds
     while not next(iter(times.values())) or time.perf_counter() < end:
-        for name, step in steps.items():
+        for name, contender in contenders.items():
             synchronize()
             start = clock()
-            step()
+            contender.step()
             synchronize()
             times[name].append(clock() - start)
     return times
 
 
-def report(title: str, times: dict[str, list[float]]) -> None:
-    """Print one row per contender: median milliseconds, and median ratio to the first contender."""
-    base = next(iter(times.values()))
+def report(title: str, contenders: dict[str, Contender], times: dict[str, list[float]]) -> None:
+    """Print one row per contender: median milliseconds, ratio to the first contender, and share of the bandwidth."""
+    base, reference = next(iter(times.values())), times.get(SCALED)
     print(f"\n{title} ({len(base)} rounds)")
     for name, values in times.items():
-        ratio = median(value / reference for value, reference in zip(values, base, strict=True))
-        print(f"  {name:40s} {median(values) * 1e3:9.2f} ms   {ratio:5.2f}x")
+        ratio = median(value / bare for value, bare in zip(values, base, strict=True))
+        share = ""
+        if reference is not None:
+            bytes_ratio = contenders[name].least_bytes / contenders[SCALED].least_bytes
+            found = median(bytes_ratio * time_of / value for value, time_of in zip(values, reference, strict=True))
+            share = f"   {found:5.0%} of bandwidth"
+        print(f"  {name:40s} {median(values) * 1e3:9.2f} ms   {ratio:5.2f}x{share}")
 
 
 def main() -> None:
@@ -196,14 +235,15 @@ def main() -> None:
     hardware = (
         torch.cuda.get_device_name()
         if device.type == "cuda"
-        else f"{platform.machine()} CPU, {arguments.threads} threads"
+        else f"{processor()}, {'torch' if chosen.native is None else chosen.native.instructions} kernels, "
+        f"{arguments.threads} threads"
     )
     print(f"torch {torch.__version__}, {hardware}")
     clock = time.process_time if device.type == "cpu" and arguments.threads == 1 else time.perf_counter
     big: MakeParams = lambda: transformer_parameters(device, arguments.width)  # noqa: E731
     tiny: MakeParams = lambda: tiny_parameters(device)  # noqa: E731
     transformer = f"{sum(param.numel() for param in big()) / 1e6:.0f}M-parameter transformer"
-    tables: list[tuple[str, MakeParams, Callable[[MakeParams], dict[str, Step]]]] = [
+    tables: list[tuple[str, MakeParams, Callable[[MakeParams], dict[str, Contender]]]] = [
         (f"fp32, {transformer}", big, full_precision),
         ("fp32, 1,000 parameters of 64 elements", tiny, full_precision),
         (f"masters and clipping, {transformer}", big, mixed_precision),
@@ -211,8 +251,9 @@ def main() -> None:
     ]
     # One process is enough, because DTensors cost Python time, not network time.
     torch.distributed.init_process_group("fake", rank=0, world_size=1)
-    for title, make, contenders in tables:
-        report(title, time_rounds(contenders(make), arguments.seconds, synchronize, clock))
+    for title, make, contenders_of in tables:
+        contenders = contenders_of(make)
+        report(title, contenders, time_rounds(contenders, arguments.seconds, synchronize, clock))
     torch.distributed.destroy_process_group()
 
 

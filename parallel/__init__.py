@@ -2,6 +2,7 @@
 
 from .adapters.declaration import declare_adapters, random_factors
 from .adapters.lora import LoRA, add_lora
+from .adapters.peft_files import load_adapter, save_adapter
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
 from .interop.local_parameters import spec_of
@@ -74,6 +75,7 @@ __all__ = [
     "get_dist_logger",
     "init_distributed",
     "join",
+    "load_adapter",
     "local_shape",
     "mark_model_parallel",
     "on_all_ranks",
@@ -82,6 +84,7 @@ __all__ = [
     "reduce_from",
     "reduce_scatter_to",
     "registry_of",
+    "save_adapter",
     "scatter_to",
     "shard",
     "spec_of",

@@ -88,7 +88,7 @@ def declare_adapters(
             No layout is declared in these cases.
     Collectives: none, unless the registry is derived from the model. Host synchronization: none.
     """
-    registry = registry or _registry_in(model)
+    registry = registry or registry_in(model)
     decided: dict[str, tuple[Tensor, P, tuple[int, ...] | None]] = {}
     for adapter in adapters_of(model):
         layout = _layout(adapter, registry, sequence_parallel, expert_axes)
@@ -100,7 +100,7 @@ def declare_adapters(
         for param, name, spec, full in zip(params, adapter.names, specs, fulls, strict=False):
             _check_shape(param, name, spec, full, layout)
             decided[name] = (param, spec, None if layout.stacked else full)
-    saved = list(_saved_modules(model))
+    saved = list(saved_modules(model))
     if not decided and not saved:
         raise ValueError(
             f"{type(model).__name__} has no adapter: no module has lora_A and lora_B, or A and B beside one layer; add the "
@@ -204,7 +204,7 @@ def _factor(module: nn.Module, attribute: str) -> tuple[Tensor | None, nn.Module
     return (weight, found) if isinstance(found, nn.Module) and isinstance(weight, nn.Parameter) else (None, None)
 
 
-def _saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+def saved_modules(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Iterate over the parameters of PEFT's ``modules_to_save``: (name, parameter of the original module, parameter)."""
     for name, module in model.named_modules():
         copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
@@ -272,7 +272,8 @@ def _fill(param: Tensor, name: str, registry: ProcessGroupRegistry, seed: int) -
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
-def _registry_in(model: nn.Module) -> ProcessGroupRegistry:
+def registry_in(model: nn.Module) -> ProcessGroupRegistry:
+    """Return the registry of a layer of meshstep in the model, or else one derived from the model."""
     for module in model.modules():
         found = getattr(module, "registry", None)
         if isinstance(found, ProcessGroupRegistry):

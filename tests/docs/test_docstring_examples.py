@@ -48,6 +48,8 @@ NOT_RUN = {  # they need another package, a launcher's processes, or code that o
     "run_ranks": "a function in a file, for other processes",
     "registry_of": "a model of Transformers; tests/interop run it",
     "declare_adapters": "peft; tests/interop run it",
+    "save_adapter": "safetensors; tests/optim/adapters run it",
+    "load_adapter": "safetensors; tests/optim/adapters run it",
 }
 WITHOUT = {  # exported names without an example, and why
     "BiasLayout": "names of options",

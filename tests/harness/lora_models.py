@@ -199,6 +199,11 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
+def ranks_of(layout: str) -> int:
+    """Return the number of ranks of a layout."""
+    return math.prod(LAYOUTS[layout].topology.values())
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """Return ids and targets of the global batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import add_lora, declare_adapters, registry_of, shard, spec_of, unshard
+from meshstep.parallel import (
+    LoRA,
+    add_lora,
+    declare_adapters,
+    load_adapter,
+    registry_of,
+    save_adapter,
+    shard,
+    spec_of,
+    unshard,
+)
 from meshstep.parallel.interop.local_parameters import local_tensor
 from torch import Tensor, nn
 from transformers_models import Mesh, loaded, loss_of, made, tokens_of
@@ -71,14 +82,19 @@ def own_run(path: str, mesh: Mesh, targets: list[str], **options: Any) -> tuple[
     model = loaded(path, mesh)
     with registry_of(model) as registry:
         adapters = add_lora(model, targets, R, ALPHA, registry, **options)
-        for name, adapter in adapters.items():
-            layout = adapter._layout
-            fulls = {"lora_A": (R, layout.in_features), "lora_B": (layout.out_features, R)}
-            for factor, shape in fulls.items():
-                param = getattr(adapter, factor)
-                full = randomized(shape, f"{name}.{factor}")
-                param.data.copy_(shard(full, spec_of(param), registry))
+        set_random(adapters)
         return run(model, registry, mesh)
+
+
+def set_random(adapters: dict[str, LoRA]) -> None:
+    """Set both factors to random values, which are the same full tensors on every layout."""
+    for name, adapter in adapters.items():
+        layout = adapter._layout
+        fulls = {"lora_A": (R, layout.in_features), "lora_B": (layout.out_features, R)}
+        for factor, shape in fulls.items():
+            param = getattr(adapter, factor)
+            full = randomized(shape, f"{name}.{factor}")
+            param.data.copy_(shard(full, spec_of(param), layout.registry))
 
 
 def run(model: nn.Module, registry: Any, mesh: Mesh) -> tuple[list[float], Weights]:
@@ -201,23 +217,146 @@ def test_peft_adapter_with_wrong_forward_is_named(
         assert "use LoRA(base, r, alpha) or add_lora of meshstep.parallel for this layer" in found
 
 
+# PEFT's files ---------------------------------------------------------------------------------------------------------
+
+
+def saved_by_us(path: str, mesh: Mesh, targets: list[str], options: dict[str, Any], folder: str) -> Tensor:
+    """Save random adapters of a sharded model in PEFT's format, and return the logits."""
+    model = loaded(path, mesh)
+    with registry_of(model) as registry:
+        adapters = add_lora(model, targets, R, ALPHA, registry, **options)
+        set_random(adapters)
+        save_adapter(folder, model, registry)
+        return logits_of(model)
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens_of(0)).logits
+    return logits
+
+
+def loaded_by_us(path: str, mesh: Mesh, targets: list[str], options: dict[str, Any], folder: str) -> Tensor:
+    model = loaded(path, mesh)
+    with registry_of(model) as registry:
+        add_lora(model, targets, R, ALPHA, registry, **options)
+        load_adapter(folder, model, registry)
+        return logits_of(model)
+
+
+def loaded_by_peft(path: str, folder: str) -> Tensor:
+    peft: Any = importlib.import_module("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that Transformers has renamed
+        return logits_of(peft.PeftModel.from_pretrained(loaded(path, None), folder))
+
+
+FILES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "all layers": ([*ALL, "embed_tokens", "lm_head"], {}),
+    "DoRA": (ALL, {"use_dora": True}),
+    "rsLoRA": (["o_proj", "up_proj"], {"use_rslora": True}),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_saved_adapter_gives_equal_logits_in_peft_and_on_other_layouts(
+    world: World, saved: Callable[[str], str], tmp_path: Path, case: str
+) -> None:
+    path, (targets, options) = saved("llama"), FILES[case]
+    folder = str(tmp_path / "adapter")
+    logits = world.run(2, saved_by_us, path, (1, 2), targets, options, folder)[0]
+    assert not torch.allclose(logits, logits_of(loaded(path, None)), rtol=1e-3)
+    torch.testing.assert_close(loaded_by_peft(path, folder), logits, rtol=1e-12, atol=1e-12)
+    for found in world.run(4, loaded_by_us, path, (2, 2), targets, options, folder):
+        torch.testing.assert_close(found, logits, rtol=1e-12, atol=1e-12)
+
+
+def test_adapter_saved_by_peft_loads_onto_sharded_model(
+    world: World, saved: Callable[[str], str], tmp_path: Path
+) -> None:
+    path, folder = saved("llama"), str(tmp_path / "adapter")
+    model: Any = with_peft(loaded(path, None), ALL)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data.copy_(randomized(tuple(param.shape), name))
+    model.save_pretrained(folder)
+    for found in world.run(2, loaded_by_us, path, (1, 2), ALL, {}, folder):
+        torch.testing.assert_close(found, logits_of(model), rtol=1e-12, atol=1e-12)
+
+
+def saved_from_peft(path: str, folder: str) -> Tensor:
+    """Save PEFT's adapters, and its copies of the norms, from a sharded model."""
+    model = with_peft(loaded(path, (1, 2)), COLUMNS, modules_to_save=["q_norm"])
+    with registry_of(model) as registry:
+        declare_adapters(model, registry)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                full = randomized((param.size(0), R), name)
+                local_tensor(param).data.copy_(shard(full, spec_of(param, registry.topology), registry))
+            elif "modules_to_save" in name:
+                param.data.mul_(1.5)
+        for name, param in model.named_parameters():
+            if "lora_A" in name:
+                param.data.copy_(randomized((R, 16), name))
+        save_adapter(folder, model, registry)
+        return logits_of(model)
+
+
+def test_adapters_of_peft_are_saved_in_full_from_sharded_model(
+    world: World, saved: Callable[[str], str], tmp_path: Path
+) -> None:
+    """A published mistake: the file has only the shards of one rank."""
+    path, folder = saved("qwen3"), str(tmp_path / "adapter")
+    logits = world.run(2, saved_from_peft, path, folder)[0]
+    torch.testing.assert_close(loaded_by_peft(path, folder), logits, rtol=1e-12, atol=1e-12)
+
+
+def refused_files(path: str, folder: str) -> list[str]:
+    model = loaded(path, (1, 2))
+    with registry_of(model) as registry:
+        add_lora(model, ["q_proj"], R, ALPHA, registry)
+        save_adapter(folder, model, registry)
+        found = []
+        for targets, r, alpha in ((["q_proj"], R, 1.0), (["o_proj"], R, ALPHA), (["q_proj"], R + 1, ALPHA)):
+            other = loaded(path, (1, 2))
+            add_lora(other, targets, r, alpha, registry)
+            with pytest.raises(ValueError, match=r".") as error:
+                load_adapter(folder, other, registry)
+            found.append(str(error.value))
+        return found
+
+
+def test_file_of_other_adapters_is_rejected(world: World, saved: Callable[[str], str], tmp_path: Path) -> None:
+    for alpha, layers, r in world.run(2, refused_files, saved("llama"), str(tmp_path / "adapter")):
+        assert "q_proj has lora_alpha=1.0, but the saved adapter has lora_alpha=4.0" in alpha
+        assert "lacks base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight" in layers
+        assert "q_proj has r=3, but the saved adapter has r=2; create the adapters with r=2" in r
+
+
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def run_recipe(path: str) -> list[str]:
-    """Run the snippet about LoRA of docs/integrations/TRANSFORMERS.md and a step; return the trained parameters."""
+def run_recipe(path: str, folder: str) -> list[str]:
+    """Run the snippets about LoRA of docs/integrations/TRANSFORMERS.md and a step; return the trained parameters."""
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "TRANSFORMERS.md").read_text()
-    codes = [part.partition("```")[0] for part in page.split("```python\n")[1:3]]
+    codes = [part.partition("```")[0] for part in page.split("```python\n")[1:4]]
     names: dict[str, Any] = {"path": path}
     exec(compile("\n".join([codes[0].rpartition("\nmodel =")[0], codes[1]]), "TRANSFORMERS.md", "exec"), names)
     model, optimizer = names["model"], names["optimizer"]
     with optimizer.registry as registry:
         optimizer.backward(loss_of(model, tokens_of(0)[registry.rank("fsdp") :: 2]))
         assert not bool(optimizer.step().skipped)
+        before = os.getcwd()
+        os.chdir(folder)
+        exec(compile(codes[2], "TRANSFORMERS.md", "exec"), names)
+        os.chdir(before)
         return [name for name, param in model.named_parameters() if param.requires_grad]
 
 
-def test_transformers_page_lora_recipe_trains_only_the_factors(world: World, saved: Callable[[str], str]) -> None:
-    for names in world.run(4, run_recipe, saved("llama")):
+def test_transformers_page_lora_recipe_trains_only_the_factors(
+    world: World, saved: Callable[[str], str], tmp_path: Path
+) -> None:
+    for names in world.run(4, run_recipe, saved("llama"), str(tmp_path)):
         assert len(names) == 2 * 4 * 2
         assert all("lora_" in name for name in names)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from lora_models import (
     full_weights,
     one_step,
     optimizer_of,
+    ranks_of,
     reference,
     trained,
 )
@@ -42,10 +42,6 @@ CASES = {
     "column layers only": ("tensor", Options(("up",))),
     "row layers only": ("tensor", Options(("down",))),
 }
-
-
-def ranks_of(layout: str) -> int:
-    return math.prod(LAYOUTS[layout].topology.values())
 
 
 @pytest.mark.parametrize("case", CASES)

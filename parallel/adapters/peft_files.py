@@ -1,0 +1,287 @@
+"""Save and load adapters in the file format of PEFT, from and onto any layout: `save_adapter` and `load_adapter`.
+
+A folder has two files: ``adapter_model.safetensors`` with the full factors, and ``adapter_config.json`` with rank, alpha
+and the names of the layers. PEFT itself is not needed; the package safetensors is (``pip install 'meshstep[lora]'``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..interop.local_parameters import local_tensor, spec_of
+from ..layout.shard import shard, unshard
+from ..layout.spec import P
+from ..mesh.agreement import gather_objects, on_all_ranks
+from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.text import some
+from .declaration import Adapter, adapters_of, registry_in, saved_modules
+from .lora import LoRA
+
+_PREFIX = "base_model.model."
+_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
+
+Settings = dict[str, Any]
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    registry: ProcessGroupRegistry | None = None,
+    *,
+    adapter_name: str = "default",
+    base_model: str | None = None,
+) -> None:
+    """Gather the adapters of a model, and save them in the files that PEFT loads. Call it on all ranks.
+
+        save_adapter("adapter", model)
+        # in one process: peft.PeftModel.from_pretrained(dense_model, "adapter")
+
+    Rank 0 writes the files; existing files are replaced. Layers must have the same names as in the dense model.
+
+    Args:
+        folder: Folder of the files; it is created.
+        model: A model with `LoRA` modules, or with adapters that `declare_adapters` has declared.
+        registry: The process groups. None: as in `declare_adapters`. Default: None.
+        adapter_name: PEFT's name of the adapter, in a model with layers of PEFT. Default: "default".
+        base_model: Name or path of the base model, for the field of this name in the configuration. Default None: none.
+    Raises:
+        ModuleNotFoundError: The package safetensors is not installed.
+        ValueError: On every rank: the model has no adapter; adapters have different settings ``use_rslora`` or
+            ``use_dora``; an adapter has one block per expert rank; or stages have different adapters of the same name.
+    Collectives: all-gathers of each factor over the axes that shard it, and object all-gathers over the world.
+    Host synchronization: yes.
+    """
+    registry = registry or registry_in(model)
+    save_file = on_all_ranks(lambda: _safetensors().save_file, registry)
+    adapters = on_all_ranks(lambda: _adapters(model, adapter_name), registry)
+    specs = on_all_ranks(lambda: [_specs(adapter, registry) for adapter in adapters], registry)
+    tensors: dict[str, Tensor] = {}
+    settings: dict[str, Settings] = {}
+    for adapter, of_factors in zip(adapters, specs, strict=True):
+        settings[_without_prefix(adapter.name)] = _settings_of(adapter)
+        for key, (param, spec) in of_factors.items():
+            tensors[key] = unshard(local_tensor(param), spec, registry).cpu().contiguous()
+    saved = set[str]()
+    for name, _, param in saved_modules(model):
+        module, _, inner = name.partition(".modules_to_save.")
+        key, _, rest = inner.partition(".")
+        if key == adapter_name:
+            saved.add(_without_prefix(module))
+            spec = spec_of(param, registry.topology)
+            tensors[f"{_PREFIX}{_without_prefix(module)}.{rest}"] = unshard(local_tensor(param), spec, registry).cpu()
+    is_first = all(
+        registry.coordinate[axis] == 0 for axis in registry.topology.axes if registry.topology.role(axis) != "pipe"
+    )
+    by_rank = gather_objects((tensors, settings, saved) if is_first else None, registry)
+    parts = [part for part in by_rank if part is not None]
+
+    def write() -> None:
+        stored = _joined([part[0] for part in parts])
+        found = {name: values for part in parts for name, values in part[1].items()}
+        names = sorted({name for part in parts for name in part[2]})
+        text = json.dumps(_config(found, names, base_model), indent=2)
+        if registry.global_rank == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            for file, save in (
+                (_TENSORS, lambda path: save_file(stored, path, metadata={"format": "pt"})),
+                (_CONFIG, lambda path: Path(path).write_text(text + "\n")),
+            ):
+                path = os.path.join(folder, file)
+                save(f"{path}.part")
+                os.replace(f"{path}.part", path)
+
+    on_all_ranks(write, registry)
+
+
+@torch.no_grad()
+def load_adapter(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    registry: ProcessGroupRegistry | None = None,
+    *,
+    adapter_name: str = "default",
+) -> None:
+    """Load adapters that `save_adapter` or PEFT has saved into a model on any layout. Call it on all ranks.
+
+        adapters = add_lora(model, ["up", "head"], r=8, alpha=16)
+        load_adapter("adapter", model)
+
+    Every rank reads the files. Optimizer states are not in them; use `save_checkpoint` to continue training.
+
+    Args:
+        folder: Folder of the files.
+        model: A model with adapters on the same layers, of the same rank and alpha.
+        registry, adapter_name: As in `save_adapter`.
+    Raises:
+        ModuleNotFoundError: The package safetensors is not installed.
+        FileNotFoundError: On every rank: a file is missing.
+        ValueError: On every rank: the adapters of the file and of the model differ in layers, shapes or settings; or as in
+            `save_adapter`. The model is unchanged in this case.
+    Collectives: object all-gathers over the world. Host synchronization: yes.
+    """
+    registry = registry or registry_in(model)
+
+    def read() -> list[tuple[Tensor, Tensor]]:
+        stored: dict[str, Tensor] = _safetensors().load_file(os.path.join(folder, _TENSORS))
+        config = json.loads(Path(folder, _CONFIG).read_text())
+        wanted: dict[str, tuple[Tensor, P]] = {}
+        for adapter in _adapters(model, adapter_name):
+            wanted |= _specs(adapter, registry)
+            _check_settings(adapter, config)
+        for name, _, param in saved_modules(model):
+            module, _, inner = name.partition(f".modules_to_save.{adapter_name}.")
+            if inner:
+                wanted[f"{_PREFIX}{_without_prefix(module)}.{inner}"] = (param, spec_of(param, registry.topology))
+        missing = [key for key in wanted if key not in stored]
+        unused = [key for key in stored if key not in wanted]
+        if missing or (unused and not registry.topology.pipe_axes):
+            raise ValueError(
+                f"{os.fspath(folder)} lacks {some(missing) or 'nothing'} and has {some(unused) or 'nothing'} that the "
+                "model has not; add adapters to the same layers as in the saved model"
+            )
+        return [_part_of(stored[key], *found, key, registry) for key, found in wanted.items()]
+
+    for param, value in on_all_ranks(read, registry):
+        local_tensor(param).copy_(value)
+
+
+def _safetensors() -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "PEFT's file format needs the package safetensors; run pip install 'meshstep[lora]'"
+        ) from error
+
+
+def _adapters(model: nn.Module, key: str) -> list[Adapter]:
+    found = [adapter for adapter in adapters_of(model) if adapter.key in (None, key)]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no adapter named {key!r}; add adapters with add_lora, or give adapter_name="
+        )
+    return found
+
+
+def _specs(adapter: Adapter, registry: ProcessGroupRegistry) -> dict[str, tuple[Tensor, P]]:
+    """Return (parameter, spec) pairs of an adapter's factors, by PEFT's names of the tensors in a file."""
+    module = adapter.module
+    if isinstance(module, LoRA) and module._layout.stacked:
+        raise ValueError(
+            f"{adapter.name} has different experts along {' x '.join(module._layout.stacked)}, which PEFT's files cannot "
+            "describe; use save_checkpoint"
+        )
+    is_embedding = hasattr(adapter.base, "num_embeddings")
+    prefix = f"{_PREFIX}{_without_prefix(adapter.name)}."
+    names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
+    params = [adapter.first, adapter.second]
+    if adapter.magnitude is not None:
+        names, params = (*names, "lora_magnitude_vector"), [*params, adapter.magnitude]  # type: ignore[assignment]
+    pairs = zip(names, params, strict=True)
+    return {f"{prefix}{name}": (param, spec_of(param, registry.topology)) for name, param in pairs}
+
+
+def _settings_of(adapter: Adapter) -> Settings:
+    module: Any = adapter.module
+    if isinstance(module, LoRA):
+        values = module.r, module.alpha, module.use_rslora, module.use_dora
+    elif adapter.key is not None:
+        dora = adapter.magnitude is not None
+        values = module.r[adapter.key], module.lora_alpha[adapter.key], module.use_rslora[adapter.key], dora
+    else:
+        r = adapter.first.size(0)
+        values = r, getattr(module, "alpha", r), False, False
+    return dict(zip(_SETTINGS, values, strict=True))
+
+
+def _config(settings: Mapping[str, Settings], saved: list[str], base_model: str | None) -> dict[str, Any]:
+    """Return the content of the configuration file.
+
+    Raises:
+        ValueError: Adapters have different settings ``use_rslora`` or ``use_dora``.
+    """
+    first_name, first = next(iter(settings.items()))
+    for name, values in settings.items():
+        for key in ("use_rslora", "use_dora"):
+            if values[key] != first[key]:
+                raise ValueError(
+                    f"{key} is {first[key]} for {first_name} and {values[key]} for {name}, but a file of PEFT has one "
+                    "value; save the adapters of each kind from a model of their own"
+                )
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base_model,
+        "task_type": None,
+        "inference_mode": True,
+        **{key: first[key] for key in _SETTINGS},
+        "rank_pattern": {name: values["r"] for name, values in settings.items() if values["r"] != first["r"]},
+        "alpha_pattern": {
+            name: values["lora_alpha"]
+            for name, values in settings.items()
+            if values["lora_alpha"] != first["lora_alpha"]
+        },
+        "target_modules": sorted(settings),
+        "modules_to_save": saved or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+
+
+def _check_settings(adapter: Adapter, config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the settings of an adapter equal those in the configuration file."""
+    name = _without_prefix(adapter.name)
+    patterns = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
+    for key, value in _settings_of(adapter).items():
+        stored = config.get(key, False)
+        for pattern, other in (config.get(patterns.get(key, ""), None) or {}).items():
+            if name == pattern or name.endswith(f".{pattern}"):
+                stored = other
+        if stored != value:
+            raise ValueError(
+                f"{name} has {key}={value}, but the saved adapter has {key}={stored}; create the adapters with "
+                f"{'alpha' if key == 'lora_alpha' else key}={stored}"
+            )
+
+
+def _part_of(full: Tensor, param: Tensor, spec: P, key: str, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
+    """Return the parameter, and its shard of the full tensor ``full``."""
+    value = shard(full, spec, registry, uneven=True)
+    if value.shape != local_tensor(param).shape:
+        raise ValueError(
+            f"{key} has shape {tuple(full.shape)} in the file, which gives this rank {tuple(value.shape)}, but its "
+            f"parameter has shape {tuple(local_tensor(param).shape)}; create the adapters with the "
+            "rank and layers of the file"
+        )
+    return param, value
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the union of the tensors of all stages.
+
+    Raises:
+        ValueError: Two stages have different tensors of the same name.
+    """
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for key, tensor in part.items():
+            if key in found and not torch.equal(found[key], tensor):
+                raise ValueError(
+                    f"two pipeline stages have different adapters named {key.removeprefix(_PREFIX)}; name the layers of "
+                    "each stage as in the dense model, or save the adapters with save_checkpoint"
+                )
+            found[key] = tensor
+    return found
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix(_PREFIX)

@@ -133,13 +133,16 @@ class MasterWeights:
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def collect(self) -> None:
+    def collect(self, *, check_unfrozen: bool = True) -> None:
         """Set ``master.grad`` of each master from the gradient of its parameter.
 
         With ``main_grads=True`` both are the same float32 tensor. With ``main_grads=False``, ``master.grad`` is a float32
         copy of the parameter's gradient, or with ``cast=False`` the half-precision gradient itself. If the parameter has
         no gradient, a ``master.grad`` from an earlier `collect` is removed, and one that other code has set is kept.
 
+        Args:
+            check_unfrozen: False: ignore parameters that were unfrozen without `refresh`, because the caller reports
+                them. Default: True, raise an error.
         Raises:
             RuntimeError: Other code changed the model's weights since the last step, and the next step would undo the
                 change. Or only the optimizer's ``zero_grad`` was called after the last step, so the parameters still have
@@ -148,7 +151,7 @@ class MasterWeights:
         """
         self._check_weights()
         for param in self._frozen:
-            if param.grad is not None:
+            if param.grad is not None and (check_unfrozen or not param.requires_grad):
                 raise RuntimeError(
                     f"{label_of(param)} has a gradient, but was frozen when the masters were created; call refresh() "
                     "after unfreezing"

@@ -43,7 +43,7 @@ from .kernels.choice import kernels_here
 from .norm.exact_norm import check_exact
 from .norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Reduction, check_measurement
 from .norm.param_table import ParamTable
-from .norm.plan import ReductionPlan, count_as_copies, entries_of
+from .norm.plan import ReductionPlan, count_as_copies, entries_of, frozen_without_spec
 from .norm.plan_agreement import Summary, agree
 from .norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
 from .states.chain import GivenParam, LocalTensors, PlacementContext, Position, StatePlacement, TransformChain
@@ -119,11 +119,24 @@ class Setup:
 
     # Checking --------------------------------------------------------------------------------------------------------
 
-    def agreed_plan(self, groups: NamedGroups) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
+    def with_spec(self, groups: NamedGroups) -> tuple[list[list[tuple[str | None, Tensor]]], list[tuple[str, Tensor]]]:
+        """Return the param groups without frozen parameters that have no spec, and (name, parameter) pairs of these.
+
+        The optimizer leaves such parameters out, so a frozen model needs no declarations. Collectives: none.
+        """
+        left_out = frozen_without_spec(groups, self.registry.topology, compared=bool(self.check_replicas))
+        kept = [[pair for pair in group if id(pair[1]) not in left_out] for group in groups]
+        pairs = (pair for group in groups for pair in group if id(pair[1]) in left_out)
+        return kept, [(name or f"a parameter of shape {tuple(param.shape)}", param) for name, param in pairs]
+
+    def agreed_plan(
+        self, groups: NamedGroups, left_out: Iterable[str] = ()
+    ) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
         """Check the arguments and parameters of all ranks, and return the reduction plan of the gradient norm.
 
         Args:
             groups: (name, parameter) pairs for each param group; the name is None for a parameter without a name.
+            left_out: The names of the parameters that `with_spec` left out. Default: none.
         Returns:
             The plan; the ``max_norm`` of the param groups; and the object that compares settings between ranks in each
             step (None if there is one rank).
@@ -170,7 +183,7 @@ class Setup:
             return plan, thresholds, None
         filled = [declared.groups for declared in by_rank]
         rule, all_groups = clip_of(self.max_norm), thresholds.everywhere
-        agreement = StepAgreement(plan, self.registry, self.optimizer, filled, rule, all_groups)
+        agreement = StepAgreement(plan, self.registry, self.optimizer, filled, rule, all_groups, [*left_out])
         return plan, thresholds, agreement
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:

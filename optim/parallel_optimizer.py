@@ -40,7 +40,7 @@ from .gradients.in_place import nonfinite_names
 from .norm.measure import CheckReplicas, Commit, GradStats, Reduction
 from .norm.param_table import ParamTable, SteppedTensor
 from .norm.plan import ReductionPlan, check_unused
-from .states.chain import StatePlacement, StepObserver, TransformChain, match_names, named_params_of
+from .states.chain import StatePlacement, StepObserver, TransformChain, leave_out, match_names, named_params_of
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .states.state_hash import hash_of_state
@@ -53,7 +53,14 @@ from .step.torch_engine import lay_out_states
 from .step.update import UpdateEngine
 from .step.update_request import UpdateRequest
 from .step.window import Window
-from .step.wrapped_optimizer import OPTIMIZER_INDEX, asks_other_ranks, guard_calls, own_calls, parts_of, unchanged
+from .step.wrapped_optimizer import (
+    OPTIMIZER_INDEX,
+    asks_other_ranks,
+    guard_calls,
+    own_calls,
+    parts_of,
+    unchanged,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,8 +92,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     Every rank must construct the `ParallelOptimizer` at the same point with its own part of the model, and call the
     same methods in the same order. A rank without parameters passes ``[{"params": []}]`` to the torch optimizer.
 
-    The gradient of a parameter that is frozen when the optimizer is made is not reduced; unfreezing it later is an
-    error. You may freeze other parameters later, on all ranks; a frozen parameter is not stepped.
+    A frozen parameter (``requires_grad=False``) is not stepped, and takes no memory in optimizer states, master weights
+    and gradient buckets. It needs a declaration only to be trained; without one, it is left out of the param groups.
+    You may freeze parameters between steps, on all ranks. After you unfreeze parameters, call `refresh`.
 
     Args:
         optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`,
@@ -279,9 +287,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         wrong = replace_deprecated(options, other, "ParallelOptimizer")
         wrong = wrong or wrong_arguments(other, optimizer, ParallelOptimizer)
         self._setup = Setup(optimizer, registry, **options, wrong_call=wrong)
-        self._groups = [named_params_of([group]) for group in self.param_groups]
+        self._given = [named_params_of([group]) for group in self.param_groups]
+        self._groups, left_out = self._setup.with_spec(self._given)
         with unchanged(optimizer):
-            plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups)
+            plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups, [name for name, _ in left_out])
+        leave_out(optimizer, [param for _, param in left_out])
         self._clip, self.precision = in_use(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
@@ -289,6 +299,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
         self._states = self._setup.chain(self.precision)
+        self._states.left_out = left_out
         self._model = ModelParams(modules_in(self._setup.data_parallel), on_missing_params)
         self._bind(plan, thresholds)
         self._skips = SkipMonitor(self._device)
@@ -488,7 +499,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
                 * On this rank: torch's own GradScaler calls `step`; `fully_shard` has not reduced the window's
                   gradients (see `mark_last_micro_batch`); a backward of the window raised, or bypassed the optimizer
-                  after gradients were reduced; or a parameter was unfrozen that was frozen when the optimizer was made.
+                  after gradients were reduced; or, with one rank, a parameter was unfrozen without `refresh`.
                 * On every rank: there are no gradients in the first step; the model has trainable parameters that no
                   optimizer has (see ``on_missing_params``); or, in the second or 16th step, other code has written
                   weights that the step would overwrite (see `reload_from_model`).
@@ -498,7 +509,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                   detected with a loss scale. Such steps are skipped, and the error comes 16 steps late, but at once with
                   ``on_nonfinite="raise"``.
                 * On every rank: ranks ran different numbers of micro-batches, only some ranks passed weights, or ranks
-                  differ in weights, clipping, hyper-parameters or frozen parameters. Such a step is skipped. The error
+                  differ in weights, clipping, hyper-parameters or frozen parameters, or a parameter was unfrozen on any
+                  rank without `refresh`. Such a step is skipped. The error
                   comes 16 steps late, but at once in the first step and with ``on_nonfinite="raise"``.
         Collectives, host synchronization: as in the class docstring.
         """
@@ -737,6 +749,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, and compare its declarations over all ranks. Every rank must call it at the same point.
 
+        Parameters of other groups that were frozen or unfrozen are included, as in `refresh`.
+
         Raises, collectives: as the constructor. Nothing is changed if it raises.
         """
         before, given = len(self.param_groups), param_group["params"]
@@ -744,23 +758,67 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
         added = named_params_of([group])
         match_names(group, [own for own in self.param_groups if own.get(OPTIMIZER_INDEX) == group.get(OPTIMIZER_INDEX)])
+        groups, left_out = self._setup.with_spec([*self._given, added])
 
         def add_for_a_moment() -> None:
             # Runs before any tensor is replaced, so that after an error only the list of param groups must be restored.
             with own_calls:
                 self.optimizer.add_param_group({**group, "params": group["params"][:]})
-            known = {id(param) for params in self._groups for _, param in params}
+            known = {id(param) for params in self._given for _, param in params}
             if twice := sum(id(param) in known for _, param in added):
                 raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)
-            plan, thresholds, agreement = self._setup.agreed_plan([*self._groups, added])
+            agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
         finally:
             del self.param_groups[before:]
-        self._states.add_param_group(group)
-        self._agreement = agreement
-        self._groups.append(added)
+        self._states.add_param_group(group, groups)
+        self._given.append(added)
+        self._bind_again(groups, left_out, agreed)
+
+    @public_call
+    def refresh(self) -> None:
+        """Include the parameters that you unfroze, and leave out those that you froze. Call it between two steps.
+
+            for param in model.head.parameters():
+                param.requires_grad_(True)
+            optimizer.refresh()
+
+        Every rank must call it at the same point. It is needed after a parameter of the param groups was unfrozen that
+        was frozen when the optimizer was made, or in the last `refresh`. The parameter gets a master weight, shards and
+        gradient buckets, and trains in its own param group, as in a torch optimizer. So learning-rate schedules continue.
+
+        Freezing needs no call: a frozen parameter is not stepped. After the call its gradient is no longer reduced, except
+        by `Sharded`. Its optimizer state is kept, and is used again if you unfreeze the parameter and call `refresh`.
+
+        Raises:
+            ValueError, TypeError: On every rank, as the constructor; for example if ranks froze different parameters, or
+                if an unfrozen parameter has no spec. Nothing is changed.
+            RuntimeError: On every rank: micro-batches were accumulated since the last step.
+        Collectives: as the constructor.
+        """
+        on_all_ranks(self._check_refresh, self.registry)
+        groups, left_out = self._setup.with_spec(self._given)
+        agreed = self._setup.agreed_plan(groups, [name for name, _ in left_out])
+        self._states.refresh(groups)
+        self._bind_again(groups, left_out, agreed)
+
+    def _check_refresh(self) -> None:
+        if self.micro_batches:
+            raise RuntimeError(
+                f"refresh() was called after {self.micro_batches} micro-batches of a window, whose gradients belong to the "
+                "former parameters: call it between step() and the next backward"
+            )
+
+    def _bind_again(
+        self,
+        groups: list[list[tuple[str | None, Tensor]]],
+        left_out: list[tuple[str, Tensor]],
+        agreed: tuple[ReductionPlan, AgreedThresholds, StepAgreement | None],
+    ) -> None:
+        plan, thresholds, self._agreement = agreed
+        self._groups, self._states.left_out = groups, left_out
         self._bind(plan, thresholds)
 
     @property

@@ -122,9 +122,7 @@ def entries_of(
                 given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
             )
             check_dense_real(param, name)
-            if undeclared_are_replicas:
-                pass
-            elif {*annotation.silent_axes(topology)} - (meshed if whole is param else set()):
+            if not undeclared_are_replicas and _is_undeclared(whole, param, annotation, topology, meshed):
                 undeclared.append(name)
             entries.append(
                 ParameterEntry(
@@ -145,6 +143,46 @@ def entries_of(
             "wrappers drop specs: declare again after them)"
         )
     return entries
+
+
+def frozen_without_spec(
+    param_groups: Iterable[Iterable[tuple[str | None, Tensor]]], topology: Topology, *, compared: bool = False
+) -> set[int]:
+    """Return the ids of the frozen parameters that `entries_of` would reject, because they have no spec.
+
+    Args:
+        param_groups: For each param group its (name or None, parameter) pairs.
+        topology: The mesh.
+        compared: As in `entries_of`. Default: False.
+    """
+    groups = [[param for _, param in pairs] for pairs in param_groups]
+    try:
+        meshed = _mesh_axes(groups, topology) if compared else set[str]()
+    except ValueError:  # the layout of a DTensor is not supported; `entries_of` raises the error on every rank
+        return set()
+    frozen = (param for params in groups for param in params if not param.requires_grad)
+    return {id(param) for param in frozen if _lacks_spec(param, topology, meshed)}
+
+
+def _lacks_spec(param: Tensor, topology: Topology, meshed: set[str]) -> bool:
+    try:
+        local = local_parameter(param, topology)
+    except ValueError:
+        return True
+    return _is_undeclared(param, local, annotation_of(local) or _UNDECLARED, topology, meshed)
+
+
+def _is_undeclared(param: Tensor, local: Tensor, annotation: Annotation, topology: Topology, meshed: set[str]) -> bool:
+    """Return True if the layout of ``param`` over a mesh axis is neither declared nor implied.
+
+    Args:
+        param: The parameter.
+        local: ``param``, or its local tensor if it is a DTensor.
+        annotation: The annotation of ``local``.
+        topology: The mesh.
+        meshed: The axes over which an undeclared plain parameter counts as replicated.
+    """
+    return bool({*annotation.silent_axes(topology)} - (meshed if param is local else set()))
 
 
 def count_as_copies(params: Iterable[Tensor]) -> None:

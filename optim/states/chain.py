@@ -83,17 +83,13 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
             group.update({"param_names": []}) if named else group.pop("param_names", None)
 
 
-def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[ParamPosition]:
-    """Return one `ParamPosition` per parameter of all param groups. Call it before any parameter is replaced.
-
-    Args:
-        param_groups: The param groups.
-        first: The index of the first parameter. Default: 0.
-    """
-    return [
-        ParamPosition(index, name or f"parameter {index}", param, param)
-        for index, (name, param) in enumerate(named_params_of(param_groups), first)
-    ]
+def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
+    """Remove ``params`` from the optimizer's param groups, and drop their optimizer states."""
+    removed = {id(param): param for param in params}
+    for group in optimizer.param_groups if removed else ():
+        group.update(replace_params(group, lambda tensor: () if id(tensor) in removed else (tensor,)))
+    for param in removed.values():
+        optimizer.state.pop(param, None)
 
 
 def replace_params(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
@@ -277,7 +273,8 @@ class ParamTransform:
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Return the replacements of the tensors in ``positions``. A tensor without an entry is not replaced.
 
-        The chain calls it again when a param group is added, with the positions of the new tensors only.
+        The chain calls it again when param groups are added or refreshed, with the positions of the parameters that are
+        new or were unfrozen; there may be none.
         """
         return {}
 
@@ -440,7 +437,8 @@ class LocalTensors(ParamTransform):
         from ...parallel.interop.dtensor import DTensor, local_parameter
 
         new = [(param, local_parameter(param, self._topology)) for param in tensors if isinstance(param, DTensor)]
-        self._pairs += new
+        known = {id(param) for param, _ in self._pairs}
+        self._pairs += [pair for pair in new if id(pair[0]) not in known]
         return {param: [(piece, 0)] for param, piece in new}
 
     def move_state(
@@ -535,13 +533,12 @@ class StepObserver:
 
 @dataclass(frozen=True, eq=False)
 class GivenParam:
-    """A model parameter, with the dtype, device and ``requires_grad`` that it had when the optimizer received it.
+    """A model parameter, with the dtype and device that it had when the optimizer received it.
 
     Args:
         name: The parameter's name for messages.
         param: The parameter.
-        trained: True if ``param.requires_grad`` was True when the optimizer received the parameter, and also each time
-            a param group was added later.
+        trained: The value of ``param.requires_grad`` when param groups were last added or refreshed.
         dtype: The dtype when the optimizer received the parameter.
         device: The device when the optimizer received the parameter.
     """
@@ -576,8 +573,9 @@ class TransformChain:
         positions: One `ParamPosition` per stepped tensor (a tensor in the param groups), in the order of the param
             groups.
         given: The model parameters that the optimizer received, including parameters of which this rank steps no shard.
-        frozen: Model parameters that were trained at first, and frozen before a later param group was added. They
-            cannot be unfrozen.
+        frozen: Model parameters that were trained at first, and were frozen when param groups were last added or
+            refreshed. Their stepped tensors and optimizer states are kept.
+        left_out: (name, parameter) pairs of frozen parameters that are not in the param groups.
         pulling_grads: The transforms that override `pull_grads`, from the model to the optimizer.
         catching_up: The transforms that override `catch_up`.
         observers: The step observers, in the order of calls.
@@ -594,43 +592,108 @@ class TransformChain:
         self.positions: list[ParamPosition] = []
         self.given: list[GivenParam] = []
         self.frozen: list[Tensor] = []
-        self._add(optimizer.param_groups)
+        self.left_out: list[tuple[str, Tensor]] = []
+        self._prepared: set[int] = set()  # ids of parameters over which the transforms were installed while trainable
+        self._renew([named_params_of([group]) for group in optimizer.param_groups])
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer, and install the transforms over it.
+    def add_param_group(
+        self, param_group: dict[str, Any], groups: Sequence[Sequence[tuple[str | None, Tensor]]]
+    ) -> None:
+        """Add a param group to the optimizer, and `refresh` all param groups.
 
         If a transform raises an error, the group is removed again.
 
+        Args:
+            param_group: The new param group.
+            groups: As in `refresh`, with the new group.
         Collectives: those of the transforms' `install`.
         """
-        before, given, frozen = len(self.optimizer.param_groups), self.given[:], self.frozen[:]
+        before = len(self.optimizer.param_groups)
         with own_calls:
             self.optimizer.add_param_group(param_group)
         try:
-            self._add(self.optimizer.param_groups[-1:])
+            self.refresh(groups)
         except Exception:
             del self.optimizer.param_groups[before:]
-            self.given, self.frozen = given, frozen
             raise
 
-    def _add(self, groups: list[dict[str, Any]]) -> None:
-        positions = positions_in(groups, first=len(self.given))
-        for param in (at.param for at in positions if type(at.param) in PLAIN and at.param.is_neg()):
+    def refresh(self, groups: Sequence[Sequence[tuple[str | None, Tensor]]]) -> None:
+        """Install the transforms over parameters that are new, or that were unfrozen since the last call.
+
+        The transforms, stepped tensors and optimizer states of the other parameters are kept. If a transform raises an
+        error, the param groups are restored.
+
+        Args:
+            groups: For each param group its (name or None, model parameter) pairs.
+        Collectives: those of the transforms' `install`.
+        """
+        kept = self.positions, self.given, self.frozen, set(self._prepared)
+        params: list[dict[str, Any]] = [
+            {key: group[key] for key in ("params", "param_names") if key in group} for group in self._groups
+        ]
+        try:
+            self._renew(groups)
+        except Exception:
+            self.positions, self.given, self.frozen, self._prepared = kept
+            for group, before in zip(self._groups, params, strict=True):
+                group.update(before)
+            raise
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def _renew(self, groups: Sequence[Sequence[tuple[str | None, Tensor]]]) -> None:
+        positions, new = self._arrange(groups)
+        for param in (at.param for at in new if type(at.param) in PLAIN and at.param.is_neg()):
             resolve_(param)  # writes the negated values to memory, which transforms read directly
-        # The new reduction plan leaves out parameters that were frozen since the previous plan. So they can't be
-        # unfrozen later.
-        self.frozen += [of.param for of in self.given if of.trained and not of.param.requires_grad]
-        self.given = [replace(of, trained=of.trained and of.param.requires_grad) for of in self.given]
-        self.given += [GivenParam.of(at.name, at.param) for at in positions]
+        installed: dict[int, list[ParamPosition]] = {at.index: [] for at in new}
         for transform in self.transforms:
-            positions = self._install(transform, groups, positions)
-        self.positions += positions
+            new = self._install(transform, self._groups, new)
+        for at in new:
+            installed[at.index].append(at)
+        self.positions = []
+        for at in positions:
+            self.positions += installed.get(at.index, [at])
+        self.frozen = [of.param for of in self.given if id(of.param) in self._prepared and not of.param.requires_grad]
+        self._prepared |= {id(of.param) for of in self.given if of.trained}
         self.pulling_grads, self.catching_up = self._those_with("pull_grads"), self._those_with("catch_up")
         stepping = self._those_with("step", "write_back")[::-1]
         for index, transform in enumerate(stepping):
             transform.may_step_partially = all(inner.supports_partial_step for inner in stepping[:index])
         self._stepping = [_step_of(transform) for transform in stepping]
         self.set_observers(self.observers)
+
+    def _arrange(
+        self, groups: Sequence[Sequence[tuple[str | None, Tensor]]]
+    ) -> tuple[list[ParamPosition], list[ParamPosition]]:
+        """Set `given` and the parameters of the param groups to ``groups``, before transforms are installed.
+
+        Returns:
+            The positions of all stepped tensors in the order of ``groups``, and new positions of the parameters over
+            which transforms must be installed. Each of these parameters has one position.
+        """
+        known, found = {id(of.param): of for of in self.given}, dict[int, list[ParamPosition]]()
+        for at in self.positions:
+            found.setdefault(id(at.leaf), []).append(at)
+        self.given, positions, new = [], [], list[ParamPosition]()
+        for group, pairs in zip(self._groups, groups, strict=True):
+            named: list[tuple[str, Tensor]] = []
+            for name, param in pairs:
+                index, of = len(self.given), known.get(id(param))
+                label = name or f"parameter {index}" if of is None else of.name
+                at_param = [replace(at, index=index) for at in found.get(id(param), [])]
+                if of is None or (param.requires_grad and id(param) not in self._prepared):
+                    at_param = at_param or [ParamPosition(index, label, param, param)]
+                    new.append(ParamPosition(index, label, param, param))
+                positions += at_param
+                named += [(label, at.tensor) for at in at_param]
+                of = of or GivenParam.of(label, param)
+                self.given.append(replace(of, trained=param.requires_grad))
+            group["params"] = [tensor for _, tensor in named]
+            if "param_names" in group:
+                group["param_names"] = [name for name, _ in named]
+        return positions, new
 
     def explain(self, error: Exception) -> None:
         """Raise RuntimeError from ``error`` if the dtype or device of a parameter changed, a likely cause of ``error``.

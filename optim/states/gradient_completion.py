@@ -265,13 +265,17 @@ class GradientCompletion:
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]
-        if not found:
+        beyond = enumerate(self.chain.left_out, len(self.chain.given))
+        left_out = [at for at, (_, param) in beyond if param.requires_grad]
+        if not found and not left_out:
             self.changed = (), ()
             return frozen, None
-        given = self.chain.given
-        thawed = tuple(at for at in found if not given[at].trained)
+        given, problem = self.chain.given, None
+        thawed = (*(at for at in found if not given[at].trained), *left_out)
         self.changed = tuple(at for at in found if given[at].trained), thawed
-        problem = RuntimeError(thawed_text(given[thawed[0]].name)) if thawed else None
+        if thawed:
+            names = [*(of.name for of in given), *(name for name, _ in self.chain.left_out)]
+            problem = RuntimeError(thawed_text(names[thawed[0]]))
         if problem is not None and self._agreement is None:
             raise problem
         return frozen | {id(given[at].param) for at in self.changed[0] if given[at].param.grad is None}, problem

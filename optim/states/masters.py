@@ -381,7 +381,7 @@ class Masters(ParamTransform):
         """Do nothing, because `MasterWeights` moves the state to the masters and converts it to float32."""
 
     def pull_grads(self, window: Window, averaged: bool) -> None:
-        self._made.collect()
+        self._made.collect(check_unfrozen=False)  # `GradientCompletion` reports these on every rank
 
     def step(self, request: UpdateRequest, update: Update) -> None:
         masters = self._made

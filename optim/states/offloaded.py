@@ -18,6 +18,7 @@ is the transfer of gradients to the CPU, "up" is the transfer of weights to the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -33,6 +34,7 @@ from ...parallel.mesh.value_checks import check_scalar
 from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
 from ..norm.param_table import ParamPosition
+from ..norm.plan import ReductionPlan
 from ..step.update import hold_only, steps_in_parts
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
@@ -277,13 +279,21 @@ class OffloadTransform(ParamTransform):
         for param, copy in made.items():
             copy_annotation(param, copy)
         self.copies |= made
-        for index, group in enumerate(optimizer.param_groups):
-            self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
         # Only for the new parameters. For parameters of earlier groups, the versions of the last step must be kept,
         # because they reveal later writes.
         self._seen |= {param: _look(param) for param in made}
         self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
+
+    def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
+        """Return ``plan``, and record the present places of the offloaded parameters in the param groups."""
+        sizes: Counter[int] = Counter()
+        for at, entry in zip(positions, plan.entries, strict=True):
+            for given in at.path:
+                if given in self.copies:
+                    self._places[given] = entry.group, sizes[entry.group]
+            sizes[entry.group] += 1
+        return plan
 
     # The step --------------------------------------------------------------------------------------------------------
 

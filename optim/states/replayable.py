@@ -133,10 +133,6 @@ class UpdateRecorder(ParamTransform):
     def reload(self) -> None:
         self._inputs = None  # the copies belong to an update of other weights
 
-    @property
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
         """Copy the inputs of the update, then call ``update``. If the update is skipped, the earlier copies are kept.
@@ -149,7 +145,8 @@ class UpdateRecorder(ParamTransform):
 
     def _now(self, update: Callable[[], object]) -> _Inputs:
         params = {}
-        for param in self._params:
+        stepped = (param for group in self.optimizer.param_groups for param in group["params"])
+        for param in (param for param in stepped if param.requires_grad or param.grad is not None):
             gradient = None if param.grad is None else param.grad.clone()
             params[param] = _Values(param.detach().clone(), gradient, _copied(self.optimizer.state.get(param, {})))
         return _Inputs(update, params, _options(self.optimizer))
@@ -164,7 +161,7 @@ class UpdateRecorder(ParamTransform):
         if self._inputs is None:
             raise RuntimeError("no update has been made since the optimizer was made or loaded: make a step first")
         inputs, state = self._inputs, self.optimizer.state
-        after = {param: _Values(param.detach().clone(), param.grad, state.get(param)) for param in self._params}
+        after = {param: _Values(param.detach().clone(), param.grad, state.get(param)) for param in inputs.params}
         groups = [(group, {**group}) for group in self.optimizer.param_groups]
         try:
             self._put(inputs)

@@ -539,9 +539,6 @@ class Shards(ParamTransform):
                 annotate(piece, piece_spec(entries[index].spec, sharded[index].axes), entries[index].name)
                 pieces[tensors[index]].append((piece, segment.start))
         self.buckets = self._early + self._late
-        self._segments += [
-            (offset, piece.numel()) for tensor in tensors for piece, offset in pieces.get(tensor, [(tensor, 0)])
-        ]
         if self.how.gradients:
             if self._reducer is not None:
                 self._reducer.remove_hooks()
@@ -660,6 +657,7 @@ class Shards(ParamTransform):
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
                 )
             entries.append(entry)
+        self._segments = [(at.offset, at.tensor.numel()) for at in positions]
         over = self.registry.topology.expand_aliases(self.how.axis)
         return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), sharded_over=over)
 

@@ -339,6 +339,8 @@ class StepAgreement:
         groups: For each rank, the indices of its param groups that have parameters.
         rule: The optimizer's clipping rule. Default None: it does not clip.
         all_groups: True (default) if every rank has all param groups, so that their ``max_norm`` can be compared.
+        left_out: Names of the frozen parameters that the optimizer left out. In the methods, their indices follow those
+            of the plan's parameters. Default: none.
 
     Attributes:
         sent: The values that the last result of `number` was computed from.
@@ -353,8 +355,9 @@ class StepAgreement:
         groups: Sequence[frozenset[int]],
         rule: Clip | None = None,
         all_groups: bool = True,
+        left_out: Sequence[str] = (),
     ) -> None:
-        self.plan, self.registry, self.optimizer = plan, registry, optimizer
+        self.plan, self.registry, self.optimizer, self._left_out = plan, registry, optimizer, left_out
         self._is_fake = is_fake()  # a fake process group has no other ranks to compare with
         topology, rank = registry.topology, registry.global_rank
         within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
@@ -491,7 +494,7 @@ class StepAgreement:
                 facts_by_name[f"{key} of param group {group.index}{where}"] = text
         if not facts.frozen and not facts.thawed:
             return NamedFacts(facts_by_name)
-        names = self._called.names
+        names = [*self._called.names, *self._left_out]
         return NamedFacts(facts_by_name, _at(names, facts.frozen), _at(names, facts.thawed))
 
     def error(self, facts: Facts | None = None, since: str = SINCE) -> RuntimeError:
@@ -564,9 +567,9 @@ UNNAMED = (
 def thawed_text(name: str, where: str = "") -> str:
     """Return the message for a parameter that was unfrozen. ``where`` names the ranks, or is empty (default)."""
     return (
-        f"{name} was frozen when the optimizer was made, and is not now{where}, but the ranks agreed on the trained "
-        "parameters at that time: unfreeze it before you make ParallelOptimizer, or leave it out of the optimizer and add "
-        "it later with add_param_group"
+        f"{name} was frozen when the optimizer was made or last refreshed, and is not now{where}, but the ranks agreed on "
+        "the trained parameters at that time: after requires_grad_(True), call optimizer.refresh() on every rank, between "
+        "two steps"
     )
 
 

@@ -767,6 +767,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             known = {id(param) for params in self._given for _, param in params}
             if twice := sum(id(param) in known for _, param in added):
                 raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
+            self._check_unfrozen()
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)
@@ -795,7 +796,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Raises:
             ValueError, TypeError: On every rank, as the constructor; for example if ranks froze different parameters, or
                 if an unfrozen parameter has no spec. Nothing is changed.
-            RuntimeError: On every rank: micro-batches were accumulated since the last step.
+            RuntimeError: On every rank: micro-batches were accumulated since the last step. Or ``data_parallel`` has a
+                `DistributedDataParallel` with an unfrozen parameter: it does not reduce gradients of parameters that were
+                frozen when it was made.
         Collectives: as the constructor.
         """
         on_all_ranks(self._check_refresh, self.registry)
@@ -810,6 +813,18 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 f"refresh() was called after {self.micro_batches} micro-batches of a window, whose gradients belong to the "
                 "former parameters: call it between step() and the next backward"
             )
+        self._check_unfrozen()
+
+    def _check_unfrozen(self) -> None:
+        modules = modules_in(self._setup.data_parallel) if getattr(self._switch, "is_ddp", False) else []
+        inside = {id(param) for module in modules for param in module.parameters()}
+        for name, param in self._states.unfrozen():
+            if id(param) in inside:
+                raise RuntimeError(
+                    f"{name} was unfrozen, but the DistributedDataParallel in data_parallel= was made while it was frozen, "
+                    "and does not reduce its gradient: make the DistributedDataParallel and the ParallelOptimizer again, "
+                    "or leave data_parallel= out, and step() averages the gradients"
+                )
 
     def _bind_again(
         self,

@@ -695,6 +695,11 @@ class TransformChain:
                 group["param_names"] = [name for name, _ in named]
         return positions, new
 
+    def unfrozen(self) -> list[tuple[str, Tensor]]:
+        """Return (name, parameter) pairs of the unfrozen parameters over which no transforms are installed yet."""
+        given = [(of.name, of.param) for of in self.given if id(of.param) not in self._prepared]
+        return [(name, param) for name, param in [*given, *self.left_out] if param.requires_grad]
+
     def explain(self, error: Exception) -> None:
         """Raise RuntimeError from ``error`` if the dtype or device of a parameter changed, a likely cause of ``error``.
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim import Lion, Muon, Offloaded, ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
@@ -20,11 +23,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"states": ZERO1},
     "ZeRO-2": {"states": ZERO2},
     "offload": {"states": Offloaded(0.5)},
-    "ZeRO-2, offload": {"states": (ZERO2, Offloaded(0.5))},
+    "ZeRO-2, offload": {"states": (ZERO2, Offloaded(1.0))},
 }
-SPECS = {"embed": P(), "up": P("tensor"), "down": P(None, "tensor"), "head": P()}
-GROUPS: list[dict[str, Any]] = [{"names": ("embed", "head"), "lr": 0.125}, {"names": ("up", "down"), "lr": 0.03125}]
-STEPS = 9
+SPECS = {"embed": P(), "norm": P(), "up": P("tensor"), "down": P(None, "tensor"), "head": P()}
+GROUPS: list[dict[str, Any]] = [
+    {"names": ("embed", "norm", "head"), "lr": 0.125},
+    {"names": ("up", "down"), "lr": 0.03125},
+]
 
 # The parameters that train in each step: gradual unfreezing from the head down, then other layers.
 TRAINED: list[tuple[str, ...]] = [
@@ -32,11 +37,11 @@ TRAINED: list[tuple[str, ...]] = [
     ("head",),
     ("down", "head"),
     ("up", "down", "head"),
-    ("embed", "up", "down", "head"),
-    ("embed", "up", "down", "head"),
+    ("embed", "norm", "up", "down", "head"),
+    ("embed", "norm", "up", "down", "head"),
     ("embed", "down"),
-    ("embed", "up", "down", "head"),
-    ("embed", "up", "down", "head"),
+    ("embed", "norm", "up", "down", "head"),
+    ("embed", "norm", "up", "down", "head"),
 ]
 
 
@@ -46,7 +51,7 @@ def full_weights() -> dict[str, Tensor]:
     return {name: torch.randn(4, 6, generator=generator, dtype=torch.float64) for name in SPECS}
 
 
-def loss_of(params: dict[str, Tensor], factor: float) -> Tensor:
+def loss_of(params: Mapping[str, Tensor], factor: float) -> Tensor:
     """Return a loss whose gradient depends on the weights and on the data rank's ``factor``."""
     return sum((param.double().square() * factor + param.double()).sum() for param in params.values())  # type: ignore[return-value]
 
@@ -58,7 +63,7 @@ def freeze_all_except(params: dict[str, nn.Parameter], names: tuple[str, ...]) -
 
 def adamw(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     groups = [{"params": [(n, params[n]) for n in group["names"]], "lr": group["lr"]} for group in GROUPS]
-    return torch.optim.AdamW(groups, weight_decay=0.25)
+    return torch.optim.AdamW(groups, weight_decay=0.25, fused=True)
 
 
 def dense_run(dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
@@ -98,9 +103,7 @@ def run(how: str, mode: str, declared: bool, calls: bool = True) -> list[dict[st
                 annotate(params[name], SPECS[name], name)
 
         change(TRAINED[0])
-        optimizer = ParallelOptimizer(
-            adamw(params), registry, max_norm=2.0, precision=precision, **OPTIONS[how]
-        )
+        optimizer = ParallelOptimizer(adamw(params), registry, max_norm=2.0, precision=precision, **OPTIONS[how])
         differences = []
         for names, wanted in zip(TRAINED, dense_run(dtype), strict=True):
             change(names)
@@ -115,6 +118,8 @@ def run(how: str, mode: str, declared: bool, calls: bool = True) -> list[dict[st
                     for name, param in params.items()
                 }
             )
+            if (shards := optimizer.state_dict()["meshstep"]["weights"].get("shards")) is not None:
+                assert shards["pieces"] == [(row.offset, row.tensor.numel()) for row in optimizer.stepped_tensors()]
         return differences
 
 
@@ -129,6 +134,96 @@ def test_gradual_unfreezing_equals_torch_optimizer(world: World, how: str, mode:
     bound = 1e-12 if mode == "float64" else 2**-6
     for of_rank in world.run(4, run, how, mode, declared):
         assert max(max(step.values()) for step in of_rank) < bound
+
+
+def test_unfreezing_without_refresh_differs_from_torch_optimizer(world: World) -> None:
+    """Negative control of the comparison: without the call the run ends with an error."""
+    with pytest.raises(Exception, match=r"call optimizer\.refresh"):
+        world.run(4, run, "whole", "float64", True, False)
+
+
+# Other optimizers and data parallelism --------------------------------------------------------------------------------
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def optimizers_of(how: str, model: nn.Module) -> Any:
+    """Return the optimizer or the list of optimizers ``how`` over the model's parameters."""
+    matrices = [(name, param) for name, param in model.named_parameters() if param.dim() > 1]
+    vectors = [(name, param) for name, param in model.named_parameters() if param.dim() == 1]
+    if how == "list":
+        return [torch.optim.SGD(matrices, lr=0.05, momentum=0.9), torch.optim.AdamW(vectors, lr=0.05)]
+    if how == "muon":
+        return [Muon(matrices, lr=0.05), torch.optim.AdamW(vectors, lr=0.05)]
+    return (Lion if how == "lion" else torch.optim.AdamW)(model.named_parameters(), lr=0.05)
+
+
+def unfreeze_layers(how: str, ranks: int) -> tuple[list[Tensor], list[float]]:
+    """Train the last layer, then both, then the first, then both, with a schedule of one rate per group.
+
+    Returns:
+        The full weights after the last step, and the learning rates.
+    """
+    with ProcessGroupRegistry(Topology(data=ranks)) as registry:
+        model = layers()
+        model[0].requires_grad_(False)
+        options: dict[str, Any] = {}
+        if how == "fully_shard":
+            for layer in (model[0], model[2]):
+                fully_shard(layer)
+            options = {"data_parallel": fully_shard(model)}
+        if how == "fixed order":
+            options = {"sum_order": "fixed", "accumulation_steps": 1}
+        optimizer = ParallelOptimizer(optimizers_of(how, model), registry, **options)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step, (first, last) in enumerate([(False, True), (True, True), (True, False), (True, True)]):
+            model[0].requires_grad_(first)
+            model[2].requires_grad_(last)
+            optimizer.refresh()
+            optimizer.zero_grad()
+            mine = range(2)[registry.rank("data") :: ranks]
+            losses = [model(batch(step, rank)).square().mean() for rank in mine]
+            optimizer.backward(torch.stack(losses).mean())
+            optimizer.step()
+            schedule.step()
+        weights = [param.detach() for param in model.parameters()]
+        full = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
+        return full, [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("how", ["adamw", "lion", "list", "muon", "fully_shard", "fixed order"])
+def test_unfreezing_on_two_ranks_equals_one_process_with_schedule(world: World, how: str) -> None:
+    dense = "adamw" if how in ("fully_shard", "fixed order") else how
+    wanted, rates = unfreeze_layers(dense, 1)
+    assert rates == pytest.approx([0.01] * len(rates))
+    for weights, found in world.run(2, unfreeze_layers, how, 2):
+        assert found == rates
+        for one, other in zip(weights, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+def group_added_after_unfreezing() -> Tensor:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        params = {name: nn.Parameter(torch.zeros(3), requires_grad=name != "b") for name in "abc"}
+        sgd = torch.optim.SGD([params["a"], params["b"]], lr=1.0)
+        optimizer = ParallelOptimizer(sgd, registry, states=ZERO1)
+        params["b"].requires_grad_(True)
+        optimizer.add_param_group({"params": [params["c"]], "lr": 0.5})
+        optimizer.backward(torch.stack([*params.values()]).sum())
+        optimizer.step()
+        return torch.stack([*params.values()]).detach()[:, 0]
+
+
+def test_add_param_group_includes_unfrozen_parameters(world: World) -> None:
+    for found in world.run(2, group_added_after_unfreezing):
+        assert found.tolist() == [-1.0, -1.0, -0.5]
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -180,3 +275,42 @@ def test_unfreezing_without_refresh_raises_on_every_rank(
             assert "up was frozen when the optimizer was made" in text
             assert "optimizer.refresh()" in text
         assert change == 0.0
+
+
+def wrong_refreshes() -> list[str]:
+    """Return the errors of a refresh within a window, on one rank only unfrozen, without a spec, and beside DDP."""
+    with ProcessGroupRegistry(Topology(data=2, tensor=1)) as registry:
+        params = {name: nn.Parameter(torch.zeros(3), requires_grad=name != "b") for name in "ab"}
+        optimizer = ParallelOptimizer(torch.optim.SGD(params.items(), lr=1.0), registry)
+        optimizer.backward(params["a"].sum())
+        found = [message_of(optimizer.refresh)]
+        optimizer.step()
+        params["b"].requires_grad_(registry.global_rank == 0)
+        found.append(message_of(optimizer.refresh))
+        params["b"].requires_grad_(False)
+        optimizer.refresh()
+        model = layers()
+        model[0].requires_grad_(False)
+        ddp = DistributedDataParallel(model)
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, data_parallel=ddp)
+        model[0].requires_grad_(True)
+        found.append(message_of(optimizer.refresh))
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        annotate(params["a"], P(), "a")
+        optimizer = ParallelOptimizer(torch.optim.SGD(params.items(), lr=1.0), registry)
+        params["b"].requires_grad_(True)
+        found.append(message_of(optimizer.refresh))
+        annotate(params["b"], P(), "b")
+        optimizer.refresh()
+        optimizer.backward(params["b"].sum())
+        optimizer.step()
+        assert params["b"].tolist() == [-1.0] * 3
+    return found
+
+
+def test_wrong_refresh_raises_on_every_rank(world: World) -> None:
+    for in_window, on_one_rank, beside_ddp, without_spec in world.run(2, wrong_refreshes):
+        assert "refresh() was called after 1 micro-batches" in in_window
+        assert "rank 1 has [b: P(), shape (3), float32, param group 0, frozen]" in on_one_rank
+        assert "was unfrozen, but the DistributedDataParallel" in beside_ddp
+        assert "no spec for b" in without_spec
